@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting, in one nested, typed tree. Imports no torch, so that reading and checking a config is instant.
+
+A config is YAML. Later files win over earlier ones, `--set a.b=c` wins over files. A key that does not exist is
+refused with the nearest name that does; every section that is present is checked, used or not.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from evoalign.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Modules = Annotated[list[str], Field(min_length=1)]
+Layers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys refused, values never coerced silently from another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _named(value: object) -> object:
+    """`cosine` is short for `{name: cosine}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class SpaceConfig(BaseModel):
+    """Where the noise lives: a built-in name, or `package.module:Class` with settings of its own."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "lora"
+
+    @model_validator(mode="after")
+    def _own_settings_only_for_own_spaces(self) -> SpaceConfig:
+        if ":" in self.name:
+            return self
+        if self.name not in ("lora", "lowrank", "full"):
+            raise ValueError(f"unknown space {self.name!r}; use lora, lowrank, full or package.module:Class")
+        if self.model_extra:
+            raise ValueError(f"{self.name} takes its settings in the section {self.name}: not under space")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Settings of a space of one's own."""
+        return dict(self.model_extra or {})
+
+
+class TaskConfig(Section):
+    """What is asked and what counts as good. `name` may be `package.module:Class`."""
+
+    name: str = "conciseness"
+    train_data: str | None = None
+    test_data: str | None = None
+    """A JSON, JSONL or parquet file, or (for `custom`) a hub data set as `hub:NAME` or `hub:NAME:SPLIT`."""
+    split: Literal["seeded", "first_last"] = "seeded"
+    """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
+    train_size: PositiveInt | None = None
+    test_size: PositiveInt | None = None
+    prompt: Literal["raw", "chat", "short"] | None = None
+    """The form of the prompt; None is the task's own default."""
+    batch_size: PositiveInt | None = None
+    """Training examples a generation; None takes all of them."""
+    strip: bool = True
+    """Strip white space around a completion before it is scored."""
+    rewards: list[str] = Field(default_factory=list)
+    """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
+    reward_weights: list[float] | None = None
+
+
+class ModelConfig(Section):
+    """A folder, a hub name, or `tiny`: the small base model that comes with the package."""
+
+    name: str = "tiny"
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: float32 on the CPU, bfloat16 on a GPU."""
+    trust_remote_code: Literal[False] = False
+
+
+class LoraConfig(Section):
+    """Noise on the factors of a LoRA adapter, W + (alpha / rank) B A."""
+
+    rank: PositiveInt = 1
+    alpha: PositiveFloat = 2.0
+    target_layers: Layers | None = None
+    target_modules: Modules | None = None
+    """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
+    evolve: Literal["b", "ab"] = "b"
+    init_scale: PositiveFloat = 1.0
+    """`ab` only: the noise of generation 0 is this many times wider."""
+
+
+class LowrankConfig(Section):
+    """Rank-r noise on the linear matrices themselves, W + (s / sqrt(r)) B A (EGGROLL, arXiv 2511.16652)."""
+
+    rank: PositiveInt = 1
+    target_layers: Layers | None = None
+    target_modules: Modules | None = None
+    """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
+
+
+class FullConfig(Section):
+    """Dense Gaussian noise on all tensors (Qiu et al., arXiv 2509.24372)."""
+
+    exclude: list[str] = Field(default_factory=list)
+    """Tensors whose name contains one of these stay as they are."""
+
+
+class OptimizerConfig(Section):
+    """How the ES gradient becomes a step. Momentum and Adam keep state of the mean's size: `lora` only."""
+
+    name: Literal["sgd", "momentum", "adam"] = "sgd"
+    momentum: Share = 0.9
+    beta1: Share = 0.9
+    beta2: Share = 0.999
+    eps: PositiveFloat = 1e-8
+
+
+class ScheduleConfig(Section):
+    """A factor over the run, from 1 at generation 0 to `floor` at the last one."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+
+Schedule = Annotated[ScheduleConfig, BeforeValidator(_named)]
+
+
+class EsConfig(Section):
+    """The evolution strategy. Exactly one of `sigma` and `noise_multiplier` sets the width of the noise."""
+
+    num_generations: PositiveInt = 30
+    population_size: Annotated[int, Field(ge=2)] = 30
+    learning_rate: PositiveFloat = 0.0005
+    sigma: PositiveFloat | None = None
+    noise_multiplier: PositiveFloat | None = None
+    shaping: Literal["zscore", "centered", "ranks", "identity"] = "zscore"
+    antithetic: bool = False
+    optimizer: Annotated[OptimizerConfig, BeforeValidator(_named)] = Field(default_factory=OptimizerConfig)
+    sigma_schedule: Schedule = Field(default_factory=ScheduleConfig)
+    learning_rate_schedule: Schedule = Field(default_factory=ScheduleConfig)
+    decay: Share = 0.0
+    """Share of the distance to the starting weights taken back each generation."""
+
+    @model_validator(mode="after")
+    def _one_width(self) -> EsConfig:
+        if (self.sigma is None) == (self.noise_multiplier is None):
+            raise ValueError("set exactly one of es.sigma and es.noise_multiplier")
+        if self.antithetic and self.population_size % 2:
+            raise ValueError(f"es.antithetic needs an even es.population_size, not {self.population_size}")
+        return self
+
+    @property
+    def width(self) -> float:
+        """`sigma` or `noise_multiplier`: what multiplies the scale of each tensor at generation 0."""
+        return cast(float, self.sigma if self.sigma is not None else self.noise_multiplier)
+
+    @property
+    def eta(self) -> float:
+        """Step in units of the noise's standard deviation at generation 0."""
+        return self.learning_rate / self.sigma if self.sigma is not None else self.learning_rate
+
+
+class EngineConfig(Section):
+    """Which engine answers the prompts, and its own settings."""
+
+    name: Literal["transformers"] = "transformers"
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:K."""
+    memory_gib: PositiveFloat = 2.0
+    """Room for the key-value cache and logits of one chunk of rows; larger chunks are faster."""
+    max_rows: PositiveInt | None = None
+    """At most this many sequences in one batch; None leaves it to `memory_gib`."""
+    threads: PositiveInt | None = None
+    """CPU threads; None leaves torch's own choice."""
+
+
+class EvaluationConfig(Section):
+    """How completions are drawn, in training and in evaluation, and what the evaluation repeats."""
+
+    max_tokens: PositiveInt = 128
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    samples: PositiveInt = 1
+    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate the mean on the test split each so many generations; 0: only before and after."""
+
+
+class Config(Section):
+    """The whole of a run."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    output_dir: str = "runs/evoalign"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    deterministic: bool | None = None
+    """None: true on the CPU, false on a GPU."""
+    space: Annotated[SpaceConfig, BeforeValidator(_named)] = Field(default_factory=SpaceConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    lowrank: LowrankConfig = Field(default_factory=LowrankConfig)
+    full: FullConfig = Field(default_factory=FullConfig)
+    es: EsConfig
+    engine: Annotated[EngineConfig, BeforeValidator(_named)] = Field(default_factory=EngineConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    @model_validator(mode="after")
+    def _together(self) -> Config:
+        if self.es.optimizer.name != "sgd" and self.space.name in ("lowrank", "full"):
+            raise ValueError(
+                f"es.optimizer {self.es.optimizer.name} keeps state of the size of the model with space "
+                f"{self.space.name}; use sgd, or space lora"
+            )
+        return self
+
+
+def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Read YAML files, later ones winning, then `a.b=c` overrides. Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    for file in files:
+        tree = _merge(tree, _read(Path(file)))
+    for override in overrides:
+        tree = _merge(tree, _parse_override(override))
+    return from_dict(tree)
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """Check a nested mapping. Raises ConfigError naming each wrong value."""
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(cast(Mapping[str, Any], e)) for e in error.errors())) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, all defaults written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; `evoalign init DIR` writes one to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give the YAML file in it") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")
+    return cast(dict[str, Any], tree)
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip("."):
+        raise ConfigError(f"--set {text!r}: expected key=value, such as es.sigma=0.003")
+    try:
+        leaf: object = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text!r}: {value!r} is not a YAML value; quote it") from None
+    if isinstance(leaf, str):  # YAML 1.1 reads 1e-3 (no dot) as a string
+        leaf = _number(leaf)
+    for part in reversed(key.split(".")):
+        leaf = {part: leaf}
+    return cast(dict[str, Any], leaf)
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
+    if "sigma" in high and "noise_multiplier" not in high:  # the later width replaces the earlier one
+        merged.pop("noise_multiplier", None)
+    if "noise_multiplier" in high and "sigma" not in high:
+        merged.pop("sigma", None)
+    return merged
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    location = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {location}{_nearest(error['loc'])}"
+    if error["type"] == "missing":
+        return f"missing setting {location}" + ("; es needs at least sigma or noise_multiplier" if location == "es" else "")
+    message = error["msg"].removeprefix("Value error, ")
+    given = error["input"]
+    shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
+    return f"{location}: {message}{shown}" if location else message
+
+
+def _nearest(location: tuple[str | int, ...]) -> str:
+    names = _names(Config, "")
+    wanted = ".".join(str(part) for part in location)
+    leaf = str(location[-1])
+    siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
+    near = difflib.get_close_matches(leaf, siblings, n=1)
+    if near:
+        return f"; did you mean {siblings[near[0]]}?"
+    elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; known here: {', '.join(sorted(siblings))}"
+
+
+def _names(section: type[BaseModel], prefix: str) -> list[str]:
+    found: list[str] = []
+    for name, info in section.model_fields.items():
+        found.append(prefix + name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found += _names(info.annotation, f"{prefix}{name}.")
+    return found

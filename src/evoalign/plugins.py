@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of the user's own, named in a config as `package.module:Name` or `file.py:name`.
+
+Only ever called with a name from the user's own config or command line, never from a file found in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from evoalign.errors import ConfigError
+
+
+def load_object(path: str, what: str) -> Any:
+    """The object a path names. `what` is the setting, for the error. Raises ConfigError."""
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"{what}: {path!r} is not an import path; write package.module:Name or file.py:name")
+    module = _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, what)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{what}: {module_name} has no {attribute!r}") from None
+
+
+def _from_name(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what}: no module named {error.name!r}; is it installed or on PYTHONPATH?") from None
+
+
+def _from_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{what}: no file {path}")
+    name = f"evoalign_user_{path.stem}_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

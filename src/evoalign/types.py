@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nouns that pass between the loop, the engines, the spaces and the tasks.
+
+Shapes are written as suffixes: M members, P prompts (requests with samples folded in), T tokens, R rank.
+Nothing here knows a model library: plans and updates hold integers and floats only, so that a whole run can be
+written down in a few bytes a member and replayed anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Messages: TypeAlias = list[dict[str, str]]
+Prompt: TypeAlias = str | Messages
+"""A raw string, fed to the tokenizer as it is, or chat messages for the tokenizer's chat template."""
+Example: TypeAlias = Mapping[str, Any]
+"""One row of a data set, by column name."""
+Slices: TypeAlias = tuple[slice, ...]
+"""A rectangular part of a tensor: one slice a dimension, step 1."""
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One candidate of a population: `mean + sign * sigma * scale * noise[noise]`.
+
+    `index` is its row in the scores. `noise` is the last word of the noise counter; the two members of an
+    antithetic pair share it and differ in `sign`.
+    """
+
+    index: int
+    noise: int
+    sign: int
+
+    @property
+    def is_mean(self) -> bool:
+        """True for the unperturbed model."""
+        return self.sign == 0
+
+
+MEAN = Member(index=-1, noise=0, sign=0)
+"""The unperturbed model. Evaluation takes the same path through an engine as training."""
+
+
+def population(size: int, *, antithetic: bool = False) -> tuple[Member, ...]:
+    """The members of one generation: independent, or in pairs (2k, 2k+1) of opposite sign."""
+    if antithetic:
+        return tuple(Member(index=i, noise=i // 2, sign=1 - 2 * (i % 2)) for i in range(size))
+    return tuple(Member(index=i, noise=i, sign=1) for i in range(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who is evaluated: no tensors. `sigma` multiplies the layout's scale of each tensor."""
+
+    generation: int
+    sigma: float
+    members: tuple[Member, ...]
+
+
+MEAN_PLAN = Plan(generation=0, sigma=0.0, members=(MEAN,))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1]."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion wanted of every member of a plan.
+
+    `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers.
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int = 0
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion. `token_ids` includes the stop token where one was produced; `text` has no special tokens.
+
+    `logprobs` holds, where asked for, the log-probability of each token of `token_ids` under the member's own
+    untempered distribution.
+    """
+
+    member: Member
+    request: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How the mean moves: `+= step * scale * (1/N) * sum_i c_i sign_i noise_i`, then decays towards the start.
+
+    `index` counts updates; `step` is eta times the sigma of generation 0, so with `sigma` it is the paper's alpha
+    (Qiu et al., arXiv 2509.24372, algorithm 1). `sigma` is the one the members were evaluated with.
+    `decay` is the share of the distance to the starting weights that is taken back.
+    """
+
+    index: int
+    generation: int
+    members: tuple[Member, ...]
+    coefficients: tuple[float, ...]
+    sigma: float
+    step: float
+    decay: float = 0.0
+
+
+TensorKind: TypeAlias = Literal["linear", "embedding", "norm", "bias", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model under its Hugging Face name. `mean_abs` is the mean of |W| in float64."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorKind
+    layer: int | None
+    mean_abs: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvolvedTensor:
+    """One tensor that evolves. The noise has standard deviation `sigma * scale` (a factor's product, for factors).
+
+    `module` is the Hugging Face name of the weight it belongs to; for `lora` that is another tensor than the
+    factor itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    module: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What evolves, in order, and how wide: made once from the model's tensor specs by `Space.layout`."""
+
+    tensors: tuple[EvolvedTensor, ...]
+    seed: int
+    rank: int = 0
+    scaling: float = 1.0
+    by_name: Mapping[str, EvolvedTensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {t.name: t for t in self.tensors})
+
+    def __getitem__(self, name: str) -> EvolvedTensor:
+        return self.by_name[name]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that evolve."""
+        return sum(math.prod(t.shape) for t in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine says of itself once it has started."""
+
+    engine: str
+    device: str
+    dtype: str
+    deterministic: bool
+    master_bytes: int
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one generation came to: handed to progress displays, figures and hooks of the user's own.
+
+    `scores_MP` are the raw rewards, `seconds` the wall time by phase (rollout, score, update, other).
+    `fitness_M` is the mean over prompts. A zero-variance generation moves nothing.
+    """
+
+    index: int
+    total: int
+    fitness_M: tuple[float, ...]
+    scores_MP: tuple[tuple[float, ...], ...]
+    update: Update
+    weights_hash: str
+    tokens: int
+    empty_share: float
+    truncated_share: float
+    seconds: Mapping[str, float]
+    evaluation: Mapping[str, float] | None = None
+
+    @property
+    def zero_variance(self) -> bool:
+        """All coefficients are exactly zero: the members could not be told apart."""
+        return not any(self.update.coefficients)
