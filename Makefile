@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make demo     a small language model learns to be brief, on this machine's CPU
+#   make test     all tests
+#   make lint     style, types, import rules
+#   make bench    the figures of the README
+#   make clean    takes away .venv and caches, never a run
+#
+# PYTHON chooses the Python (3.11 or newer), TORCH the torch (scripts/install.sh says more).
+
+PYTHON ?= python3
+TORCH ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test lint bench clean FORCE
+
+demo: $(STAMP)
+	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
+
+# One thread a worker: two workers with two threads each would take turns on two cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/population.py
+
+# Made again when what is installed changes, or when a torch is asked for by name.
+$(STAMP): pyproject.toml scripts/install.sh $(if $(TORCH),FORCE)
+	PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh .venv
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

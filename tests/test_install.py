@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which torch scripts/install.sh takes, told by a Python that installs nothing and writes down what it was asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SCRIPT = REPOSITORY / "scripts" / "install.sh"
+CPU = "torch==2.13.0+cpu"
+
+# Stands for the base Python and for the one in the new environment: `-m venv DIR` copies itself there.
+FAKE_PYTHON = r"""#!/bin/bash
+case "$1 $2" in
+"-c import sys"*) exit "${FAKE_TOO_OLD:-0}" ;;
+"-c import platform"*) echo "Python 3.9.2"; exit 0 ;;
+"-m venv") [ -z "${FAKE_NO_VENV:-}" ] || exit 1; mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0 ;;
+esac
+echo "${*:2}" >>"$FAKE_LOG"
+for word in "$@"; do
+  case " ${FAKE_MISSING:-} " in *" $word "*) exit 1 ;; esac
+done
+exit 0
+"""
+
+
+@dataclass
+class Machine:
+    """A PATH with the few tools a bare machine has, and a log of what was installed."""
+
+    root: Path
+    environ: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        self.bin.mkdir()
+        for tool in ("bash", "mkdir", "cp", "env"):
+            found = shutil.which(tool)
+            assert found is not None
+            (self.bin / tool).symlink_to(found)
+        self.tool("python3", FAKE_PYTHON)
+        self.tool("uname", "#!/bin/bash\necho ${FAKE_SYSTEM:-Linux}\n")
+
+    @property
+    def bin(self) -> Path:
+        return self.root / "bin"
+
+    def tool(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def install(self, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        log = self.root / "log"
+        run = subprocess.run(
+            [str(SCRIPT), str(self.root / "venv")],
+            env={"PATH": str(self.bin), "FAKE_LOG": str(log), **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return run, log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def torch_of(log: list[str]) -> list[str]:
+    return [line for line in log if "torch" in line]
+
+
+def test_a_bare_machine_gets_the_build_for_the_cpu(machine: Machine) -> None:
+    run, log = machine.install()
+    assert run.returncode == 0, run.stderr
+    assert torch_of(log) == [f"pip install {CPU}"]
+    assert log[0] == "pip install --quiet --upgrade pip>=25.1"
+    assert log[-1] == "pip install --quiet --editable . --group dev"
+
+
+def test_uv_finds_the_build_for_the_cpu_where_pip_does_not(machine: Machine) -> None:
+    run, log = machine.install(FAKE_MISSING=CPU)
+    assert run.returncode == 0, run.stderr
+    python = machine.root / "venv" / "bin" / "python"
+    assert torch_of(log)[1:] == [f"uv pip install --python {python} --torch-backend=cpu torch>=2.10"]
+    assert "pip install --quiet uv" in log
+
+
+def test_no_torch_at_all_ends_with_one_sentence_and_installs_no_more(machine: Machine) -> None:
+    run, log = machine.install(FAKE_MISSING=f"{CPU} uv")
+    assert run.returncode == 1
+    assert "set TORCH" in run.stderr.splitlines()[-1]
+    assert not any("--editable" in line for line in log)
+
+
+@pytest.mark.parametrize("environ", [{"FAKE_SYSTEM": "Darwin"}, {}])
+def test_macos_and_an_nvidia_machine_get_the_plain_torch(machine: Machine, environ: dict[str, str]) -> None:
+    if not environ:
+        machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
+    run, log = machine.install(**environ)
+    assert run.returncode == 0, run.stderr
+    assert torch_of(log) == ["pip install torch>=2.10"]
+
+
+def test_a_driver_that_does_not_answer_is_no_gpu(machine: Machine) -> None:
+    machine.tool("nvidia-smi", "#!/bin/bash\nexit 9\n")
+    assert torch_of(machine.install()[1]) == [f"pip install {CPU}"]
+
+
+def test_torch_given_wins_over_everything(machine: Machine) -> None:
+    machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
+    run, log = machine.install(TORCH="torch==2.12.0 --no-index", FAKE_SYSTEM="Darwin")
+    assert run.returncode == 0, run.stderr
+    assert torch_of(log) == ["pip install torch==2.12.0 --no-index"]
+
+
+def test_torch_given_but_not_to_be_had_stops(machine: Machine) -> None:
+    run, log = machine.install(TORCH="torch==99", FAKE_MISSING="torch==99")
+    assert run.returncode == 1
+    assert "TORCH='torch==99'" in run.stderr
+    assert torch_of(log) == ["pip install torch==99"]
+
+
+def test_an_old_python_is_one_clear_sentence(machine: Machine) -> None:
+    run, log = machine.install(FAKE_TOO_OLD="1")
+    assert run.returncode == 1
+    assert run.stderr == (
+        "evoalign: python3 is Python 3.9.2, but evoalign needs 3.11 or newer; set PYTHON=/path/to/python3.11.\n"
+    )
+    assert log == []
+
+
+def test_a_missing_python_is_one_clear_sentence(machine: Machine) -> None:
+    run, _ = machine.install(PYTHON="python3.99")
+    assert run.returncode == 1
+    assert run.stderr.startswith("evoalign: no python3.99 here;")
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_python_without_venv_says_what_to_install(machine: Machine) -> None:
+    run, log = machine.install(FAKE_NO_VENV="1")
+    assert run.returncode == 1
+    assert "venv module" in run.stderr
+    assert log == []
+
+
+def make(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "PYTHON")}
+    return subprocess.run(
+        ["make", *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "install.sh"
+    script.write_text('#!/bin/bash\nmkdir -p $1; echo "torch=$TORCH" >>installs\n')
+    script.chmod(0o755)
+    installs = tmp_path / "installs"
+
+    assert make(".venv/.installed", cwd=tmp_path).returncode == 0
+    make(".venv/.installed", cwd=tmp_path)
+    assert installs.read_text().splitlines() == ["torch="]
+
+    stamp = (tmp_path / ".venv" / ".installed").stat().st_mtime
+    os.utime(tmp_path / "pyproject.toml", (stamp + 10, stamp + 10))
+    make(".venv/.installed", cwd=tmp_path)
+    assert len(installs.read_text().splitlines()) == 2
+
+    os.utime(tmp_path / "pyproject.toml", (stamp - 10, stamp - 10))
+    make(".venv/.installed", "TORCH=torch==2.12.0", cwd=tmp_path)
+    assert installs.read_text().splitlines()[-1] == "torch=torch==2.12.0"
