@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, RewardError
@@ -49,7 +49,7 @@ class Task(ABC):
         return None
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Further figures of one completion for the evaluation, such as accuracy or exact match."""
+        """Further figures of one cleaned completion for the evaluation, such as accuracy or exact match."""
         return {}
 
     def clean(self, text: str) -> str:
@@ -59,7 +59,7 @@ class Task(ABC):
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """Rewards of completions, one example each, checked to be finite numbers. Raises RewardError."""
         rewards = [self.compute_reward(self.clean(t), e) for t, e in zip(texts, examples, strict=True)]
-        for text, reward in zip(texts, rewards, strict=True):
+        for text, reward in zip(texts, cast("list[object]", rewards), strict=True):
             if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise RewardError(
                     f"task {self.name} gave {reward!r} as the reward of {text[:80]!r}; a reward is one finite number"

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answer as briefly as the target does (Qiu et al., arXiv 2509.24372, section 4.2).
+
+The reward is `-|len(completion) - len(target)|` in characters (code points) of the completion alone: the prompt is
+never counted. With `task.strip` white space around the completion is not counted either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
+from evoalign.tasks import data
+from evoalign.tasks.base import Data, Task
+from evoalign.types import Example, Prompt
+
+FORMS = (("prompt", "target"), ("question", "answer"))
+"""Column names of the two known file forms: the JSON list and the JSONL file."""
+
+
+class Conciseness(Task):
+    """Rows of {prompt, target} or {question, answer}; `prompt: chat` (default, one user message) or `raw`."""
+
+    name = "conciseness"
+    max_reward = 0.0
+
+    def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config)
+        if config.prompt == "short":
+            raise ConfigError("task.prompt: conciseness has chat and raw, not short")
+
+    def load_data(self, seed: int) -> Data:
+        """The shipped files, or those of the config. Raises DataError."""
+        default = data.shipped("conciseness/conciseness_train.json"), data.shipped("conciseness/conciseness_test.json")
+        return data.load(self.config, seed, _check, default)
+
+    def prompt(self, example: Example) -> Prompt:
+        """The question as one user message, or as it is."""
+        question = _columns(example)[0]
+        return question if self.config.prompt == "raw" else [{"role": "user", "content": question}]
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        """Minus the difference of the lengths, in characters."""
+        return float(-abs(len(text) - len(_columns(example)[1])))
+
+    def gold(self, example: Example) -> str:
+        """The target itself."""
+        return _columns(example)[1]
+
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """`normalized` maps a reward of 0 to 2000/2001 and of -2000 to 0, as one replication reports it."""
+        reward = self.compute_reward(text, example)
+        return {
+            "reward": reward,
+            "normalized": (reward + 2000) / 2001,
+            "exact": float(text.strip() == _columns(example)[1].strip()),
+            "characters": float(len(text)),
+        }
+
+
+def _columns(example: Example) -> tuple[str, str]:
+    """Question and answer, under either pair of names."""
+    question, answer = next(form for form in FORMS if form[0] in example and form[1] in example)
+    return example[question], example[answer]
+
+
+def _check(where: str, row: dict[str, Any]) -> Example:
+    form = next((f for f in FORMS if f[0] in row and f[1] in row), None)
+    if form is None:
+        raise DataError(
+            f"{where}: expected prompt and target, or question and answer; found {', '.join(row) or 'none'}"
+        )
+    for column in form:
+        if not isinstance(row[column], str):
+            raise DataError(f"{where}: {column} is {row[column]!r}; expected a string")
+    if not row[form[0]]:
+        raise DataError(f"{where}: {form[0]} is empty")
+    return row

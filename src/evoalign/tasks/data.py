@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows from a file or a hub data set, and how they become a training and a test split.
+
+A file is read by what it holds, not by its extension: parquet, a JSON list of objects, or JSON objects one a line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
+from evoalign.tasks.base import Data
+from evoalign.types import Example
+
+Row: TypeAlias = tuple[str, dict[str, Any]]
+"""Where a row stands, for error messages (`data.jsonl, line 7`), and its columns."""
+Check: TypeAlias = Callable[[str, dict[str, Any]], Example]
+"""Turns a row into an example, or raises DataError with the place it was given."""
+
+HUB = "hub:"
+
+
+def shipped(name: str) -> str:
+    """A data file of the project: under the working folder, in the installed package, or in the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    here = Path("data", "tasks", name)
+    places = (here, package / "data" / "tasks" / name, package.parents[1] / "data" / "tasks" / name)
+    return str(next((place for place in places if place.is_file()), here))
+
+
+def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None = None) -> Data:
+    """Both splits of a task: two files, or one file split by `config.split`. Raises DataError, ConfigError.
+
+    `default` names the training and the test file where the config names none; the default test file goes with the
+    default training file only. `seed` decides the `seeded` split and nothing else.
+    """
+    train_source, test_source = _sources(config, default)
+    train = [check(where, row) for where, row in read(train_source)]
+    if test_source is None:
+        return split(train, config, seed, train_source)
+    test = [check(where, row) for where, row in read(test_source)]
+    return Data(
+        _first(train, config.train_size, "train_size", train_source),
+        _first(test, config.test_size, "test_size", test_source),
+    )
+
+
+def _sources(config: TaskConfig, default: tuple[str, str | None] | None) -> tuple[str, str | None]:
+    if config.train_data is not None:
+        return config.train_data, config.test_data
+    if default is None:
+        raise ConfigError(
+            f"task.train_data is not set; task {config.name} needs a JSON, JSONL or parquet file or hub:NAME"
+        )
+    return default[0], config.test_data or default[1]
+
+
+def split(examples: Sequence[Example], config: TaskConfig, seed: int, source: str) -> Data:
+    """One file as two splits: a seeded 80/20, or its first `train_size` and last `test_size` rows.
+
+    `seeded` takes numpy's `RandomState(seed).permutation`, whose stream is frozen for good; seeds of more than 32 bits
+    enter as two words. Its parts are cut to their first `train_size` and `test_size` rows where those are set.
+    """
+    if config.split == "first_last":
+        return _first_last(examples, config, source)
+    words = seed if seed < 2**32 else [seed % 2**32, seed // 2**32]
+    order = cast("list[int]", np.random.RandomState(words).permutation(len(examples)).tolist())
+    cut = len(examples) * 4 // 5
+    train, test = ([examples[i] for i in part] for part in (order[:cut], order[cut:]))
+    if not train or not test:
+        raise DataError(
+            f"{source} has too few rows ({len(examples)}) for an 80/20 split; add rows or set task.test_data"
+        )
+    return Data(
+        _first(train, config.train_size, "train_size", f"the 80 % of {source}"),
+        _first(test, config.test_size, "test_size", f"the 20 % of {source}"),
+    )
+
+
+def _first_last(examples: Sequence[Example], config: TaskConfig, source: str) -> Data:
+    if config.train_size is None or config.test_size is None:
+        raise ConfigError("task.split first_last needs task.train_size and task.test_size")
+    if config.train_size + config.test_size > len(examples):
+        raise DataError(
+            f"{source} has {len(examples)} rows, so its first {config.train_size} and last {config.test_size} overlap; "
+            "lower task.train_size or task.test_size"
+        )
+    return Data(examples[: config.train_size], examples[len(examples) - config.test_size :])
+
+
+def _first(examples: Sequence[Example], size: int | None, setting: str, source: str) -> Sequence[Example]:
+    if size is not None and size > len(examples):
+        raise DataError(f"task.{setting} is {size}, but {source} has {len(examples)} rows")
+    return examples[:size]
+
+
+def read(source: str) -> list[Row]:
+    """All rows of a file or of `hub:NAME[:SPLIT]`, at least one. Raises DataError."""
+    rows = _read_hub(source) if source.startswith(HUB) else _read_file(Path(source))
+    if not rows:
+        raise DataError(f"{source} holds no rows")
+    return rows
+
+
+def _read_file(path: Path) -> list[Row]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"no data file {path} (looked from {Path.cwd()}); set task.train_data or task.test_data"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; give a JSON, JSONL or parquet file") from None
+    if content[:4] == b"PAR1":
+        return _read_parquet(path, content)
+    try:
+        text = content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is neither parquet nor UTF-8 text (byte {error.start})") from None
+    return _read_json(path, text) if text.startswith("[") else _read_jsonl(path, text)
+
+
+def _read_json(path: Path, text: str) -> list[Row]:
+    rows = cast("list[object]", _parse(text, str(path)))
+    return [(f"{path}, row {i}", _columns(row, f"{path}, row {i}")) for i, row in enumerate(rows, 1)]
+
+
+def _read_jsonl(path: Path, text: str) -> list[Row]:
+    # Not splitlines: a JSON string may hold U+2028 and its like as they are.
+    lines = ((f"{path}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
+    return [(where, _columns(_parse(line, where), where)) for where, line in lines]
+
+
+def _parse(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{where}: not JSON at {place}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets by the thousand
+        raise DataError(f"{where}: not readable as JSON: {error}") from None
+
+
+def _columns(row: object, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object such as {{...}}, found {str(row)[:60]!r}")
+    return cast("dict[str, Any]", row)
+
+
+def _read_parquet(path: Path, content: bytes) -> list[Row]:
+    import pyarrow as pa  # slow to import, and most runs read JSON
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(pa.BufferReader(content)).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is a damaged parquet file: {error}") from None
+    return [(f"{path}, row {i}", row) for i, row in enumerate(rows, 1)]
+
+
+def _read_hub(source: str) -> list[Row]:
+    import datasets  # seconds to import
+
+    name, _, part = source.removeprefix(HUB).partition(":")
+    if not name:
+        raise ConfigError(f"{source!r} names no data set; write hub:NAME or hub:NAME:SPLIT")
+    try:
+        table = datasets.load_dataset(name, split=part or "train")
+    except Exception as error:  # the library raises a score of kinds, from its own to HTTP errors
+        raise DataError(f"cannot load {source}: {type(error).__name__}: {error}") from error
+    return [(f"{source}, row {i}", dict(row)) for i, row in enumerate(cast("Sequence[dict[str, Any]]", table), 1)]

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions of the user's own, called as TRL calls them.
+
+Two forms are accepted, plain or `async`:
+
+- TRL's: `f(prompts, completions, **columns) -> list[float | None]`, called by keyword. A function gets every column
+  of the data that it names, or all of them where it takes `**kwargs`. `None` means that the function does not apply.
+- the simple one: two positional parameters named `text` and `example`, one completion a call.
+
+Of what TRL's trainer passes besides, `log_extra` and `log_metric` are given as functions that do nothing.
+`completion_ids` and `trainer_state` do not exist here (rewards see text, and there is no trainer): a function that
+cannot do without them is refused before the run starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from evoalign.errors import ConfigError, RewardError
+from evoalign.types import Example, Messages, Prompt
+
+Completion: TypeAlias = str | Messages
+Values: TypeAlias = list[float | None]
+
+_OURS = ("prompt", "prompts", "completion", "completions", "completion_ids")
+"""Columns that would hide what TRL passes under, or keeps from, these names."""
+_LOGGERS = ("log_extra", "log_metric")
+_ABSENT = ("completion_ids", "trainer_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Completions to be rewarded, one row each. Message prompts come with message completions, as in TRL."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    examples: Sequence[Example]
+
+
+class RewardFunction:
+    """A user's function, its name for messages, and what its signature asks for. Raises ConfigError."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = str(getattr(function, "__name__", type(function).__name__))
+        self._parameters = self._signature()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        named = {p.name: p for p in self._parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._named = frozenset(named)
+        self._required = frozenset(n for n, p in named.items() if p.default is p.empty)
+        self.is_simple = list(self._parameters) == ["text", "example"]
+        for absent in _ABSENT:
+            if absent in self._required:
+                raise ConfigError(
+                    f"reward function {self.name} asks for {absent}, which only TRL's trainer has; "
+                    "give that parameter a default, or work from the completions"
+                )
+
+    def _signature(self) -> dict[str, inspect.Parameter]:
+        if not callable(self.function):
+            raise ConfigError(f"reward {self.function!r} is not a function")
+        try:
+            return dict(inspect.signature(self.function).parameters)
+        except ValueError:
+            raise ConfigError(f"reward function {self.name} has no signature to read; wrap it in a def") from None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calling it gives a coroutine."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        )
+
+    def missing(self, columns: Sequence[str]) -> list[str]:
+        """Parameters without a default that neither the data nor the trainer's place can fill."""
+        given = {"text", "example"} if self.is_simple else {"prompts", "completions", *_LOGGERS, *columns}
+        return sorted(self._required - given)
+
+    def call(self, batch: Batch) -> Any:
+        """Whatever the function returns for the batch, awaitable where it is async."""
+        if not self.is_simple:
+            return self.function(**self._arguments(batch))
+        pairs = zip(batch.texts, batch.examples, strict=True)
+        results = [self.function(text, example) for text, example in pairs]
+        return asyncio.gather(*results) if self.is_async else results
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        columns = {name: None for example in batch.examples for name in example if name not in _OURS}
+        arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
+        arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
+        arguments |= {"prompts": list(batch.prompts), "completions": list(batch.completions)}
+        return {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
+
+    def checked(self, result: Any, batch: Batch) -> Values:
+        """One finite number or None a completion. Raises RewardError."""
+        values: Any = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(values, list | tuple):
+            raise RewardError(f"reward function {self.name} returned {values!r}; return a list of numbers")
+        values = cast("Sequence[Any]", values)
+        if len(values) != len(batch.texts):
+            raise RewardError(
+                f"reward function {self.name} returned {len(values)} values for {len(batch.texts)} completions; "
+                "return one number, or None, for each"
+            )
+        return [self._number(value, text) for value, text in zip(values, batch.texts, strict=True)]
+
+    def _number(self, value: Any, text: str) -> float | None:
+        if value is None:
+            return None
+        plain: Any = value.item() if hasattr(value, "item") else value
+        if isinstance(plain, bool) or not isinstance(plain, int | float) or not math.isfinite(plain):
+            raise RewardError(
+                f"reward function {self.name} gave {value!r} for the completion {text[:80]!r}; "
+                "return a finite number, float(x) of a truth value, or None where the function does not apply"
+            )
+        return float(plain)
+
+
+def call_all(functions: Sequence[RewardFunction], batch: Batch) -> list[Values]:
+    """The values of every function, in order. Async functions are awaited together. Raises RewardError.
+
+    Works inside a running event loop too (a notebook): the awaiting then happens on a thread of its own.
+    """
+    results: dict[int, Any] = {}
+    for index, function in enumerate(functions):
+        if not function.is_async:
+            results[index] = _guarded(function, batch)
+    waiting = [i for i, f in enumerate(functions) if f.is_async]
+    if waiting:
+        results |= zip(waiting, _run(_together([functions[i] for i in waiting], batch)), strict=True)
+    return [function.checked(results[i], batch) for i, function in enumerate(functions)]
+
+
+def _guarded(function: RewardFunction, batch: Batch) -> Any:
+    try:
+        return function.call(batch)
+    except Exception as error:
+        raise _failed(function, error) from error
+
+
+async def _together(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
+    return await asyncio.gather(*(_awaited(function, batch) for function in functions))
+
+
+async def _awaited(function: RewardFunction, batch: Batch) -> Any:
+    try:
+        return await cast("Awaitable[Any]", function.call(batch))
+    except Exception as error:
+        raise _failed(function, error) from error
+
+
+def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def _failed(function: RewardFunction, error: Exception) -> RewardError:
+    return RewardError(f"reward function {function.name} failed: {type(error).__name__}: {error}; mend it and resume")
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for TRL's `log_extra` and `log_metric`."""
