@@ -114,8 +114,8 @@ class LowrankConfig(Section):
 class FullConfig(Section):
     """Dense Gaussian noise on all tensors (Qiu et al., arXiv 2509.24372)."""
 
-    exclude: list[str] = Field(default_factory=list)
-    """Tensors whose name contains one of these stay as they are."""
+    exclude: list[str] | None = None
+    """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
 
 
 class OptimizerConfig(Section):

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 Messages: TypeAlias = list[dict[str, str]]
 Prompt: TypeAlias = str | Messages
 """A raw string, fed to the tokenizer as it is, or chat messages for the tokenizer's chat template."""
@@ -151,19 +153,29 @@ class EvolvedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What evolves, in order, and how wide: made once from the model's tensor specs by `Space.layout`."""
+    """What evolves, in order, and how wide: made once from the model's tensor specs by `Space.layout`.
+
+    `dtype` is the one the model is served in. `frozen` tensors belong to the mean but never move.
+    """
 
     tensors: tuple[EvolvedTensor, ...]
     seed: int
+    dtype: str
+    frozen: tuple[EvolvedTensor, ...] = ()
     rank: int = 0
     scaling: float = 1.0
     by_name: Mapping[str, EvolvedTensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {t.name: t for t in self.tensors})
+        object.__setattr__(self, "by_name", {t.name: t for t in (*self.tensors, *self.frozen)})
 
     def __getitem__(self, name: str) -> EvolvedTensor:
         return self.by_name[name]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The served dtype as torch has it."""
+        return getattr(torch, self.dtype)
 
     @property
     def parameters(self) -> int:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each row of a batch adds its own member's low-rank term: y += scaling * (x A^T) B^T, in forward hooks.
+
+Rows come in two arrangements. In a *grouped* batch every member has the same number of consecutive rows, and one
+batched product serves all members without copying a factor. In a *ragged* one (rows have left) each row takes its
+member's factors, gathered once when the rows change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from evoalign.spaces.base import Adapter
+
+
+class Adapters:
+    """Members' adapters on a model's linear layers, and which row belongs to which member."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._layers = {name: _Layer(self) for name in modules}
+        self._handles = [modules[name].register_forward_hook(layer) for name, layer in self._layers.items()]
+        self.rows: torch.Tensor | None = None
+        self.version = 0
+
+    def set(self, name: str, adapter: Adapter | None) -> None:
+        """Put the members' factors on one layer, or none."""
+        self._layers[name].put(adapter)
+
+    def group(self) -> None:
+        """The rows of all following batches come in equal consecutive groups, in the members' order."""
+        self.rows = None
+        self.version += 1
+
+    def scatter(self, rows: torch.Tensor) -> None:
+        """Row i of all following batches belongs to member `rows[i]`."""
+        self.rows = rows
+        self.version += 1
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Layer:
+    """The hook of one linear layer."""
+
+    def __init__(self, owner: Adapters) -> None:
+        self._owner = owner
+        self._adapter: Adapter | None = None
+        self._down = self._up = torch.empty(0)
+        self._version = -1
+
+    def put(self, adapter: Adapter | None) -> None:
+        self._adapter = adapter
+        self._version = -1
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        adapter = self._adapter
+        if adapter is None:
+            return
+        if self._version != self._owner.version:
+            self._arrange(adapter, self._owner.rows)
+            self._version = self._owner.version
+        groups = len(self._up)
+        x = inputs[0].reshape(groups, -1, inputs[0].shape[-1])
+        y = output.view(groups, -1, output.shape[-1])
+        hidden = x @ self._down
+        y.baddbmm_(hidden, self._up, alpha=adapter.scaling)
+
+    def _arrange(self, adapter: Adapter, rows: torch.Tensor | None) -> None:
+        """Factors as the products want them: down [G or 1, in, R], up [G, R, out]."""
+        down, up = adapter.a.transpose(1, 2), adapter.b.transpose(1, 2)
+        if rows is not None and len(up) > 1:
+            down = down if len(down) == 1 else down[rows]
+            up = up[rows]
+        self._down, self._up = (down[0] if len(down) == 1 else down), up

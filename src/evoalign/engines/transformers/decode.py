@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched generation for rows of many members: shared prefixes, left padding, finished rows leave the batch.
+
+A chunk has M members and P requests and starts as M * P rows in member order. The stages:
+
+    1. the tokens that all prompts begin with: M rows
+    2. the rest of each distinct prompt, left-padded: M * U rows
+    3. decoding, one token a step: M * P rows, fewer as they finish
+
+Shapes: B rows of the moment, T columns of the cache so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evoalign import noise
+from evoalign.engines.transformers.adapters import Adapters
+from evoalign.engines.transformers.cache import RoomCache
+from evoalign.types import FinishReason, Request, Sampling
+
+MIN_SHARED_PREFIX = 4
+COMPACT_EVERY = 8
+"""Finished rows leave at every so many steps: fixed, so that a batch's shapes follow from its texts alone."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one row has generated."""
+
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    finish_reason: FinishReason = "length"
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows still in the batch. `identity` is member * P + request; `stream` seeds the draws."""
+
+    identity: torch.Tensor
+    position: torch.Tensor
+    stream: torch.Tensor
+    mask: torch.Tensor | None
+    done: torch.Tensor
+
+    def keep(self, index: torch.Tensor) -> _Rows:
+        mask = None if self.mask is None else self.mask[index]
+        return _Rows(self.identity[index], self.position[index], self.stream[index], mask, self.done[index])
+
+
+class Decoder:
+    """Generates with one model; `sampling_key` is the Philox key of the run's draws."""
+
+    def __init__(
+        self, model: Any, layers: int, stop_ids: Sequence[int], pad_id: int, sampling_key: tuple[int, int]
+    ) -> None:
+        self._model, self._layers, self._pad_id = model, layers, pad_id
+        self._device: torch.device = model.device
+        self._stop = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
+        self._key = sampling_key
+
+    @torch.inference_mode()
+    def generate(self, members: int, requests: Sequence[Request], adapters: Adapters | None) -> list[list[Completion]]:
+        """Completions [M][P]. All requests share their sampling settings."""
+        sampling, wants_logprobs = requests[0].sampling, any(r.logprobs for r in requests)
+        prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
+        room = max(map(len, prompts)) + sampling.max_tokens
+        cache = RoomCache(self._layers, room)
+        if adapters is not None:
+            adapters.group()
+        logits, rows = self._prefill(members, prompts, requests, cache, room)
+        out = [Completion() for _ in range(members * len(requests))]
+        grouped = members == 1
+        for step in range(sampling.max_tokens):
+            token = self._choose(logits, rows, step, sampling)
+            ended = torch.isin(token, self._stop)
+            self._record(out, rows, token, ended, logits if wants_logprobs else None)
+            rows.done |= ended
+            last = step + 1 == sampling.max_tokens
+            if last or bool(rows.done.all()):
+                break
+            if (step + 1) % COMPACT_EVERY == 0 and bool(rows.done.any()):
+                index = (~rows.done).nonzero()[:, 0]
+                rows, token = rows.keep(index), token[index]
+                cache.select(index)
+                if adapters is not None and not grouped:
+                    adapters.scatter(rows.identity // len(requests))
+            logits = self._step(token, rows, cache)
+        count = len(requests)
+        return [out[m * count : (m + 1) * count] for m in range(members)]
+
+    def _prefill(
+        self, members: int, prompts: list[tuple[int, ...]], requests: Sequence[Request], cache: RoomCache, room: int
+    ) -> tuple[torch.Tensor, _Rows]:
+        """Logits [M * P, V] after the prompts, and the rows."""
+        device, distinct = self._device, len(prompts)
+        shared = shared_prefix(prompts) if distinct > 1 else 0
+        if shared:
+            prefix = torch.tensor([prompts[0][:shared]] * members, device=device)
+            self._forward(prefix, None, torch.arange(shared, device=device).expand(members, -1), cache)
+            cache.select(torch.arange(members, device=device).repeat_interleave(distinct))
+        rest = [p[shared:] for p in prompts]
+        width = max(map(len, rest))
+        ids = torch.tensor([[self._pad_id] * (width - len(p)) + list(p) for p in rest], device=device)
+        pads = torch.tensor([width - len(p) for p in rest], device=device)
+        positions = (torch.arange(width, device=device) - pads[:, None]).clamp_(min=0) + shared
+        mask = None
+        if bool(pads.any()):
+            mask = torch.ones(distinct, room, dtype=torch.int64, device=device)
+            mask[:, shared : shared + width] = torch.arange(width, device=device) >= pads[:, None]
+        tiled = None if mask is None else mask.repeat(members, 1)
+        logits = self._forward(ids.repeat(members, 1), tiled, positions.repeat(members, 1), cache)
+        return self._spread(logits, cache, members, prompts, requests, mask)
+
+    def _spread(
+        self,
+        logits: torch.Tensor,
+        cache: RoomCache,
+        members: int,
+        prompts: list[tuple[int, ...]],
+        requests: Sequence[Request],
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, _Rows]:
+        """From one row a distinct prompt to one row a request."""
+        device = self._device
+        place = {p: i for i, p in enumerate(prompts)}
+        of_request = torch.tensor([place[r.prompt_ids] for r in requests], device=device)
+        if len(requests) != len(prompts):
+            index = (torch.arange(members, device=device)[:, None] * len(prompts) + of_request).reshape(-1)
+            cache.select(index)
+            logits = logits[index]
+        lengths = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
+        streams = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
+        rows = _Rows(
+            identity=torch.arange(members * len(requests), device=device),
+            position=lengths.repeat(members),
+            stream=streams.repeat(members),
+            mask=None if mask is None else mask[of_request].repeat(members, 1),
+            done=torch.zeros(members * len(requests), dtype=torch.bool, device=device),
+        )
+        return logits, rows
+
+    def _step(self, token: torch.Tensor, rows: _Rows, cache: RoomCache) -> torch.Tensor:
+        """Logits [B, V] after one more token a row."""
+        logits = self._forward(token[:, None], rows.mask, rows.position[:, None], cache)
+        rows.position = rows.position + 1
+        return logits
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: RoomCache
+    ) -> torch.Tensor:
+        seen = cache.get_seq_length() + ids.shape[1]
+        out = self._model(
+            input_ids=ids,
+            attention_mask=None if mask is None else mask[:, :seen],
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def _choose(self, logits: torch.Tensor, rows: _Rows, step: int, sampling: Sampling) -> torch.Tensor:
+        if sampling.temperature == 0:
+            return logits.argmax(-1)
+        position = torch.full_like(rows.stream, step)
+        return draw(logits, noise.uniforms(self._key, position, rows.stream), sampling)
+
+    def _record(
+        self, out: list[Completion], rows: _Rows, token: torch.Tensor, ended: torch.Tensor, logits: torch.Tensor | None
+    ) -> None:
+        logprobs = None
+        if logits is not None:
+            logprobs = logits.float().log_softmax(-1).gather(1, token[:, None])[:, 0].tolist()
+        flags = zip(rows.identity.tolist(), token.tolist(), ended.tolist(), rows.done.tolist(), strict=True)
+        for i, (identity, chosen, stop, done) in enumerate(flags):
+            if done:
+                continue
+            completion = out[identity]
+            completion.ids.append(chosen)
+            if logprobs is not None:
+                completion.logprobs.append(logprobs[i])
+            if stop:
+                completion.finish_reason = "stop"
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Tokens [B] by inverse transform over the distribution sorted from the likeliest, cut at `top_p`.
+
+    `uniform` [B] in (0, 1) is common to all members of a (prompt, sample): members that agree on the distribution
+    draw the same token. `top_p` keeps the smallest set that reaches it, as transformers does.
+    """
+    probability, order = (logits.double() / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    cumulative = probability.cumsum(-1)
+    kept = (cumulative - probability < sampling.top_p).sum(-1, keepdim=True)
+    total = cumulative.gather(1, kept - 1)
+    place = (cumulative < uniform[:, None] * total).sum(-1, keepdim=True)
+    return order.gather(1, torch.minimum(place, kept - 1))[:, 0]
+
+
+def shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all prompts begin with, at least one left over for each; 0 where too few to be worth a pass."""
+    shared = min(map(len, prompts)) - 1
+    first = prompts[0]
+    for prompt in prompts[1:]:
+        shared = next((i for i in range(shared) if prompt[i] != first[i]), shared)
+    return shared if shared >= MIN_SHARED_PREFIX else 0

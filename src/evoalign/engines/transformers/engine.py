@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The in-process engine: any Hugging Face causal language model with `nn.Linear` projections, on CPU or one GPU.
+
+Adapter members (`lora`, `lowrank`) answer together in one batch; dense members (`full`) one at a time, each written
+over the served weights from the float32 master. The mean is that master: restoring is a copy and never a subtraction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evoalign import noise
+from evoalign.config import Config
+from evoalign.engines.base import weights_hash
+from evoalign.engines.transformers.adapters import Adapters
+from evoalign.engines.transformers.decode import Completion, Decoder
+from evoalign.errors import ModelError
+from evoalign.optimizer import Optimizer
+from evoalign.spaces.base import Space
+from evoalign.tokens import Tokens, model_path
+from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorKind, TensorSpec, Update
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class TransformersEngine:
+    """See `evoalign.engines.base.Engine` for what each method promises."""
+
+    def __init__(self, config: Config, tokens: Tokens) -> None:
+        self._config, self._tokens = config, tokens
+        if config.engine.threads:
+            torch.set_num_threads(config.engine.threads)
+        self.device = torch.device(_device(config.engine.device))
+        self.model: Any = _load_model(config, self.device)
+        self._parameters: dict[str, torch.Tensor] = {n: p.data for n, p in self.model.named_parameters()}
+        self._decoder = Decoder(
+            self.model,
+            self.model.config.num_hidden_layers,
+            tokens.stop_ids,
+            tokens.pad_id,
+            noise.key(config.seed, "sampling", ""),
+        )
+        self._master: dict[str, torch.Tensor] = {}
+        self._start: dict[str, torch.Tensor] = {}
+        self._adapters: Adapters | None = None
+        self._served: Member | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the weights are served in."""
+        return self.model.dtype
+
+    def specs(self) -> list[TensorSpec]:
+        """The model's tensors under their Hugging Face names, tied ones once."""
+        kinds = _kinds(self.model)
+        return [
+            TensorSpec(
+                name=name,
+                shape=tuple(p.shape),
+                kind=kinds.get(name, "other"),
+                layer=int(found[1]) if (found := _LAYER.search(name)) else None,
+                mean_abs=float(p.abs().mean(dtype=torch.float64)),
+            )
+            for name, p in self._parameters.items()
+        ]
+
+    def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
+        """Make the master and, for adapters, hook the target layers."""
+        self._space, self._layout, self._optimizer = space, layout, optimizer
+        for tensor in (*layout.tensors, *layout.frozen):
+            self._master[tensor.name] = self._first(tensor.name)
+        if keep_start:
+            self._start = {t.name: self._master[t.name].clone() for t in layout.tensors}
+        if space.carrier == "adapter":
+            names = dict.fromkeys(t.module for t in layout.tensors)
+            self._adapters = Adapters({n: self.model.get_submodule(n.removesuffix(".weight")) for n in names})
+        own = [t for n, t in self._master.items() if t.data_ptr() != self._served_pointer(n)]
+        kept = [*own, *self._start.values()]
+        return Facts(
+            engine="transformers",
+            device=str(self.device),
+            dtype=layout.dtype,
+            deterministic=True,
+            master_bytes=sum(t.numel() * t.element_size() for t in kept),
+        )
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One completion of each request for each member."""
+        if self._space.carrier == "dense":
+            for member in plan.members:
+                self._serve(plan, member)
+                yield from self._answer((member,), requests)
+            self._serve(plan, None)
+            return
+        per_chunk = max(1, self.rows_per_chunk(requests) // len(requests))
+        for i in range(0, len(plan.members), per_chunk):
+            members = plan.members[i : i + per_chunk]
+            self._put_adapters(plan, members)
+            yield from self._answer(members, requests)
+
+    def rows_per_chunk(self, requests: Sequence[Request]) -> int:
+        """Rows whose cache and logits fit `engine.memory_gib`: from the config and the prompts, never from timing."""
+        config, text = self._config.engine, self.model.config
+        tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        cache = 2 * text.num_hidden_layers * heads * head_dim * tokens * self.dtype.itemsize
+        logits = 3 * 4 * text.vocab_size
+        rows = max(1, int(config.memory_gib * 2**30 / (cache + logits)))
+        return min(rows, config.max_rows) if config.max_rows else rows
+
+    def apply(self, update: Update) -> None:
+        """Move the mean and serve it: served weights equal round(master)."""
+        for tensor in self._layout.tensors:
+            master = self._master[tensor.name]
+            for part in noise.row_blocks(tensor.shape):
+                start = self._start[tensor.name][part] if self._start else None
+                self._space.accumulate(
+                    self._layout, master[part], tensor.name, part, update, start, self._optimizer
+                )
+        self._serve_mean()
+
+    def fingerprint(self) -> str:
+        """`weights_hash` of the master."""
+        return weights_hash(self._master.items())
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The master, on the CPU."""
+        for name, tensor in self._master.items():
+            yield name, tensor.detach().to("cpu", copy=True)
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put a master back. Raises ModelError where names or shapes differ."""
+        if set(state) != set(self._master):
+            odd = sorted(set(state) ^ set(self._master))[0]
+            raise ModelError(f"the saved mean does not fit this run: {odd} is in one and not in the other")
+        for name, tensor in state.items():
+            if tensor.shape != self._master[name].shape:
+                raise ModelError(f"the saved {name} is {tuple(tensor.shape)}, not {tuple(self._master[name].shape)}")
+            self._master[name].copy_(tensor)
+        self._serve_mean()
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._adapters is not None:
+            self._adapters.remove()
+        self._master, self._start, self._parameters, self.model = {}, {}, {}, None
+
+    def _first(self, name: str) -> torch.Tensor:
+        if not self._space.evolves_model:
+            return self._space.start(self._layout, name, self.device)
+        served = self._parameters[name]
+        in_place = served.dtype == torch.float32 and self._space.carrier == "adapter"
+        # Weights that are served in float32 and never perturbed in place are their own master.
+        return served if in_place else served.to(torch.float32, copy=True)
+
+    def _served_pointer(self, name: str) -> int:
+        served = self._parameters.get(name)
+        return served.data_ptr() if served is not None else 0
+
+    def _serve_mean(self) -> None:
+        if self._space.evolves_model:
+            for tensor in self._layout.tensors:
+                if self._master[tensor.name].data_ptr() != self._served_pointer(tensor.name):
+                    self._parameters[tensor.name].copy_(self._master[tensor.name])
+
+    def _serve(self, plan: Plan, member: Member | None) -> None:
+        """Write a dense member over the served weights; None puts the mean back."""
+        for tensor in self._layout.tensors:
+            master = self._master[tensor.name]
+            if member is not None and not member.is_mean:
+                master = self._space.perturbed(self._layout, tensor.name, master, plan, member)
+            self._parameters[tensor.name].copy_(master)
+
+    def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
+        assert self._adapters is not None
+        for module in dict.fromkeys(t.module for t in self._layout.tensors):
+            adapter = self._space.adapter(self._layout, module, self._look_up, plan, members)
+            self._adapters.set(module, adapter)
+
+    def _look_up(self, name: str) -> torch.Tensor:
+        return self._master[name]
+
+    def _answer(self, members: Sequence[Member], requests: Sequence[Request]) -> Iterator[Rollout]:
+        limit = max(1, self.rows_per_chunk(requests) // len(members))
+        for i in range(0, len(requests), limit):
+            part = requests[i : i + limit]
+            completions = self._decoder.generate(len(members), part, self._adapters)
+            for member, row in zip(members, completions, strict=True):
+                for request, completion in zip(part, row, strict=True):
+                    yield self._rollout(member, request, completion)
+
+    def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
+        return Rollout(
+            member=member,
+            request=request.index,
+            token_ids=tuple(completion.ids),
+            text=self._tokens.decode(completion.ids),
+            finish_reason=completion.finish_reason,
+            logprobs=tuple(completion.logprobs) if request.logprobs else None,
+        )
+
+
+def _device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"engine.device: {wanted} is not there; use cpu or auto")
+    return wanted
+
+
+def _load_model(config: Config, device: torch.device) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    name = config.model.dtype
+    dtype = ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name
+    path = model_path(config.model)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, revision=config.model.revision, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model {config.model.name} does not load: {line}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _kinds(model: nn.Module) -> dict[str, TensorKind]:
+    """What each parameter is, from the module that holds it."""
+    kinds: dict[str, TensorKind] = {}
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            kind: TensorKind = "other"
+            if name.endswith("bias"):
+                kind = "bias"
+            elif isinstance(module, nn.Linear):
+                kind = "linear"
+            elif isinstance(module, nn.Embedding):
+                kind = "embedding"
+            elif "norm" in type(module).__name__.lower():
+                kind = "norm"
+            kinds.setdefault(f"{path}.{name}" if path else name, kind)
+    return kinds

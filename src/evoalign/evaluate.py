@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean model on a split, by the same engine path as training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign.config import EvaluationConfig
+from evoalign.engines import Engine
+from evoalign.tasks.base import Task
+from evoalign.tokens import Tokens
+from evoalign.types import MEAN_PLAN, Example, Request, Rollout, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One completion of one example, scored."""
+
+    example: int
+    seed: int
+    sample: int
+    prompt: str
+    target: str | None
+    text: str
+    reward: float
+    finish_reason: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """`measures` are means over examples, samples and seeds; `measures_E` holds them per example."""
+
+    measures: dict[str, float]
+    measures_E: dict[str, tuple[float, ...]]
+    completions: tuple[Scored, ...]
+
+
+def sampling_of(settings: EvaluationConfig) -> Sampling:
+    """The sampling settings a config names."""
+    return Sampling(settings.max_tokens, settings.temperature, settings.top_p)
+
+
+def stream(*parts: object) -> int:
+    """A 63-bit number that seeds the draws of one (run, prompt, sample)."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def evaluate(
+    engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example], settings: EvaluationConfig
+) -> Evaluation:
+    """Score the unperturbed model: every example, `samples` times for each of `seeds` (greedy: once)."""
+    sampling = sampling_of(settings)
+    greedy = sampling.temperature == 0
+    draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
+    keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
+    prompts = [tokens.encode(task.prompt(example)) for example in examples]
+    requests = [
+        Request(i, prompts[e], sampling, stream("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
+    ]
+    rollouts = sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+    rewards = task.rewards([r.text for r in rollouts], [examples[e] for e, _, _ in keys])
+    scored = [
+        _scored(task, examples, key, rollout, reward)
+        for key, rollout, reward in zip(keys, rollouts, rewards, strict=True)
+    ]
+    return summarise(task, examples, scored)
+
+
+def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:
+    """Means of the reward, the task's own measures and the shares every task has."""
+    rows: list[dict[str, float]] = []
+    for s in scored:
+        own = task.measures(task.clean(s.text), examples[s.example])
+        shares = {
+            "empty": float(not s.text.strip()),
+            "truncated": float(s.finish_reason == "length"),
+            "tokens": float(s.tokens),
+        }
+        rows.append({"reward": s.reward, **own, **shares})
+    of_example = [[r for r, s in zip(rows, scored, strict=True) if s.example == e] for e in range(len(examples))]
+    per_example = {name: tuple(float(np.mean([r[name] for r in group])) for group in of_example) for name in rows[0]}
+    measures = {name: float(np.mean(values)) for name, values in per_example.items()}
+    return Evaluation(measures, per_example, tuple(scored))
+
+
+def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of the per-example differences and its 95 % interval (BCa bootstrap, 9,999 resamples, fixed seed)."""
+    from scipy.stats import bootstrap
+
+    difference: NDArray[np.float64] = np.asarray(after_E, dtype=np.float64) - np.asarray(before_E, dtype=np.float64)
+    mean = float(difference.mean())
+    if len(difference) < 2 or difference.min() == difference.max():
+        return mean, mean, mean
+    result: Any = bootstrap((difference,), np.mean, n_resamples=9999, rng=np.random.default_rng(0))
+    return mean, float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def _scored(
+    task: Task, examples: Sequence[Example], key: tuple[int, int, int], rollout: Rollout, reward: float
+) -> Scored:
+    e, seed, k = key
+    prompt = task.prompt(examples[e])
+    shown = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
+    return Scored(
+        example=e,
+        seed=seed,
+        sample=k,
+        prompt=shown,
+        target=task.gold(examples[e]),
+        text=rollout.text,
+        reward=reward,
+        finish_reason=rollout.finish_reason,
+        tokens=len(rollout.token_ids),
+    )

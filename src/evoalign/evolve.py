@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of Evolution Strategies, the same for every space, engine and task.
+
+Algorithm 1 of Qiu et al. (arXiv 2509.24372) with the noise addressed by a counter: evaluate every member of the
+population on the same prompts, turn scores into coefficients, write them down, move the mean, seal the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from evoalign import shaping
+from evoalign.config import Config
+from evoalign.engines import Engine
+from evoalign.errors import EvoalignError
+from evoalign.evaluate import sampling_of, stream
+from evoalign.journal import Journal
+from evoalign.tasks.base import Task
+from evoalign.tokens import Tokens
+from evoalign.types import Example, Generation, Plan, Request, Rollout, Update, population
+
+
+def evolve(
+    config: Config,
+    task: Task,
+    examples: Sequence[Example],
+    engine: Engine,
+    tokens: Tokens,
+    journal: Journal,
+    evaluate_mean: Callable[[], Mapping[str, float]] | None = None,
+) -> Iterator[Generation]:
+    """Train; yields what each generation came to. `evaluate_mean` is called every `evaluation.every` generations."""
+    es = config.es
+    prompts = [tokens.encode(task.prompt(example)) for example in examples]
+    members = population(es.population_size, antithetic=es.antithetic)
+    for generation in range(es.num_generations):
+        clock = _Clock()
+        rows = batch(len(examples), config.task.batch_size, config.seed, generation)
+        plan = Plan(generation, sigma_at(config, generation), members)
+        rollouts = list(engine.rollout(plan, _requests(config, rows, prompts, generation)))
+        clock.mark("rollout")
+        scores_MP = score(task, [examples[i] for i in rows], rollouts, len(members))
+        clock.mark("score")
+        coefficients = shaping.shape(scores_MP, es.shaping)
+        update = Update(
+            index=generation,
+            generation=generation,
+            members=members,
+            coefficients=tuple(map(float, coefficients)),
+            sigma=plan.sigma,
+            step=step_at(config, generation),
+            decay=es.decay,
+        )
+        fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
+        journal.append(update, fitness_M)
+        engine.apply(update)
+        weights_hash = engine.fingerprint()
+        journal.seal(generation, weights_hash)
+        clock.mark("update")
+        evaluation = evaluate_mean() if evaluate_mean is not None and is_due(config, generation) else None
+        clock.mark("other")
+        yield Generation(
+            index=generation,
+            total=es.num_generations,
+            fitness_M=fitness_M,
+            scores_MP=tuple(tuple(map(float, row)) for row in scores_MP),
+            update=update,
+            weights_hash=weights_hash,
+            tokens=sum(len(r.token_ids) for r in rollouts),
+            empty_share=float(np.mean([not r.text.strip() for r in rollouts])),
+            truncated_share=float(np.mean([r.finish_reason == "length" for r in rollouts])),
+            seconds=clock.seconds,
+            evaluation=evaluation,
+        )
+
+
+def sigma_at(config: Config, generation: int) -> float:
+    """What multiplies each tensor's scale: the width of a generation's noise."""
+    es = config.es
+    return es.width * _first(config, generation) * shaping.schedule(es.sigma_schedule, generation, es.num_generations)
+
+
+def step_at(config: Config, generation: int) -> float:
+    """eta times the width at generation 0; a sigma schedule changes the noise and not the step."""
+    es = config.es
+    factor = shaping.schedule(es.learning_rate_schedule, generation, es.num_generations)
+    return es.eta * es.width * _first(config, generation) * factor
+
+
+def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]:
+    """Rows of a generation: all, or `size` of them from epochs shuffled by the seed; no row twice in an epoch."""
+    if size is None or size >= total:
+        return list(range(total))
+    rows: list[int] = []
+    position = generation * size
+    while len(rows) < size:
+        epoch, offset = divmod(position + len(rows), total)
+        order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(total)
+        rows += [int(i) for i in order[offset : offset + size - len(rows)]]
+    return rows
+
+
+def score(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int) -> shaping.Scores:
+    """Rewards as float64 [members, prompts]. Raises EvoalignError where an engine left one out."""
+    cells = {(r.member.index, r.request): r for r in rollouts}
+    wanted = [(m, p) for m in range(members) for p in range(len(examples))]
+    missing = [cell for cell in wanted if cell not in cells]
+    if missing:
+        raise EvoalignError(f"the engine returned no completion for (member, prompt) {missing[0]}; nothing was scored")
+    rewards = task.rewards([cells[c].text for c in wanted], [examples[p] for _, p in wanted])
+    return np.asarray(rewards, dtype=np.float64).reshape(members, len(examples))
+
+
+def is_due(config: Config, generation: int) -> bool:
+    """Whether the mean is evaluated after this generation; the last one is evaluated by the caller."""
+    every = config.evaluation.every
+    return every > 0 and (generation + 1) % every == 0 and generation + 1 < config.es.num_generations
+
+
+def _first(config: Config, generation: int) -> float:
+    """`evolve: ab` widens the noise of generation 0, as the published LoRA-population code does."""
+    widened = config.space.name == "lora" and config.lora.evolve == "ab" and generation == 0
+    return config.lora.init_scale if widened else 1.0
+
+
+def _requests(
+    config: Config, rows: Sequence[int], prompts: Sequence[tuple[int, ...]], generation: int
+) -> list[Request]:
+    sampling = sampling_of(config.evaluation)
+    return [
+        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, row))
+        for i, row in enumerate(rows)
+    ]
+
+
+class _Clock:
+    """Wall seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._last
+        self._last = now

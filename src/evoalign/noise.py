@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counter-based Gaussian noise: a pure function of (seed, purpose, tensor, factor, generation, member, element).
+
+The same bits come out on CPU and GPU, in any order, under any chunking and any slicing, because nothing is drawn
+from a stream. The generator is Philox 4x32-10 (Salmon et al., SC 2011; checked against the Random123 vectors):
+
+    key      BLAKE2b-64 of (run seed, purpose, Hugging Face tensor name, factor)
+    counter  (block low, block high, generation, member)
+
+Each 32-bit word gives two 16-bit indices, low half first, into a table of the normal quantiles at (k + 1/2) / 65536,
+so a call gives eight normals and block b holds the elements 8b .. 8b + 7 in row-major order of the unfused tensor.
+The table is shipped and its hash pinned: Box-Muller differs between devices in the last bit, a table does not.
+It has variance 0.99998 and excess kurtosis -7.5e-4, and no value beyond 4.32 standard deviations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+import torch
+
+from evoalign.errors import EvoalignError
+from evoalign.types import Slices
+
+NORMALS_PER_BLOCK = 8
+TABLE_SHA256 = "6621a18f629e82396c088501c1095eae46f6d8033b42db7b4158e0f4cf34a0ce"
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+_TILE = 1 << 15
+"""Counters computed at once: the working set then stays in a core's cache."""
+
+
+def key(seed: int, purpose: str, name: str, factor: str = "") -> tuple[int, int]:
+    """The Philox key (two 32-bit words) of one tensor's noise in one run."""
+    text = "\x1f".join((str(seed), purpose, name, factor)).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def philox(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox 4x32-10 on four broadcastable int64 tensors of 32-bit words; returns four such tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap modulo 2^64; the masks make the arithmetic shift a logical one.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c2 = (p1 >> 32).bitwise_and_(_MASK), (p0 >> 32).bitwise_and_(_MASK)
+        c0, c2 = c0 ^ c1 ^ k0, c2 ^ c3 ^ k1
+        c1, c3 = p1.bitwise_and_(_MASK), p0.bitwise_and_(_MASK)
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def normals(
+    key: tuple[int, int],
+    shape: Sequence[int],
+    generation: int,
+    members: Sequence[int],
+    slices: Slices | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Standard normals of a tensor for several members: float32 [M, *shape], or [M, *the shape of `slices`].
+
+    `members` are the last counter word (`Member.noise`). A slice gives exactly the bits of that part of the whole.
+    """
+    starts, width, out_shape = _runs(tuple(shape), slices)
+    first = torch.tensor(starts, dtype=torch.int64, device=device)
+    offset = first % NORMALS_PER_BLOCK
+    block = first // NORMALS_PER_BLOCK
+    aligned = not bool(offset.any())
+    span = -(-width // NORMALS_PER_BLOCK) + (0 if aligned else 1)
+    blocks = (block[:, None] + torch.arange(span, device=device)).reshape(-1)
+    drawn = _draw(key, generation, members, blocks).view(len(members), len(starts), span * NORMALS_PER_BLOCK)
+    if not aligned:
+        columns = offset[:, None] + torch.arange(width, device=device)
+        drawn = drawn.gather(2, columns.expand(len(members), -1, -1))
+    return drawn[:, :, :width].reshape(len(members), *out_shape)
+
+
+def uniforms(key: tuple[int, int], positions: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+    """Uniforms in (0, 1), float64, one for each pair of broadcastable int64 `positions` and `streams`."""
+    zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+    word = philox((positions & _MASK, streams & _MASK, (streams >> 32) & _MASK, zero), key)[0]
+    return (word.to(torch.float64) + 0.5) / 2**32
+
+
+def row_blocks(shape: Sequence[int], elements: int = 1 << 22) -> Iterator[Slices]:
+    """Row slices that cover a tensor in pieces of about `elements` numbers, to bound temporary memory."""
+    rows = shape[0] if shape else 1
+    step = max(1, elements * rows // max(1, math.prod(shape)))
+    for start in range(0, rows, step):
+        yield (slice(start, min(start + step, rows)), *(slice(0, n) for n in shape[1:]))
+
+
+@cache
+def table(device: torch.device | str = "cpu") -> torch.Tensor:
+    """The 65,536 quantiles as float32, rotated so that a signed 16-bit index plus 32,768 addresses them."""
+    raw = files("evoalign").joinpath("noise_table.bin").read_bytes()
+    if hashlib.sha256(raw).hexdigest() != TABLE_SHA256:
+        raise EvoalignError("the installed noise table is damaged; reinstall evoalign")
+    positive = np.frombuffer(raw, dtype="<f4")
+    quantiles = np.concatenate([-positive[::-1], positive])
+    return torch.from_numpy(np.roll(quantiles, 1 << 15)).to(device)
+
+
+def _draw(key: tuple[int, int], generation: int, members: Sequence[int], blocks: torch.Tensor) -> torch.Tensor:
+    """Normals [M, K, 8] of K blocks."""
+    device = blocks.device
+    quantiles = table(device)
+    member = torch.tensor(members, dtype=torch.int64, device=device)[:, None]
+    epoch = torch.tensor(generation, dtype=torch.int64, device=device)
+    out = torch.empty(len(members), len(blocks), NORMALS_PER_BLOCK, device=device)
+    tile = max(1, _TILE // len(members)) if device.type == "cpu" else max(1, (1 << 24) // len(members))
+    for start in range(0, len(blocks), tile):
+        block = blocks[start : start + tile]
+        words = philox((block & _MASK, block >> 32, epoch, member), key)
+        halves = torch.stack([w.to(torch.int32) for w in words], dim=-1).view(torch.int16)
+        index = halves.to(torch.int32).add_(1 << 15)
+        out[:, start : start + tile] = quantiles[index]
+    return out
+
+
+def _runs(shape: tuple[int, ...], slices: Slices | None) -> tuple[list[int], int, tuple[int, ...]]:
+    """A rectangle as runs of consecutive row-major elements: their starts, their common width, the out shape."""
+    bounds = [s.indices(n)[:2] for s, n in zip(slices or (), shape, strict=False)]
+    bounds += [(0, n) for n in shape[len(bounds) :]]
+    out_shape = tuple(stop - start for start, stop in bounds)
+    width, inner = 1, len(shape)
+    while inner > 0:  # take whole inner dimensions into one run, and the first partial one with them
+        inner -= 1
+        width *= out_shape[inner]
+        if out_shape[inner] != shape[inner]:
+            break
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    base = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
+    starts = np.array([base], dtype=np.int64)
+    for size, stride in zip(out_shape[:inner], strides[:inner], strict=True):
+        starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
+    return [int(s) for s in starts], width, out_shape

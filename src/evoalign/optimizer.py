@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an ES gradient becomes a direction. Plain SGD needs no object: the direction is the gradient.
+
+The gradient is in units of the noise's standard deviation (a mean of shaped scores times normals), so a direction
+times `step * scale` is a move of the mean whatever the optimizer. State is float32, of the size of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from evoalign.config import OptimizerConfig
+
+
+class Optimizer(Protocol):
+    """Turns gradients into directions and keeps state by tensor name."""
+
+    def direction(self, name: str, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        """The direction of update number `index` (from 0), a tensor of its own."""
+        ...
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Named state tensors, for a checkpoint."""
+        ...
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `state` gave."""
+        ...
+
+
+class _Stateful:
+    """Named slots of state, zero at first."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+        self._slots: dict[str, torch.Tensor] = {}
+
+    def _slot(self, slot: str, name: str, like: torch.Tensor) -> torch.Tensor:
+        return self._slots.setdefault(f"{slot}:{name}", torch.zeros_like(like))
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from sorted(self._slots.items())
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._slots = {name: tensor.clone() for name, tensor in state.items()}
+
+
+class Momentum(_Stateful):
+    """Heavy ball: v = momentum * v + g (Polyak 1964)."""
+
+    def direction(self, name: str, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        velocity = self._slot("velocity", name, gradient)
+        velocity.mul_(self.config.momentum).add_(gradient)
+        return velocity.clone()
+
+
+class Adam(_Stateful):
+    """Adam with bias correction (Kingma and Ba, arXiv 1412.6980, algorithm 1)."""
+
+    def direction(self, name: str, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        beta1, beta2 = self.config.beta1, self.config.beta2
+        mean, square = self._slot("mean", name, gradient), self._slot("square", name, gradient)
+        mean.mul_(beta1).add_(gradient * (1 - beta1))
+        square.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+        root = (square / (1 - beta2 ** (index + 1))).sqrt_().add_(self.config.eps)
+        return (mean / (1 - beta1 ** (index + 1))).div_(root)
+
+
+def create(config: OptimizerConfig) -> Optimizer | None:
+    """The optimizer a config names; None for SGD."""
+    if config.name == "momentum":
+        return Momentum(config)
+    return Adam(config) if config.name == "adam" else None

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores to coefficients: pure functions of float64 [members, prompts] arrays, one coefficient a member.
+
+All scores equal gives exactly zero everywhere (in float32, equal scores have given a z of 0.86), so a generation
+that cannot tell its members apart moves nothing. A non-finite score is an error, never a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from evoalign.config import ScheduleConfig
+from evoalign.errors import RewardError
+
+Scores = NDArray[np.float64]
+EPS = 1e-8
+"""Added to a standard deviation, as in the published code."""
+
+
+def fitness(scores_MP: Scores) -> Scores:
+    """Mean over prompts, exactly rounded: two members with the same scores in another order tie exactly."""
+    return np.array([math.fsum(row) / len(row) for row in scores_MP])
+
+
+def zscore(scores_MP: Scores) -> Scores:
+    """(f - mean) / (std + 1e-8), ddof 0, of the fitness f = mean over prompts (arXiv 2509.24372, algorithm 1)."""
+    fitness_M = fitness(scores_MP)
+    return (fitness_M - fitness_M.mean()) / (fitness_M.std() + EPS)
+
+
+def centered(scores_MP: Scores) -> Scores:
+    """Each prompt's scores against the other members' (leave-one-out), over one std of all, averaged over prompts.
+
+    EGGROLL's shaping (arXiv 2511.16652, section 6) with the leave-one-out baseline of arXiv 2609.10980. Under pure
+    noise it is smaller than a z-score by about 1 / sqrt(prompts): steps shrink when members cannot be told apart.
+    """
+    members = len(scores_MP)
+    advantage_MP = (scores_MP - scores_MP.mean(axis=0)) * (members / (members - 1))
+    return (advantage_MP / (advantage_MP.std() + EPS)).mean(axis=1)
+
+
+def ranks(scores_MP: Scores) -> Scores:
+    """Centred ranks of the fitness in [-1/2, 1/2], ties averaged (Salimans et al., arXiv 1703.03864)."""
+    fitness_M = fitness(scores_MP)
+    return (rankdata(fitness_M, method="average") - 1) / (len(fitness_M) - 1) - 0.5
+
+
+def identity(scores_MP: Scores) -> Scores:
+    """The fitness itself, not centred: for rewards that are already advantages."""
+    return fitness(scores_MP)
+
+
+SHAPINGS: dict[str, Callable[[Scores], Scores]] = {f.__name__: f for f in (zscore, centered, ranks, identity)}
+
+
+def shape(scores_MP: Scores, shaping: str) -> Scores:
+    """Coefficients [members] of scores [members, prompts]. Raises RewardError on a non-finite score."""
+    if not np.isfinite(scores_MP).all():
+        member, prompt = np.argwhere(~np.isfinite(scores_MP))[0]
+        raise RewardError(f"score of member {member}, prompt {prompt} is {scores_MP[member, prompt]}; mend the reward")
+    fitness_M = fitness(scores_MP)
+    if fitness_M.max() == fitness_M.min():
+        return np.zeros(len(scores_MP))
+    return SHAPINGS[shaping](scores_MP)
+
+
+def schedule(config: ScheduleConfig, generation: int, total: int) -> float:
+    """Factor of a generation: 1 at the first, `floor` at the last (constant: 1)."""
+    if config.name == "constant" or total < 2:
+        return 1.0
+    progress = generation / (total - 1)
+    fall = progress if config.name == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return 1.0 + (config.floor - 1.0) * fall

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the noise lives. A space is pure maths on named tensors; it owns no model and generates no text.
+
+One step convention for all. The noise of tensor t has standard deviation s_t = plan.sigma * t.scale, where the scale
+is 1 (`es.sigma`) or the mean |W| of the tensor's layer (`es.noise_multiplier`). The mean moves by
+
+    step * t.scale * (1/N) * sum_i c_i sign_i eps_i
+
+with step = learning_rate (`es.sigma`; the paper's alpha, 1/sigma folded in) or learning_rate * noise_multiplier.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from evoalign import noise as noise_source
+from evoalign.config import Config
+from evoalign.errors import ConfigError
+from evoalign.optimizer import Optimizer
+from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec, Update
+
+Carrier = Literal["adapter", "dense"]
+Master = Callable[[str], torch.Tensor]
+"""Looks up a tensor of the mean by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Noise of rank R for M members: `a` [M, R, in], `b` [M, out, R]; the matrix is B A."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What members add to one linear layer: y += scaling * (x A^T) B^T.
+
+    `a` is [M, R, in], or [1, R, in] where all members share it; `b` is [M, out, R].
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+class Space(ABC):
+    """Base of all spaces: which tensors evolve, what a member is, how the mean moves."""
+
+    name: ClassVar[str]
+    carrier: ClassVar[Carrier]
+    """How a member reaches an engine: an adapter beside shared weights, or dense in place of them."""
+    evolves_model: ClassVar[bool]
+    """Whether the evolved tensors are the model's own; otherwise they lie beside it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
+        """What evolves, for a model served in `dtype`. Raises ConfigError naming what the model has."""
+
+    def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:
+        """Starting value, float32, of a tensor that lies beside the model."""
+        raise NotImplementedError(f"space {self.name} evolves the model's own tensors")
+
+    def noise(
+        self,
+        layout: Layout,
+        name: str,
+        generation: int,
+        members: Sequence[int],
+        slices: Slices | None = None,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor | Factors:
+        """Standard normals of one tensor, unscaled and unsigned: float32 [M, *shape], or the two factors."""
+        key = noise_source.key(layout.seed, "noise", name)
+        return noise_source.normals(key, layout[name].shape, generation, members, slices, device)
+
+    def adapter(
+        self, layout: Layout, module: str, master: Master, plan: Plan, members: Sequence[Member]
+    ) -> Adapter | None:
+        """The members' adapters of one linear weight in the served dtype; None where they add nothing."""
+        raise NotImplementedError(f"space {self.name} has no adapters")
+
+    def perturbed(self, layout: Layout, name: str, master: torch.Tensor, plan: Plan, member: Member) -> torch.Tensor:
+        """A member's dense tensor, float32: master + fl32(s * noise), one multiply and one add, not rounded yet."""
+        if member.is_mean:
+            return master
+        eps = self.noise(layout, name, plan.generation, [member.noise], None, master.device)
+        assert isinstance(eps, torch.Tensor)
+        return eps[0].mul_(member.sign * plan.sigma * layout[name].scale).add_(master)
+
+    def gradient(
+        self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device
+    ) -> torch.Tensor:
+        """(1/N) sum_i c_i sign_i eps_i of one part of one tensor, float32.
+
+        Members are added one by one, so the bits do not depend on device or vector width. An antithetic pair
+        costs one noise.
+        """
+        weights = pair_weights(update)
+        total: torch.Tensor | None = None
+        for members in batched(list(weights), 16):
+            eps = self.noise(layout, name, update.generation, members, slices, device)
+            assert isinstance(eps, torch.Tensor)
+            for member, part in zip(members, eps, strict=True):
+                part.mul_(weights[member])
+                total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.div_(len(update.members))
+
+    def accumulate(
+        self,
+        layout: Layout,
+        master: torch.Tensor,
+        name: str,
+        slices: Slices,
+        update: Update,
+        start: torch.Tensor | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        """Move one part of the mean, in place. `master` and `start` are float32 views of that part.
+
+        All coefficients zero move nothing, whatever the optimizer. `start` is needed where `update.decay` is not 0: the anchor of the decay (arXiv 2605.30148, L2 form).
+        """
+        if not any(update.coefficients):
+            return
+        gradient = self.gradient(layout, name, update, slices, master.device)
+        direction = gradient if optimizer is None else optimizer.direction(name, gradient, update.index)
+        if update.decay:
+            assert start is not None, "decay needs the starting weights"
+            master.sub_((master - start).mul_(update.decay))
+        master.add_(direction.mul_(update.step * layout[name].scale))
+
+
+def pair_weights(update: Update) -> dict[int, float]:
+    """Summed signed coefficient of each noise; zero sums are left out, unless all are zero."""
+    weights: dict[int, float] = {}
+    for member, coefficient in zip(update.members, update.coefficients, strict=True):
+        weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * coefficient
+    return {k: w for k, w in weights.items() if w} or {next(iter(weights)): 0.0}
+
+
+def batched(items: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Consecutive pieces of at most `size` items."""
+    for i in range(0, len(items), size):
+        yield list(items[i : i + size])
+
+
+def signed(members: Sequence[Member], width: float, device: torch.device, dims: int) -> torch.Tensor:
+    """`sign * width` of each member as float32 [M, 1, ...] with `dims` trailing ones; one rounding to float32."""
+    values = torch.tensor([m.sign * width for m in members], dtype=torch.float64).to(torch.float32)
+    return values.to(device).view(-1, *[1] * dims)
+
+
+def targets(
+    specs: Sequence[TensorSpec], layers: Sequence[int] | None, modules: Sequence[str] | None, section: str
+) -> list[TensorSpec]:
+    """The linear weights of the layers that a config names. Raises ConfigError naming what the model has."""
+    linear = [s for s in specs if s.kind == "linear" and s.layer is not None]
+    has_layers = sorted({s.layer for s in linear if s.layer is not None})
+    has_modules = sorted({module_of(s.name) for s in linear})
+    for layer in layers or ():
+        if layer not in has_layers:
+            raise ConfigError(f"{section}.target_layers: no layer {layer}; the model has {_span(has_layers)}")
+    for module in modules or ():
+        if module not in has_modules:
+            raise ConfigError(f"{section}.target_modules: no module {module!r}; the model has {', '.join(has_modules)}")
+    return [
+        s for s in linear
+        if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
+    ]  # fmt: skip
+
+
+def module_of(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.weight` -> `q_proj`."""
+    return name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def scales(config: Config, matrices: Sequence[TensorSpec]) -> dict[int | None, float]:
+    """Scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|."""
+    layers = {s.layer for s in matrices}
+    if config.es.noise_multiplier is None:
+        return dict.fromkeys(layers, 1.0)
+    of_layer = {layer: [s.mean_abs for s in matrices if s.layer == layer] for layer in layers}
+    return {layer: sum(values) / len(values) for layer, values in of_layer.items()}
+
+
+def evolved(spec: TensorSpec, scale: float) -> EvolvedTensor:
+    """A tensor of the model's own that evolves."""
+    return EvolvedTensor(name=spec.name, shape=spec.shape, module=spec.name, scale=scale)
+
+
+def _span(layers: Sequence[int]) -> str:
+    if list(layers) == list(range(len(layers))) and len(layers) > 1:
+        return f"layers 0 to {len(layers) - 1}"
+    return "layers " + ", ".join(map(str, layers))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense Gaussian noise on all the model's tensors, W + s eps_i (Qiu et al., arXiv 2509.24372).
+
+Deviations from the published code: noise is independent across tensors (there, equal shapes got equal noise), a
+tensor is restored from the master and never by subtraction, and the update is summed in float32 and applied to a
+float32 master. A norm weight near 1 hardly moves in bfloat16 at sigma 1e-3 (its spacing there is 0.0078), so norm
+weights are left out when the model is served in half precision, unless `full.exclude` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evoalign.errors import ConfigError
+from evoalign.spaces.base import Space, evolved, scales
+from evoalign.types import Layout, TensorSpec
+
+
+class Full(Space):
+    """One member at a time in place of the weights; the mean is the weights."""
+
+    name = "full"
+    carrier = "dense"
+    evolves_model = True
+
+    def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
+        """All tensors but the excluded ones. With `noise_multiplier`, one outside a layer takes its own mean |W|."""
+        kept = [s for s in specs if not self._excluded(s, dtype)]
+        if not kept:
+            raise ConfigError(f"full.exclude {self.config.full.exclude} leaves no tensor to evolve")
+        scale = scales(self.config, [s for s in specs if s.kind == "linear" and s.layer is not None])
+        own = self.config.es.noise_multiplier is not None
+        return Layout(
+            tensors=tuple(evolved(s, scale.get(s.layer, s.mean_abs if own else 1.0)) for s in kept),
+            seed=self.config.seed,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    def _excluded(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
+        exclude = self.config.full.exclude
+        if exclude is None:
+            return spec.kind == "norm" and dtype != torch.float32
+        return any(part in spec.name for part in exclude)

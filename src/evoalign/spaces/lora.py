@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise on the factors of a LoRA adapter: the default, and the only space that keeps no second copy of the model.
+
+`evolve: b` freezes A ~ N(0, 1) and evolves B from zero: the model starts unchanged, the search space is linear and
+the ES estimate is unbiased. `evolve: ab` is the published LoRA-population algorithm: A and B start at zero and both
+move. There, the expected gain at A = B = 0 is zero (a saddle), and averaging A and B apart is not averaging B A; it
+is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evoalign import noise as noise_source
+from evoalign.spaces.base import Adapter, Master, Space, scales, signed, targets
+from evoalign.types import EvolvedTensor, Layout, Member, Plan, TensorSpec
+
+
+class Lora(Space):
+    """W + (alpha / r) B A with members B + s eps (and A + s eps with `evolve: ab`)."""
+
+    name = "lora"
+    carrier = "adapter"
+    evolves_model = False
+
+    def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
+        """Factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of each target."""
+        section = self.config.lora
+        matrices = targets(specs, section.target_layers, section.target_modules, "lora")
+        scale = scales(self.config, matrices)
+        tensors: list[EvolvedTensor] = []
+        frozen: list[EvolvedTensor] = []
+        for spec in matrices:
+            out, in_ = spec.shape
+            a = EvolvedTensor(factor_name(spec.name, "A"), (section.rank, in_), spec.name, scale[spec.layer])
+            b = EvolvedTensor(factor_name(spec.name, "B"), (out, section.rank), spec.name, scale[spec.layer])
+            (tensors if section.evolve == "ab" else frozen).append(a)
+            tensors.append(b)
+        return Layout(
+            tensors=tuple(tensors),
+            frozen=tuple(frozen),
+            seed=self.config.seed,
+            dtype=str(dtype).removeprefix("torch."),
+            rank=section.rank,
+            scaling=section.alpha / section.rank,
+        )
+
+    def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:
+        """N(0, 1) for a frozen A, zeros for what evolves."""
+        tensor = layout[name]
+        if tensor in layout.frozen:
+            key = noise_source.key(layout.seed, "init", name)
+            return noise_source.normals(key, tensor.shape, 0, [0], None, device)[0]
+        return torch.zeros(tensor.shape, device=device)
+
+    def adapter(
+        self, layout: Layout, module: str, master: Master, plan: Plan, members: Sequence[Member]
+    ) -> Adapter | None:
+        """Served factors: round(master + fl32(s * noise)). A frozen A is shared by all members."""
+        a = self._factor(layout, factor_name(module, "A"), master, plan, members)
+        b = self._factor(layout, factor_name(module, "B"), master, plan, members)
+        return Adapter(a, b, layout.scaling)
+
+    def _factor(
+        self, layout: Layout, name: str, master: Master, plan: Plan, members: Sequence[Member]
+    ) -> torch.Tensor:
+        mean, dtype = master(name), layout.torch_dtype
+        if layout[name] in layout.frozen:
+            return mean[None].to(dtype)
+        if all(m.is_mean for m in members):
+            return mean.expand(len(members), *mean.shape).to(dtype)
+        eps = self.noise(layout, name, plan.generation, [m.noise for m in members], None, mean.device)
+        assert isinstance(eps, torch.Tensor)
+        width = signed(members, plan.sigma * layout[name].scale, mean.device, mean.dim())
+        return eps.mul_(width).add_(mean).to(dtype)
+
+
+def factor_name(module: str, factor: str) -> str:
+    """Name of a factor of a linear weight, as PEFT has it below its prefix."""
+    return f"{module.removesuffix('.weight')}.lora_{factor}.weight"
