@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two figures of a run, drawn again after every generation.
+
+Matplotlib's object interface with the Agg canvas: no pyplot, so nothing global, no window system and no figure that
+stays in memory. It is imported at the first figure, because that alone takes a noticeable part of a second. A file
+is replaced in one step, so that a viewer never finds half a picture.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, Any]]
+
+SIZE_INCHES = (9.0, 5.0)
+DPI = 120
+INK, GRID = "#24292f", "#d8dee4"
+MEAN, BEST, TEST, ZERO = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d"
+PHASES = {"rollout": "#0b5cad", "score": "#e0a100", "update": "#5aa469", "other": "#b8bec5"}
+EXTRA = ("#7a3e9d", "#c2410c", "#2a9d8f", "#6c757d")
+"""Colours of phases that an engine of one's own may add."""
+
+
+def evolution(rows: Rows, path: str | Path, *, title: str = "", baseline: float | None = None) -> None:
+    """Reward by generation: mean, best, 20th to 80th percentile, and the test split wherever it was measured.
+
+    A row's evaluation is of the mean after that row's update, the one the next generation spreads around, and is
+    drawn there. `baseline` is the test reward before training, at generation 0.
+    """
+    _draw(path, title, lambda axes: _evolution(axes, rows, baseline))
+
+
+def time_breakdown(rows: Rows, path: str | Path, *, title: str = "") -> None:
+    """Seconds of each generation by phase, stacked."""
+    _draw(path, title, lambda axes: _time_breakdown(axes, rows))
+
+
+def _evolution(axes: Axes, rows: Rows, baseline: float | None) -> None:
+    x = [int(row["generation"]) for row in rows]
+    _limit(axes, x, right=1)
+    marker = "o" if len(rows) < 3 else ""  # a line through one point is invisible
+    band = ([row["p20"] for row in rows], [row["p80"] for row in rows])
+    axes.fill_between(x, *band, color=MEAN, alpha=0.18, linewidth=0, label="20th to 80th percentile")
+    axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label="best member")
+    axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label="mean of the members")
+    _test_points(axes, rows, baseline)
+    still = [row["generation"] for row in rows if row["zero_variance"]]
+    if still:
+        axes.plot(
+            still,
+            [0.012] * len(still),
+            linestyle="",
+            marker="|",
+            markersize=9,
+            markeredgewidth=1.5,
+            color=ZERO,
+            transform=axes.get_xaxis_transform(),
+            label=f"members alike, no update ({len(still)} of {len(rows)})",
+        )
+    axes.set_ylabel("reward")
+
+
+def _test_points(axes: Axes, rows: Rows, baseline: float | None) -> None:
+    points = [(row["generation"] + 1, row["evaluation"]["reward"]) for row in rows if row.get("evaluation")]
+    if baseline is not None:
+        points.insert(0, (0, baseline))
+    if points:
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=TEST,
+            linewidth=1.0,
+            linestyle=":",
+            marker="D",
+            markersize=6,
+            markeredgecolor="white",
+            label="test split, unperturbed model",
+            zorder=5,
+        )
+
+
+def _time_breakdown(axes: Axes, rows: Rows) -> None:
+    x = [int(row["generation"]) for row in rows]
+    _limit(axes, x)
+    edges = [x[0] - 0.5, *(generation + 0.5 for generation in x)] if x else []
+    bottom = [0.0] * len(rows)
+    total = sum(sum(row["seconds"].values()) for row in rows)
+    for phase, color in _colors(rows).items():
+        seconds = [row["seconds"].get(phase, 0.0) for row in rows]
+        top = [low + height for low, height in zip(bottom, seconds, strict=True)]
+        label = f"{phase} ({sum(seconds) / total:.0%})" if total else phase
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=label)
+        bottom = top
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("seconds")
+
+
+def _limit(axes: Axes, x: Sequence[int], right: int = 0) -> None:
+    """Room for whole generations, with a little air; a run of one generation is as wide as one of two."""
+    first, last = (x[0], max(x[-1] + right, x[0] + 1)) if x else (0, 1)
+    air = 0.5 + 0.01 * (last - first)
+    axes.set_xlim(first - air, last + air)
+
+
+def _colors(rows: Rows) -> dict[str, str]:
+    """A colour for each phase that occurs, the known ones first."""
+    found = dict.fromkeys(phase for row in rows for phase in row["seconds"])
+    own = [phase for phase in found if phase not in PHASES]
+    spare = {phase: EXTRA[i % len(EXTRA)] for i, phase in enumerate(own)}
+    return {phase: color for phase, color in (PHASES | spare).items() if phase in found}
+
+
+def _draw(path: str | Path, title: str, paint: Callable[[Axes], None]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    paint(axes)
+    _dress(axes, title)
+    _save(figure, Path(path))
+
+
+def _dress(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("generation")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12, parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(color=GRID, labelcolor=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    _, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = 3 if len(labels) > 4 else 4
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns, frameon=False, fontsize=9)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(partial, format="png", metadata={"Software": "evoalign"})
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

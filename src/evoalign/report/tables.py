@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training changed, on the test split: measures before and after, and completions side by side.
+
+Completions are data. They are shown as text that rich never reads as markup, with every control character made
+visible, so that a model cannot move the cursor, set a colour or end the line.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from evoalign.types import Prompt
+
+SHARES = ("accuracy", "exact", "exact_match")
+"""Measures shown in percent beside those whose name ends in `_share`."""
+LINES = 4
+"""Lines of a table cell that a sample fills at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One test example and what the model said to it before and after training."""
+
+    prompt: Prompt
+    target: str
+    before: str
+    after: str
+
+
+def before_after(
+    before: Mapping[str, float], after: Mapping[str, float], console: Console, samples: Sequence[Sample] = ()
+) -> None:
+    """Prints the measures that both have, with the change, then the samples."""
+    console.print(_measures(before, after))
+    if samples:
+        console.print(_samples(samples, console))
+
+
+def _measures(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    table = Table(title="test split", title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name in (name for name in before if name in after):
+        old, new = before[name], after[name]
+        label = name.removesuffix("_share").replace("_", " ")
+        table.add_row(Text(label), _value(name, old), _value(name, new), _change(name, new - old))
+    return table
+
+
+def _is_share(name: str) -> bool:
+    return name in SHARES or name.endswith("_share")
+
+
+def _value(name: str, value: float) -> str:
+    return f"{value:.1%}" if _is_share(name) else f"{value:.4g}"
+
+
+def _change(name: str, change: float) -> str:
+    return f"{100 * change:+.1f} points" if _is_share(name) else f"{change:+.4g}"
+
+
+def _samples(samples: Sequence[Sample], console: Console) -> Table:
+    table = Table(title="sample completions", title_justify="left", title_style="bold", show_lines=True, expand=True)
+    for heading, ratio in (("prompt", 3), ("target", 2), ("before", 4), ("after", 4)):
+        table.add_column(heading, ratio=ratio, overflow="fold")
+    for sample in samples:
+        table.add_row(
+            _cell(_prompt_text(sample.prompt), console, 3),
+            _cell(sample.target, console, 2),
+            _cell(sample.before, console, 4),
+            _cell(sample.after, console, 4),
+        )
+    return table
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0].get("content", "")
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
+
+
+def _cell(text: str, console: Console, ratio: int) -> Text:
+    """Text that fits `LINES` lines of a column that has `ratio` of 13 parts of the width."""
+    if not text:
+        return Text("(empty)", style="dim italic")
+    ascii_only = not console.encoding.startswith("utf")
+    return Text(shorten(visible(text, ascii_only=ascii_only), LINES * max(8, console.width * ratio // 13 - 3)))
+
+
+def shorten(text: str, length: int) -> str:
+    """At most `length` characters, with dots where the rest was."""
+    return text if len(text) <= length else text[: max(0, length - 3)] + "..."
+
+
+def visible(text: str, *, ascii_only: bool = False) -> str:
+    """The text on one line: newline, tab and every other character without a shape of its own written out."""
+    shown = "".join(_visible(c) for c in text)
+    return shown.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else shown
+
+
+def _visible(character: str) -> str:
+    if character == "\n":
+        return "\\n"
+    if character == "\t":
+        return "\\t"
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+    return character

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from evoalign.report import figures
+
+Draw = Callable[..., None]
+BOTH = pytest.mark.parametrize("draw", [figures.evolution, figures.time_breakdown])
+PIXELS = (600, 1080)
+
+
+def rows(count: int, **changes: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "generation": g,
+            "mean": -100.0 / (g + 1),
+            "best": -50.0 / (g + 1),
+            "worst": -150.0 / (g + 1),
+            "p20": -120.0 / (g + 1),
+            "p80": -80.0 / (g + 1),
+            "zero_variance": False,
+            "tokens": 1000,
+            "seconds": {"rollout": 1.0, "score": 0.1, "update": 0.2, "other": 0.05},
+            "evaluation": None,
+        }
+        | changes
+        for g in range(count)
+    ]
+
+
+def pixels(path: Path) -> np.ndarray:
+    return imread(path)[..., :3]
+
+
+def has_color(image: np.ndarray, color: str) -> bool:
+    wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return bool((np.abs(image - wanted).max(axis=-1) < 0.02).any())
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 1, 2, 40])
+def test_a_picture_of_the_right_size(draw: Draw, count: int, tmp_path: Path) -> None:
+    path = tmp_path / "figures" / "picture.png"
+    draw(rows(count), path, title="a $ title_with^marks")
+    image = pixels(path)
+    assert image.shape[:2] == PIXELS
+    assert image.std() > 0.01, "blank"
+    assert [p.name for p in path.parent.iterdir()] == ["picture.png"]
+
+
+def test_everything_asked_for_is_drawn(tmp_path: Path) -> None:
+    data = rows(20)
+    figures.evolution(data, tmp_path / "plain.png")
+    plain = pixels(tmp_path / "plain.png")
+    assert has_color(plain, figures.MEAN)
+    assert has_color(plain, figures.BEST)
+    assert not has_color(plain, figures.TEST)
+    assert not has_color(plain, figures.ZERO)
+
+    data[9]["evaluation"] = {"reward": -20.0}
+    data[5]["zero_variance"] = True
+    figures.evolution(data, tmp_path / "full.png")
+    full = pixels(tmp_path / "full.png")
+    assert has_color(full, figures.TEST)
+    assert has_color(full, figures.ZERO)
+
+
+def test_the_reward_before_training_is_a_test_point(tmp_path: Path) -> None:
+    figures.evolution(rows(5), tmp_path / "figure.png", baseline=-110.0)
+    assert has_color(pixels(tmp_path / "figure.png"), figures.TEST)
+
+
+def test_every_phase_has_its_colour_one_of_an_engines_own_too(tmp_path: Path) -> None:
+    seconds = {"rollout": 1.0, "score": 0.4, "update": 0.4, "other": 0.3, "weights sync": 0.5}
+    figures.time_breakdown(rows(8, seconds=seconds), tmp_path / "figure.png")
+    image = pixels(tmp_path / "figure.png")
+    for color in (*figures.PHASES.values(), figures.EXTRA[0]):
+        assert has_color(image, color)
+
+
+def test_the_stack_is_as_high_as_the_generation_is_long(tmp_path: Path) -> None:
+    """Half of each column is the update's: its colour covers as much as the rollout's."""
+    figures.time_breakdown(rows(10, seconds={"rollout": 1.0, "update": 1.0}), tmp_path / "figure.png")
+    image = pixels(tmp_path / "figure.png")
+
+    def share(color: str) -> float:
+        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        return float((np.abs(image - wanted).max(axis=-1) < 0.02).mean())
+
+    assert share(figures.PHASES["update"]) == pytest.approx(share(figures.PHASES["rollout"]), rel=0.05)
+    assert share(figures.PHASES["update"]) > 0.2
+
+
+@BOTH
+def test_a_picture_is_replaced_in_one_step(draw: Draw, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    draw(rows(3), path)
+    first = path.read_bytes()
+    with pytest.raises(KeyError):
+        draw([{"generation": 0}], path)
+    assert path.read_bytes() == first
+    draw(rows(30), path)
+    assert path.read_bytes() != first
+    assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]
+
+
+@BOTH
+def test_the_same_rows_give_the_same_bytes(draw: Draw, tmp_path: Path) -> None:
+    draw(rows(7), tmp_path / "a.png")
+    draw(rows(7), tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_no_pyplot_and_no_matplotlib_before_the_first_figure(tmp_path: Path) -> None:
+    code = (
+        "import sys; from evoalign.report import figures\n"
+        "assert not any(m.startswith('matplotlib') for m in sys.modules)\n"
+        f"figures.time_breakdown([], {str(tmp_path / 'figure.png')!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

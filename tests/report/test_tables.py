@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from evoalign.report.tables import Sample, before_after, shorten, visible
+
+BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_share": 0.25, "only_before": 1.0}
+AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
+
+
+def shown(*samples: Sample, width: int = 100, **options: object) -> str:
+    console = Console(file=io.StringIO(), width=width, **options)  # type: ignore[arg-type]
+    before_after(BEFORE, AFTER, console, samples)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def cells(text: str, row: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if row in line]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_measures_with_their_change() -> None:
+    text = shown()
+    assert cells(text, "reward") == ["reward", "-131.2", "-5.25", "+126"]
+    assert cells(text, "accuracy") == ["accuracy", "12.5%", "25.0%", "+12.5 points"]
+    assert cells(text, "empty") == ["empty", "0.0%", "1.2%", "+1.2 points"]
+    assert cells(text, "truncated") == ["truncated", "25.0%", "0.0%", "-25.0 points"]
+    assert "only" not in text
+    assert "sample" not in text
+
+
+def test_samples_side_by_side() -> None:
+    text = shown(Sample("What is 3 + 5?", "8", "The answer is 8.", "8"))
+    assert cells(text, "3 + 5") == ["What is 3 + 5?", "8", "The answer is 8.", "8"]
+
+
+def test_messages_as_prompt() -> None:
+    one = [{"role": "user", "content": "Capital of France?"}]
+    assert cells(shown(Sample(one, "Paris", "a", "b")), "France")[0] == "Capital of France?"
+    two = [{"role": "system", "content": "Be brief."}, *one]
+    assert r"system: Be brief.\nuser: Capital of France?" in shown(Sample(two, "Paris", "a", "b"), width=300)
+
+
+@pytest.mark.parametrize("markup", ["[red]x[/red]", "[/]", "[link=x]y[/link]", "a [ b", ":smile:", "[bold"])
+def test_model_output_is_never_markup(markup: str) -> None:
+    text = shown(Sample(markup, markup, markup, markup), width=200, force_terminal=True)
+    assert text.count(markup) == 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "safe"),
+    [
+        ("a\nb\tc", r"a\nb\tc"),
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+        ("\r\x00\x9b", r"\r\x00\x9b"),
+        ("left\u202eright\u2066", r"left\u202eright\u2066"),
+        ("zero\u200bwidth\ufeff", r"zero\u200bwidth\ufeff"),
+        ("line\u2028paragraph\u2029", r"line\u2028paragraph\u2029"),
+        ("half \ud83d of a pair", r"half \ud83d of a pair"),
+        ("é 漢 😀", "é 漢 😀"),
+    ],
+)
+def test_control_characters_are_made_visible(raw: str, safe: str) -> None:
+    assert visible(raw) == safe
+    assert safe in shown(Sample("p", "t", raw, "x"), width=200)
+
+
+@pytest.mark.parametrize("width", [20, 200])
+def test_an_ascii_terminal_gets_ascii(width: int) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    before_after(BEFORE, AFTER, Console(file=output, width=width), [Sample("p", "t", "é 漢", "x" * 5000)])
+    output.flush()
+    text = output.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert width == 20 or r"\xe9 \u6f22" in text
+
+
+def test_an_empty_completion_is_said_to_be_empty() -> None:
+    assert cells(shown(Sample("3 + 5", "8", "The answer is 8.", "")), "3 + 5")[-1] == "(empty)"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_long_completions_are_cut_to_a_few_lines(width: int) -> None:
+    text = shown(Sample("p " * 5000, "t" * 5000, "b " * 5000, "漢" * 5000), width=width)
+    assert "..." in text
+    assert len(text.splitlines()) < 40
+
+
+def test_shorten() -> None:
+    assert shorten("abcdef", 6) == "abcdef"
+    assert shorten("abcdefg", 6) == "abc..."
