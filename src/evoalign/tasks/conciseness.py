@@ -16,6 +16,10 @@ from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
 
+DATA = (
+    "data/tasks/conciseness/conciseness_train.json",
+    "data/tasks/conciseness/conciseness_test.json",
+)
 FORMS = (("prompt", "target"), ("question", "answer"))
 """Column names of the two known file forms: the JSON list and the JSONL file."""
 
@@ -33,8 +37,7 @@ class Conciseness(Task):
 
     def load_data(self, seed: int) -> Data:
         """The shipped files, or those of the config. Raises DataError."""
-        default = data.shipped("conciseness/conciseness_train.json"), data.shipped("conciseness/conciseness_test.json")
-        return data.load(self.config, seed, _check, default)
+        return data.load(self.config, seed, _check, DATA)
 
     def prompt(self, example: Example) -> Prompt:
         """The question as one user message, or as it is."""

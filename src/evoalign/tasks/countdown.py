@@ -26,6 +26,7 @@ MAX_RESPONSE = 1_000_000
 TOLERANCE = Fraction(1, 100_000)
 """Targets of the published data are decimal strings such as 266.6666666666667."""
 FORMAT_WEIGHT = 0.1
+DATA = "data/tasks/countdown/countdown.json"
 
 THINK, END_THINK = "<think>", "</think>"
 ANSWER, END_ANSWER = "<answer>", "</answer>"
@@ -62,7 +63,7 @@ class Countdown(Task):
 
     def load_data(self, seed: int) -> Data:
         """The shipped file, or those of the config. Raises DataError."""
-        return data.load(self.config, seed, self._check, (data.shipped("countdown/countdown.json"), None))
+        return data.load(self.config, seed, self._check, (DATA, None))
 
     def prompt(self, example: Example) -> Prompt:
         """The prompt in the form that the config names."""

@@ -26,12 +26,16 @@ Check: TypeAlias = Callable[[str, dict[str, Any]], Example]
 HUB = "hub:"
 
 
-def shipped(name: str) -> str:
-    """A data file of the project: under the working folder, in the installed package, or in the checkout."""
+def locate(source: str) -> Path:
+    """The path itself, or, for a `data/tasks/..` that is not under the working folder, the one that is shipped.
+
+    So the experiments' configs run from any folder, from a checkout and from an installed package.
+    """
+    path = Path(source)
+    if path.exists() or path.parts[:2] != ("data", "tasks"):
+        return path
     package = Path(__file__).resolve().parents[1]
-    here = Path("data", "tasks", name)
-    places = (here, package / "data" / "tasks" / name, package.parents[1] / "data" / "tasks" / name)
-    return str(next((place for place in places if place.is_file()), here))
+    return next((place / path for place in (package, package.parents[1]) if (place / path).is_file()), path)
 
 
 def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None = None) -> Data:
@@ -102,7 +106,7 @@ def _first(examples: Sequence[Example], size: int | None, setting: str, source: 
 
 def read(source: str) -> list[Row]:
     """All rows of a file or of `hub:NAME[:SPLIT]`, at least one. Raises DataError."""
-    rows = _read_hub(source) if source.startswith(HUB) else _read_file(Path(source))
+    rows = _read_hub(source) if source.startswith(HUB) else _read_file(locate(source))
     if not rows:
         raise DataError(f"{source} holds no rows")
     return rows
