@@ -8,8 +8,8 @@ from rich.console import Console
 
 from evoalign.report.tables import Sample, before_after, shorten, visible
 
-BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_share": 0.25, "only_before": 1.0}
-AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
+BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty": 0.0, "truncated": 0.25, "only_before": 1.0}
+AFTER = {"reward": -5.25, "accuracy": 0.25, "empty": 0.0125, "truncated": 0.0}
 
 
 def shown(*samples: Sample, width: int = 100, **options: object) -> str:
@@ -32,6 +32,21 @@ def test_measures_with_their_change() -> None:
     assert cells(text, "truncated") == ["truncated", "25.0%", "0.0%", "-25.0 points"]
     assert "only" not in text
     assert "sample" not in text
+
+
+def test_intervals_stand_beside_the_change() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    intervals = {"reward": (126.0, 90.5, 150.25), "accuracy": (0.125, -0.01, 0.2)}
+    before_after(BEFORE, AFTER, console, intervals=intervals)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert cells(text, "reward")[-1] == "+90.5 to +150.2"
+    assert cells(text, "accuracy")[-1] == "-1.0 to +20.0"
+    assert cells(text, "empty")[-1] == ""
+
+
+def test_a_task_without_gold_answers_has_no_target() -> None:
+    assert cells(shown(Sample("3 + 5", None, "a", "b")), "3 + 5")[1] == "-"
 
 
 def test_samples_side_by_side() -> None:

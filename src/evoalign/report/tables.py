@@ -17,8 +17,10 @@ from rich.text import Text
 
 from evoalign.types import Prompt
 
-SHARES = ("accuracy", "exact", "exact_match")
-"""Measures shown in percent beside those whose name ends in `_share`."""
+SHARES = frozenset({"accuracy", "exact", "format", "high_reward", "empty", "truncated"})
+"""Measures shown in percent."""
+Interval = tuple[float, float, float]
+"""Mean of the paired differences, and the ends of its 95 % interval."""
 LINES = 4
 """Lines of a table cell that a sample fills at most."""
 
@@ -28,42 +30,49 @@ class Sample:
     """One test example and what the model said to it before and after training."""
 
     prompt: Prompt
-    target: str
+    target: str | None
     before: str
     after: str
 
 
 def before_after(
-    before: Mapping[str, float], after: Mapping[str, float], console: Console, samples: Sequence[Sample] = ()
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    console: Console,
+    samples: Sequence[Sample] = (),
+    intervals: Mapping[str, Interval] | None = None,
 ) -> None:
-    """Prints the measures that both have, with the change, then the samples."""
-    console.print(_measures(before, after))
+    """Prints the measures that both have, with the change and its interval where there is one, then the samples."""
+    console.print(_measures(before, after, intervals or {}))
     if samples:
         console.print(_samples(samples, console))
 
 
-def _measures(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+def _measures(before: Mapping[str, float], after: Mapping[str, float], intervals: Mapping[str, Interval]) -> Table:
     table = Table(title="test split", title_justify="left", title_style="bold")
     table.add_column("", overflow="fold")
-    for heading in ("before", "after", "change"):
+    for heading in ("before", "after", "change", *(["95 % interval"] if intervals else [])):
         table.add_column(heading, justify="right", overflow="fold")
     for name in (name for name in before if name in after):
         old, new = before[name], after[name]
-        label = name.removesuffix("_share").replace("_", " ")
-        table.add_row(Text(label), _value(name, old), _value(name, new), _change(name, new - old))
+        cells = [_value(name, old), _value(name, new), _change(name, new - old)]
+        if name in intervals:
+            _, low, high = intervals[name]
+            cells.append(f"{_signed(name, low)} to {_signed(name, high)}")
+        table.add_row(Text(name.replace("_", " ")), *cells)
     return table
 
 
-def _is_share(name: str) -> bool:
-    return name in SHARES or name.endswith("_share")
-
-
 def _value(name: str, value: float) -> str:
-    return f"{value:.1%}" if _is_share(name) else f"{value:.4g}"
+    return f"{value:.1%}" if name in SHARES else f"{value:.4g}"
+
+
+def _signed(name: str, change: float) -> str:
+    return f"{100 * change:+.1f}" if name in SHARES else f"{change:+.4g}"
 
 
 def _change(name: str, change: float) -> str:
-    return f"{100 * change:+.1f} points" if _is_share(name) else f"{change:+.4g}"
+    return _signed(name, change) + (" points" if name in SHARES else "")
 
 
 def _samples(samples: Sequence[Sample], console: Console) -> Table:
@@ -73,7 +82,7 @@ def _samples(samples: Sequence[Sample], console: Console) -> Table:
     for sample in samples:
         table.add_row(
             _cell(_prompt_text(sample.prompt), console, 3),
-            _cell(sample.target, console, 2),
+            _cell("-" if sample.target is None else sample.target, console, 2),
             _cell(sample.before, console, 4),
             _cell(sample.after, console, 4),
         )

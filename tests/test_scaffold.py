@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evoalign.config import load
+from evoalign.errors import ConfigError
+from evoalign.scaffold import FILES, init
+from evoalign.tasks import create
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "a" / "new project"
+    assert [path.name for path in init(folder)] == list(FILES)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_files_make_a_task_that_runs_from_their_folder(project: Path) -> None:
+    config = load(["config.yaml"])
+    task = create(config.task)
+    data = task.load_data(config.seed)
+    assert (len(data.train), len(data.test)) == (8, 4)
+    assert {example["prompt"] for example in data.train}.isdisjoint(example["prompt"] for example in data.test)
+    assert task.prompt(data.train[0]) == [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+def test_the_reward_prefers_right_and_brief(project: Path) -> None:
+    task = create(load(["config.yaml"]).task)
+    row = {"prompt": "What is 3 + 4?", "answer": "7"}
+    texts = ["7", " 7\n", "The answer is 7.", "The answer is 8.", ""]
+    assert task.rewards(texts, [row] * 5) == pytest.approx([1.0, 1.0, 0.85, -0.15, 0.0])
+
+
+def test_the_step_is_a_sound_one(project: Path) -> None:
+    assert load(["config.yaml"]).es.eta == 0.5
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_existing_files_are_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=name):
+        init(tmp_path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_a_link_to_nowhere_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"reward\.py"):
+        init(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    init(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {*FILES, "notes.txt"}
+
+
+def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write into"):
+        init(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_one_sentence(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot write into"):
+        init(tmp_path)
