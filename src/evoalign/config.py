@@ -24,6 +24,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Modules = Annotated[list[str], Field(min_length=1)]
 Layers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
+
 class Section(BaseModel):
     """Base of all sections: unknown keys refused, values never coerced silently from another type."""
 
@@ -191,7 +192,7 @@ class EvaluationConfig(Section):
     """How completions are drawn, in training and in evaluation, and what the evaluation repeats."""
 
     max_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     samples: PositiveInt = 1
     seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
@@ -232,9 +233,15 @@ def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     tree: dict[str, Any] = {}
     for file in files:
         tree = _merge(tree, _read(Path(file)))
+    return from_dict(parse_overrides(tree, overrides))
+
+
+def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A nested mapping with `a.b=c` overrides put in. Raises ConfigError."""
+    merged = dict(tree)
     for override in overrides:
-        tree = _merge(tree, _parse_override(override))
-    return from_dict(tree)
+        merged = _merge(merged, _parse_override(override))
+    return merged
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
@@ -266,7 +273,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
-    if not equals or not key.strip("."):
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text!r}: expected key=value, such as es.sigma=0.003")
     try:
         leaf: object = yaml.safe_load(value)
@@ -290,6 +297,8 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(low)
     for key, value in high.items():
         old = merged.get(key)
+        if isinstance(value, Mapping):  # `optimizer: adam`, then `optimizer.beta1`: the name stays
+            old = _named(old)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _merge(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
     if "sigma" in high and "noise_multiplier" not in high:  # the later width replaces the earlier one
@@ -304,7 +313,9 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown setting {location}{_nearest(error['loc'])}"
     if error["type"] == "missing":
-        return f"missing setting {location}" + ("; es needs at least sigma or noise_multiplier" if location == "es" else "")
+        return f"missing setting {location}" + (
+            "; es needs at least sigma or noise_multiplier" if location == "es" else ""
+        )
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
     shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
