@@ -1,1 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
+"""evoalign: Evolution Strategies fine-tuning of language models. Names are imported at first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evoalign.api import Result, dry_run, evaluate, train
+    from evoalign.config import Config
+    from evoalign.config import load as load_config
+    from evoalign.errors import EvoalignError
+    from evoalign.evaluation import Evaluation
+    from evoalign.spaces import Space
+    from evoalign.tasks import Data, Task
+    from evoalign.types import Generation
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "evoalign.config:Config",
+    "Data": "evoalign.tasks:Data",
+    "Evaluation": "evoalign.evaluation:Evaluation",
+    "EvoalignError": "evoalign.errors:EvoalignError",
+    "Generation": "evoalign.types:Generation",
+    "Result": "evoalign.api:Result",
+    "Space": "evoalign.spaces:Space",
+    "Task": "evoalign.tasks:Task",
+    "dry_run": "evoalign.api:dry_run",
+    "evaluate": "evoalign.api:evaluate",
+    "load_config": "evoalign.config:load",
+    "train": "evoalign.api:train",
+}
+
+__all__ = [
+    "Config",
+    "Data",
+    "Evaluation",
+    "EvoalignError",
+    "Generation",
+    "Result",
+    "Space",
+    "Task",
+    "dry_run",
+    "evaluate",
+    "load_config",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module evoalign has no attribute {name!r}")
+    module, attribute = _HOMES[name].split(":")
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all: text, PEFT adapters and Hugging Face checkpoints; safetensors and JSON only."""
+"""Files that appear whole or not at all: text, PEFT adapters, Hugging Face checkpoints. Safetensors and JSON only."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from evoalign import shaping
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError
-from evoalign.evaluate import sampling_of, stream
+from evoalign.evaluation import sampling_of, stream
 from evoalign.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens

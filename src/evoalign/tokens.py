@@ -69,7 +69,7 @@ def load(config: ModelConfig) -> Tokens:
         raise ModelError(f"model {config.name} has an empty tokenizer; its tokenizer files are missing")
     stop: set[int] = set()
     try:
-        eos = GenerationConfig.from_pretrained(path, revision=config.revision).eos_token_id
+        eos = GenerationConfig.from_pretrained(path, revision=config.revision or "main").eos_token_id
         stop.update([eos] if isinstance(eos, int) else eos or [])
     except OSError:
         pass  # a model without a generation config stops at the tokenizer's own end

@@ -195,7 +195,6 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What one generation came to: handed to progress displays, figures and hooks of the user's own.

@@ -121,8 +121,9 @@ def _draw(path: str | Path, title: str, paint: Callable[[Axes], None]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.09, right=0.98, top=0.91, bottom=0.2)  # fixed: a layout engine draws everything twice
     axes = figure.add_subplot()
     paint(axes)
     _dress(axes, title)

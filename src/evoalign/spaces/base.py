@@ -96,9 +96,7 @@ class Space(ABC):
         assert isinstance(eps, torch.Tensor)
         return eps[0].mul_(member.sign * plan.sigma * layout[name].scale).add_(master)
 
-    def gradient(
-        self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device
-    ) -> torch.Tensor:
+    def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
         """(1/N) sum_i c_i sign_i eps_i of one part of one tensor, float32.
 
         Members are added one by one, so the bits do not depend on device or vector width. An antithetic pair
@@ -127,7 +125,8 @@ class Space(ABC):
     ) -> None:
         """Move one part of the mean, in place. `master` and `start` are float32 views of that part.
 
-        All coefficients zero move nothing, whatever the optimizer. `start` is needed where `update.decay` is not 0: the anchor of the decay (arXiv 2605.30148, L2 form).
+        All coefficients zero move nothing, whatever the optimizer. `start`, the anchor of the decay (arXiv
+        2605.30148, L2 form), is needed where `update.decay` is not 0.
         """
         if not any(update.coefficients):
             return

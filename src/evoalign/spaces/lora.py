@@ -63,9 +63,7 @@ class Lora(Space):
         b = self._factor(layout, factor_name(module, "B"), master, plan, members)
         return Adapter(a, b, layout.scaling)
 
-    def _factor(
-        self, layout: Layout, name: str, master: Master, plan: Plan, members: Sequence[Member]
-    ) -> torch.Tensor:
+    def _factor(self, layout: Layout, name: str, master: Master, plan: Plan, members: Sequence[Member]) -> torch.Tensor:
         mean, dtype = master(name), layout.torch_dtype
         if layout[name] in layout.frozen:
             return mean[None].to(dtype)

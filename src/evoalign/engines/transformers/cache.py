@@ -21,9 +21,7 @@ class RoomLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (
-            s.new_empty(*s.shape[:2], self.room, s.shape[3]) for s in (key_states, value_states)
-        )
+        self.keys, self.values = (s.new_empty(*s.shape[:2], self.room, s.shape[3]) for s in (key_states, value_states))
         self.is_initialized = True
 
     def update(

@@ -8,7 +8,7 @@ over the served weights from the float32 master. The mean is that master: restor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from evoalign.config import Config
 from evoalign.engines.base import weights_hash
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
-from evoalign.errors import ModelError
+from evoalign.errors import EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, model_path
-from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorKind, TensorSpec, Update
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorKind, TensorSpec, Update
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -48,7 +48,7 @@ class TransformersEngine:
         self._master: dict[str, torch.Tensor] = {}
         self._start: dict[str, torch.Tensor] = {}
         self._adapters: Adapters | None = None
-        self._served: Member | None = None
+        self._space: Space | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,17 +57,7 @@ class TransformersEngine:
 
     def specs(self) -> list[TensorSpec]:
         """The model's tensors under their Hugging Face names, tied ones once."""
-        kinds = _kinds(self.model)
-        return [
-            TensorSpec(
-                name=name,
-                shape=tuple(p.shape),
-                kind=kinds.get(name, "other"),
-                layer=int(found[1]) if (found := _LAYER.search(name)) else None,
-                mean_abs=float(p.abs().mean(dtype=torch.float64)),
-            )
-            for name, p in self._parameters.items()
-        ]
+        return specs_of(self.model, lambda p: float(p.abs().mean(dtype=torch.float64)))
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the master and, for adapters, hook the target layers."""
@@ -90,12 +80,12 @@ class TransformersEngine:
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member."""
-        if self._space.carrier == "dense":
+        """One completion of each request for each member. Before `start`, the mean alone answers."""
+        if self._space is None or self._space.carrier == "dense":
             for member in plan.members:
                 self._serve(plan, member)
                 yield from self._answer((member,), requests)
-            self._serve(plan, None)
+                self._serve(plan, None)
             return
         per_chunk = max(1, self.rows_per_chunk(requests) // len(requests))
         for i in range(0, len(plan.members), per_chunk):
@@ -116,14 +106,17 @@ class TransformersEngine:
 
     def apply(self, update: Update) -> None:
         """Move the mean and serve it: served weights equal round(master)."""
-        for tensor in self._layout.tensors:
+        space, layout = self._started()
+        for tensor in layout.tensors:
             master = self._master[tensor.name]
-            for part in noise.row_blocks(tensor.shape):
+            for part in self._blocks(tensor.shape):
                 start = self._start[tensor.name][part] if self._start else None
-                self._space.accumulate(
-                    self._layout, master[part], tensor.name, part, update, start, self._optimizer
-                )
+                space.accumulate(layout, master[part], tensor.name, part, update, start, self._optimizer)
         self._serve_mean()
+
+    def _blocks(self, shape: tuple[int, ...]) -> Iterator[Slices]:
+        """Pieces of a tensor; an optimizer with state takes it whole."""
+        return noise.row_blocks(shape) if self._optimizer is None else iter([tuple(slice(0, n) for n in shape)])
 
     def fingerprint(self) -> str:
         """`weights_hash` of the master."""
@@ -152,10 +145,11 @@ class TransformersEngine:
         self._master, self._start, self._parameters, self.model = {}, {}, {}, None
 
     def _first(self, name: str) -> torch.Tensor:
-        if not self._space.evolves_model:
-            return self._space.start(self._layout, name, self.device)
+        space, layout = self._started()
+        if not space.evolves_model:
+            return space.start(layout, name, self.device)
         served = self._parameters[name]
-        in_place = served.dtype == torch.float32 and self._space.carrier == "adapter"
+        in_place = served.dtype == torch.float32 and space.carrier == "adapter"
         # Weights that are served in float32 and never perturbed in place are their own master.
         return served if in_place else served.to(torch.float32, copy=True)
 
@@ -164,23 +158,33 @@ class TransformersEngine:
         return served.data_ptr() if served is not None else 0
 
     def _serve_mean(self) -> None:
-        if self._space.evolves_model:
-            for tensor in self._layout.tensors:
+        space, layout = self._started()
+        if space.evolves_model:
+            for tensor in layout.tensors:
                 if self._master[tensor.name].data_ptr() != self._served_pointer(tensor.name):
                     self._parameters[tensor.name].copy_(self._master[tensor.name])
 
     def _serve(self, plan: Plan, member: Member | None) -> None:
         """Write a dense member over the served weights; None puts the mean back."""
-        for tensor in self._layout.tensors:
+        if plan.members == (MEAN,):
+            return
+        space, layout = self._started()
+        for tensor in layout.tensors:
             master = self._master[tensor.name]
-            if member is not None and not member.is_mean:
-                master = self._space.perturbed(self._layout, tensor.name, master, plan, member)
+            if member is not None:
+                master = space.perturbed(layout, tensor.name, master, plan, member)
             self._parameters[tensor.name].copy_(master)
+
+    def _started(self) -> tuple[Space, Layout]:
+        if self._space is None:
+            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+        return self._space, self._layout
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         assert self._adapters is not None
-        for module in dict.fromkeys(t.module for t in self._layout.tensors):
-            adapter = self._space.adapter(self._layout, module, self._look_up, plan, members)
+        space, layout = self._started()
+        for module in dict.fromkeys(t.module for t in layout.tensors):
+            adapter = space.adapter(layout, module, self._look_up, plan, members)
             self._adapters.set(module, adapter)
 
     def _look_up(self, name: str) -> torch.Tensor:
@@ -228,6 +232,21 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model {config.model.name} does not load: {line}") from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
+    """Name, shape, kind and layer of each parameter, tied ones once."""
+    kinds = _kinds(model)
+    return [
+        TensorSpec(
+            name=name,
+            shape=tuple(p.shape),
+            kind=kinds.get(name, "other"),
+            layer=int(found[1]) if (found := _LAYER.search(name)) else None,
+            mean_abs=mean_abs(p),
+        )
+        for name, p in model.named_parameters()
+    ]
 
 
 def _kinds(model: nn.Module) -> dict[str, TensorKind]:

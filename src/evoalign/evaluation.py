@@ -80,8 +80,8 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     for s in scored:
         own = task.measures(task.clean(s.text), examples[s.example])
         shares = {
-            "empty": float(not s.text.strip()),
-            "truncated": float(s.finish_reason == "length"),
+            "empty_share": float(not s.text.strip()),
+            "truncated_share": float(s.finish_reason == "length"),
             "tokens": float(s.tokens),
         }
         rows.append({"reward": s.reward, **own, **shares})

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Everything heavy is imported by the command that needs it, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from evoalign.errors import EvoalignError
+
+app = typer.Typer(
+    help="Evolution Strategies fine-tuning of language models: only inference, any Python reward.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+More = Annotated[list[Path] | None, typer.Option("--config", "-c", help="A further config; later ones win.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="Override one setting.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A YAML config.")],
+    more: More = None,
+    set_: Sets = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move an existing run aside.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train, and compare the test split before and after."""
+    from evoalign.config import load, to_yaml
+
+    resolved = load([config, *(more or [])], set_ or [])
+    _quiet()
+    from evoalign import api
+
+    if dry_run:
+        typer.echo(to_yaml(resolved) + "\n" + "\n".join(api.dry_run(resolved)))
+        return
+    api.train(resolved, overwrite=overwrite)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A run directory, a model folder, a PEFT adapter or a hub name.")],
+    task: Annotated[str | None, typer.Option(help="The task; a run has its own.")] = None,
+    config: More = None,
+    set_: Sets = None,
+    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    samples: Annotated[int | None, typer.Option(help="Completions of each prompt and seed.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated, such as 0,1,2,3.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write measures and completions as JSON.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Score the mean model of a run, or any model, on a task."""
+    from evoalign.errors import ConfigError
+
+    if split not in ("test", "train"):
+        raise ConfigError(f"--split {split}: use test or train")
+    chosen: Literal["test", "train"] = "test" if split == "test" else "train"
+    overrides = {"samples": samples, "temperature": temperature, "seeds": _integers(seeds)}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    tree = _evaluation_config(target, task, config or [], set_ or [])
+    _quiet()
+    from evoalign import api
+
+    result = api.evaluate(target, config=tree, split=chosen, overrides=overrides)
+    _show(result.measures)
+    if output is not None:
+        import dataclasses
+        import json
+
+        from evoalign.checkpoint import write_text
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+@app.command()
+def init(directory: Annotated[Path, typer.Argument(help="A new or empty folder.")], debug: Debug = False) -> None:
+    """Write a starting config, reward.py and prompts.jsonl for a task of your own."""
+    from evoalign.scaffold import init as write
+
+    write(directory)
+    typer.echo(f"wrote {directory}; next: cd {directory} && evoalign train config.yaml")
+
+
+@data_app.command("countdown")
+def countdown(
+    output: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    count: Annotated[int, typer.Option(min=1, help="Problems.")] = 2200,
+    numbers: Annotated[str, typer.Option(help="3, 4 or mixed.")] = "mixed",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    debug: Debug = False,
+) -> None:
+    """Solver-verified Countdown problems in the published form."""
+    from evoalign.errors import ConfigError
+    from evoalign.tasks.generate import write_countdown
+
+    sizes: dict[str, Any] = {"3": 3, "4": 4, "mixed": "mixed"}
+    if numbers not in sizes:
+        raise ConfigError(f"--numbers {numbers}: use 3, 4 or mixed")
+    write_countdown(output, count, sizes[numbers], seed)
+    typer.echo(f"wrote {count} problems to {output}")
+
+
+def main() -> None:
+    """Run a command; an error of ours is one line and exit code 2."""
+    try:
+        app()
+    except EvoalignError as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("stopped; what was written stays", err=True)
+        sys.exit(130)
+
+
+def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
+    """None where a run's own config is used as it is."""
+    from evoalign.config import from_dict, load
+
+    own = Path(target) / "config.yaml"
+    is_run = own.is_file() and (Path(target) / "journal.jsonl").is_file()
+    if is_run and not (files or sets or task):
+        return None
+    extra = [f"task.name={task}"] if task else []
+    if is_run:
+        return load([own, *files], [*sets, *extra])
+    if files:
+        return load(files, [*sets, *extra])
+    from evoalign.config import parse_overrides
+
+    return from_dict(parse_overrides({"es": {"sigma": 0.001}}, [*sets, *extra])) if task else None
+
+
+def _integers(text: str | None) -> list[int] | None:
+    from evoalign.errors import ConfigError
+
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r}: expected integers such as 0,1,2,3") from None
+
+
+def _show(measures: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("measure", "mean")
+    for name, value in measures.items():
+        table.add_row(name, f"{value:.4f}")
+    Console().print(table)
+
+
+def _quiet() -> None:
+    """No progress bars and no chatter from the model library between ours."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will do and need, told before it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from evoalign import spaces
+from evoalign.config import Config
+from evoalign.engines.transformers.engine import specs_of
+from evoalign.errors import ModelError
+from evoalign.tokens import model_path
+from evoalign.types import Layout, TensorSpec
+
+ETA_USUAL = (0.05, 2.0)
+
+
+def step_lines(config: Config, layout: Layout | None) -> list[str]:
+    """eta and the effective sigma, in words; a warning where eta is unusual. `layout` None: scales not known yet."""
+    es = config.es
+    lines = [f"eta {es.eta:.4g} (a step in units of the noise; {_how(config)})"]
+    low, high = ETA_USUAL
+    if not low <= es.eta <= high:
+        slow = "steps are tiny: little will be learnt" if es.eta < low else "steps overshoot: the model may break"
+        lines.append(
+            f"warning: eta {es.eta:.4g} is outside {low} to {high} (the paper's is 0.5): {slow}; "
+            "change es.learning_rate"
+        )
+    if layout is not None:
+        lines.append(_effective(config, layout))
+    elif es.noise_multiplier is not None:
+        lines.append("effective sigma: es.noise_multiplier x mean |W| of each layer, known once the weights are loaded")
+    return lines
+
+
+def _how(config: Config) -> str:
+    return "es.learning_rate / es.sigma" if config.es.sigma is not None else "es.learning_rate"
+
+
+def _effective(config: Config, layout: Layout) -> str:
+    scales = [t.scale for t in layout.tensors]
+    width = config.es.width
+    low, high = width * min(scales), width * max(scales)
+    shown = f"{low:.4g}" if math.isclose(low, high) else f"{low:.4g} to {high:.4g}"
+    if config.space.name != "lora":
+        return f"effective sigma {shown} per weight"
+    if config.lora.evolve == "ab":
+        return f"sigma {shown} per factor element; A and B start at zero, so that of B A is its square"
+    # A ~ N(0, 1): rms(A) is 1 up to sampling error.
+    factor = layout.scaling * math.sqrt(layout.rank)
+    shown = f"{low * factor:.4g}" if math.isclose(low, high) else f"{low * factor:.4g} to {high * factor:.4g}"
+    return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
+
+
+def shapes(config: Config) -> list[TensorSpec]:
+    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        hf: Any = AutoConfig.from_pretrained(
+            model_path(config.model), revision=config.model.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
+    return specs_of(model, lambda _: math.nan)
+
+
+def memory_lines(config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype) -> list[str]:
+    """Bytes of weights, master and cache, in words."""
+    layout = spaces.create(config).layout(specs, dtype)
+    weights = sum(math.prod(s.shape) for s in specs)
+    master = _master_bytes(config, layout, dtype)
+    start = 4 * layout.parameters if config.es.decay else 0
+    cache = config.engine.memory_gib * 2**30
+    total = weights * dtype.itemsize + master + start + cache
+    return [
+        f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
+        f"in {len(layout.tensors)} tensors",
+        f"memory {_gib(total)}: weights {_gib(weights * dtype.itemsize)}, float32 master {_gib(master)}, "
+        f"starting weights for decay {_gib(start)}, cache up to {_gib(cache)}",
+    ]  # fmt: skip
+
+
+def work_lines(config: Config, examples: int | None) -> list[str]:
+    """Rollouts and tokens, in words."""
+    es = config.es
+    prompts = min(config.task.batch_size or examples or 0, examples or 0) if examples else config.task.batch_size
+    if not prompts:
+        return ["rollouts: population x training examples a generation (the data could not be counted)"]
+    rollouts = es.population_size * prompts
+    tokens = rollouts * config.evaluation.max_tokens
+    return [
+        f"rollouts {rollouts:,} a generation ({es.population_size} members x {prompts} prompts), "
+        f"{rollouts * es.num_generations:,} in all",
+        f"tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all",
+    ]
+
+
+def _master_bytes(config: Config, layout: Layout, dtype: torch.dtype) -> int:
+    everything = sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen))
+    shared = config.space.name == "lowrank" and dtype == torch.float32
+    return 0 if shared else 4 * everything
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
