@@ -21,8 +21,8 @@ from evoalign.tasks.arithmetic import ExpressionError, evaluate
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
 
-MAX_RESPONSE = 1_000_000
-"""Characters. A longer response earns 0: some two hundred thousand tokens, where an answer takes hundreds."""
+MAX_RESPONSE = 500_000
+"""Characters of a cleaned response. A longer one earns 0: a hundred thousand tokens, where an answer takes hundreds."""
 TOLERANCE = Fraction(1, 100_000)
 """Targets of the published data are decimal strings such as 266.6666666666667."""
 FORMAT_WEIGHT = 0.1
@@ -99,6 +99,8 @@ class Countdown(Task):
         }
 
     def _parts(self, text: str, example: Example) -> tuple[float, float]:
+        if len(text) > MAX_RESPONSE:
+            return 0.0, 0.0
         opening = THINK if self._opened(example) else ""
         return format_reward(opening + text), answer_reward(text, example["numbers"], example["target"])
 
@@ -124,8 +126,6 @@ def format_reward(response: str) -> float:
     The regular expressions of the published graders, `^<think>.*?</think>\\n<answer>.*?</answer>$` and
     `<tag>.*?</tag>` (DOTALL), in linear time: one newline may follow, and text or further tags may stand inside.
     """
-    if len(response) > MAX_RESPONSE:
-        return 0.0
     if _is_full(response):
         return 1.0
     return 0.1 * _has_block(response, THINK, END_THINK) + 0.5 * _has_block(response, ANSWER, END_ANSWER)
@@ -150,8 +150,6 @@ def last_answer(response: str) -> str | None:
     A match ends at the first closing tag after an opening one and begins at the first opening tag after the closing
     tag before; so it is found with five searches, whatever the text.
     """
-    if len(response) > MAX_RESPONSE:
-        return None
     last_close = response.rfind(END_ANSWER)
     last_open = response.rfind(ANSWER, 0, max(last_close, 0))
     if last_open < 0:

@@ -84,7 +84,7 @@ class Custom(Task):
                 f"every reward function ({names}) returned None for the completion {text[:80]!r}; "
                 "at least one has to return a number"
             )
-        total = math.fsum(terms)
+        total = sum(terms)
         if not math.isfinite(total):
             raise RewardError(f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum")
         return total

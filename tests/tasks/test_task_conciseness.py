@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conciseness: both file forms, the reward in characters, the prompt."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
+from evoalign.tasks import create
+
+ROW = {"id": 0, "prompt": "Solve: 3 + 5 =", "target": "8"}
+PAIR = {"question": "Is it?", "answer": "No"}
+
+
+def task(**settings: Any) -> Any:
+    return create(TaskConfig(name="conciseness", **settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("8", 0.0), ("9", 0.0), ("", -1.0), ("The answer is 8.", -15.0), (" 8 \n", 0.0), ("ええと", -2.0)],
+)
+def test_reward_is_the_difference_in_characters(text: str, reward: float) -> None:
+    assert task().rewards([text], [ROW]) == [reward]
+
+
+def test_strip_is_a_choice() -> None:
+    assert task(strip=False).rewards([" 8 \n"], [ROW]) == [-3.0]
+
+
+def test_the_maximum_is_plain_zero() -> None:
+    assert math.copysign(1, task().rewards(["8"], [ROW])[0]) == 1.0
+
+
+@given(st.text(), st.text())
+def test_reward_never_passes_the_maximum(text: str, target: str) -> None:
+    assert task().compute_reward(text, {"prompt": "p", "target": target}) <= task().max_reward
+
+
+def test_prompts() -> None:
+    assert task().prompt(ROW) == [{"role": "user", "content": "Solve: 3 + 5 ="}]
+    assert task(prompt="chat").prompt(PAIR) == [{"role": "user", "content": "Is it?"}]
+    assert task(prompt="raw").prompt(PAIR) == "Is it?"
+    with pytest.raises(ConfigError, match="chat and raw"):
+        task(prompt="short")
+
+
+def test_measures() -> None:
+    assert task().measures("No", PAIR) == {"reward": 0.0, "normalized": 2000 / 2001, "exact": 1.0, "characters": 2.0}
+    figures = task().measures("no" + "o" * 2000, PAIR)
+    assert (figures["normalized"], figures["exact"], figures["characters"]) == (0.0, 0.0, 2002.0)
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.txt"])
+def test_forms_are_told_apart_by_content(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps([ROW] * 5), encoding="utf-8")
+    assert task(train_data=str(path)).load_data(0).test == [ROW]
+    path.write_text("\n".join([json.dumps(PAIR)] * 5), encoding="utf-8")
+    data = task(train_data=str(path)).load_data(0)
+    assert (len(data.train), data.test) == (4, [PAIR])
+    assert task().gold(data.train[0]) == "No"
+
+
+def test_two_files(tmp_path: Path) -> None:
+    train, test = tmp_path / "a", tmp_path / "b"
+    train.write_text(json.dumps([ROW] * 2), encoding="utf-8")
+    test.write_text(json.dumps(PAIR) + "\n", encoding="utf-8")
+    data = task(train_data=str(train), test_data=str(test)).load_data(0)
+    assert (data.train, data.test) == ([ROW, ROW], [PAIR])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "target": "t"}, "expected prompt and target"),
+        ({}, "found none"),
+        ({"prompt": 3, "target": "t"}, "prompt is 3"),
+        ({"prompt": "p", "target": None}, "target is None"),
+        ({"prompt": "", "target": "t"}, "prompt is empty"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([ROW, row]), encoding="utf-8")
+    with pytest.raises(DataError, match=message) as caught:
+        task(train_data=str(path)).load_data(0)
+    assert f"{path}, row 2" in str(caught.value)
+
+
+def test_the_shipped_files_pass_their_own_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = task().load_data(0)
+    assert (len(data.train), len(data.test)) == (2, 8)
+    task().self_check([*data.train, *data.test])

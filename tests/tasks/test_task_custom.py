@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data and rewards of the user's own, with TRL's semantics."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.tasks import create
+
+PLAIN = {"prompt": "2 + 2 =", "answer": "4", "id": 7}
+CHAT = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
+
+
+def task(*rewards: Callable[..., Any], **settings: Any) -> Any:
+    return create(TaskConfig(name="custom", **settings), rewards or (length,))
+
+
+def length(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def exact(completions: list[str], answer: list[str]) -> list[float | None]:
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+# --- TRL's semantics ------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_passed_by_keyword() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(**kwargs: Any) -> list[float]:
+        seen.update(kwargs)
+        return [0.0, 1.0]
+
+    assert task(spy).rewards([" a ", "b"], [PLAIN, PLAIN | {"answer": "5"}]) == [0.0, 1.0]
+    loggers = {name: seen.pop(name) for name in ("log_extra", "log_metric")}
+    assert seen == {
+        "prompts": ["2 + 2 =", "2 + 2 ="],
+        "completions": ["a", "b"],
+        "answer": ["4", "5"],
+        "id": [7, 7],
+    }
+    assert loggers["log_metric"]("accuracy", 0.5) is None
+    assert loggers["log_extra"]("column", ["x", "y"]) is None
+
+
+def test_a_function_gets_only_what_it_names() -> None:
+    assert task(exact).rewards(["4", "5"], [PLAIN, PLAIN]) == [1.0, 0.0]
+
+
+def test_message_prompts_come_with_message_completions() -> None:
+    seen: list[Any] = []
+
+    def spy(prompts: Any, completions: Any) -> list[float]:
+        seen.append((prompts, completions))
+        return [1.0] * len(prompts)
+
+    task(spy).rewards(["4"], [CHAT])
+    assert seen == [([CHAT["prompt"]], [[{"role": "assistant", "content": "4"}]])]
+
+
+def test_the_columns_form_decides_what_rewards_see_not_the_prompts_form() -> None:
+    chat = task(prompt="chat")
+    assert chat.prompt(PLAIN) == [{"role": "user", "content": "2 + 2 ="}]
+    assert chat.rewards(["four"], [PLAIN]) == [4.0]
+    assert task().prompt(PLAIN) == task(prompt="raw").prompt(PLAIN) == "2 + 2 ="
+    assert task().prompt(CHAT) == CHAT["prompt"]
+
+
+def test_a_column_missing_in_one_row_is_none() -> None:
+    def spy(completions: list[str], hint: list[str | None]) -> list[float]:
+        return [float(h is None) for h in hint]
+
+    assert task(spy).rewards(["a", "b"], [PLAIN, PLAIN | {"hint": "x"}]) == [1.0, 0.0]
+
+
+def test_columns_cannot_hide_the_completions() -> None:
+    assert task().rewards(["ab"], [PLAIN | {"completions": "x", "prompts": "y", "completion_ids": [1]}]) == [2.0]
+
+
+def test_weights() -> None:
+    weighted = task(length, exact, reward_weights=[0.5, 10.0])
+    assert weighted.rewards(["4", "12"], [PLAIN, PLAIN]) == [10.5, 1.0]
+    assert task(length, exact).rewards(["4"], [PLAIN]) == [2.0]
+    for weights, message in [([1.0], "1 weights for 2 rewards"), ([1.0, float("nan")], "not finite")]:
+        with pytest.raises(ConfigError, match=message):
+            task(length, exact, reward_weights=weights)
+
+
+def test_none_is_left_out_of_the_sum() -> None:
+    def sometimes(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None if c == "skip" else 100.0 for c in completions]
+
+    assert task(length, sometimes).rewards(["skip", "go"], [PLAIN, PLAIN]) == [4.0, 102.0]
+    with pytest.raises(
+        RewardError, match=r"every reward function \(sometimes\) returned None for the completion 'skip'"
+    ):
+        task(sometimes).rewards(["go", "skip"], [PLAIN, PLAIN])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], "bad returned 1 values for 2 completions"),
+        ([1.0, 2.0, 3.0], "bad returned 3 values for 2 completions"),
+        (1.0, "bad returned 1.0; return a list"),
+        ("ab", "bad returned 'ab'; return a list"),
+        (None, "bad returned None; return a list"),
+        ([1.0, "2"], "bad gave '2' for the completion 'two'"),
+        ([1.0, True], "bad gave True for the completion 'two'"),
+        ([1.0, float("nan")], "bad gave nan for the completion 'two'"),
+        ([float("-inf"), 1.0], "bad gave -inf for the completion 'one'"),
+        ([1.0, [2.0]], "bad gave"),
+        ([1e308, 1e308], None),
+    ],
+)
+def test_what_is_not_one_finite_number_each_is_an_error(value: Any, message: str | None) -> None:
+    def bad(**kwargs: Any) -> Any:
+        return value
+
+    if message is None:  # each is finite, their sum is not
+        bad_twice, message = task(bad, bad), "no finite sum"
+    else:
+        bad_twice = task(length, bad)
+    with pytest.raises(RewardError, match=message):
+        bad_twice.rewards(["one", "two"], [PLAIN, PLAIN])
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, lambda v: [np.float32(x) for x in v]])
+def test_arrays_and_tensors_are_lists_too(make: Callable[[list[float]], Any]) -> None:
+    assert task(lambda **kwargs: make([1.0, 2.0])).rewards(["a", "b"], [PLAIN, PLAIN]) == [1.0, 2.0]
+
+
+def test_a_failing_function_is_named_and_is_never_a_reward() -> None:
+    def broken(completions: list[str]) -> list[float]:
+        raise KeyError("gone")
+
+    with pytest.raises(RewardError, match="reward function broken failed: KeyError: 'gone'") as caught:
+        task(broken).rewards(["a"], [PLAIN])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_what_only_the_trainer_has_is_refused_before_the_run() -> None:
+    def by_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    def by_state(completions: list[str], trainer_state: Any = None) -> list[float]:
+        return [float(trainer_state is None)] * len(completions)
+
+    with pytest.raises(ConfigError, match="by_ids asks for completion_ids"):
+        task(by_ids)
+    assert task(by_state).rewards(["a"], [PLAIN]) == [1.0]
+
+
+def test_no_completions_no_calls() -> None:
+    assert task(lambda **kwargs: 1 / 0).rewards([], []) == []
+
+
+def test_one_completion() -> None:
+    assert task().compute_reward("abc", PLAIN) == 3.0
+
+
+# --- the simple form, and async -------------------------------------------------------------------------------------
+
+
+def test_the_simple_form() -> None:
+    def compute_reward(text: str, example: Any) -> float | None:
+        return None if example["id"] == 8 else float(text == example["answer"])
+
+    assert task(compute_reward).rewards([" 4 ", "5"], [PLAIN, PLAIN]) == [1.0, 0.0]
+    assert task(length, compute_reward).rewards(["4"], [PLAIN | {"id": 8}]) == [1.0]
+
+
+def test_async_functions_are_awaited_together() -> None:
+    async def judge(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(0.2)
+        return [1.0 for _ in completions]
+
+    async def slow(text: str, example: Any) -> float:
+        await asyncio.sleep(0.2)
+        return float(len(text))
+
+    started = time.monotonic()
+    assert task(judge, slow, length, judge).rewards(["ab", "c"], [PLAIN, PLAIN]) == [6.0, 4.0]
+    assert time.monotonic() - started < 0.6  # one after the other: 0.8
+
+
+def test_async_inside_a_running_loop() -> None:
+    async def judge(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0 for _ in completions]
+
+    async def notebook() -> list[float]:
+        return task(judge).rewards(["a"], [PLAIN])
+
+    assert asyncio.run(notebook()) == [1.0]
+
+
+def test_async_objects_and_failures() -> None:
+    class Judge:
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            if completions == ["bad"]:
+                raise TimeoutError("judge is away")
+            return [2.0 for _ in completions]
+
+    assert task(Judge()).rewards(["a"], [PLAIN]) == [2.0]
+    with pytest.raises(RewardError, match="reward function Judge failed: TimeoutError: judge is away"):
+        task(Judge(), length).rewards(["bad"], [PLAIN])
+
+
+def test_a_plain_function_may_run_a_loop_of_its_own() -> None:
+    async def judge(completions: list[str]) -> list[float]:
+        return [1.0]
+
+    def wrapped(completions: list[str]) -> list[float]:
+        return asyncio.run(judge(completions))
+
+    assert task(judge, wrapped).rewards(["a"], [PLAIN]) == [2.0]
+
+
+# --- where functions and rows come from -----------------------------------------------------------------------------
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_functions_by_import_path(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("def score(completions, **kwargs):\n    return [len(c) for c in completions]\n", encoding="utf-8")
+    config = TaskConfig(name="custom", rewards=[f"{source}:score"])
+    assert create(config).rewards(["abc"], [PLAIN]) == [3.0]
+    with pytest.raises(ConfigError, match=r"task\.rewards"):
+        create(TaskConfig(name="custom", rewards=[f"{source}:none"]))
+    with pytest.raises(ConfigError, match=r"task\.rewards is empty"):
+        create(TaskConfig(name="custom"))
+    with pytest.raises(ConfigError, match="is not a function"):
+        task("length")  # type: ignore[arg-type]
+
+
+def test_jsonl_and_parquet(tmp_path: Path) -> None:
+    rows = [PLAIN | {"id": i} for i in range(5)]
+    data = task(train_data=write(tmp_path / "rows.jsonl", *rows)).load_data(0)
+    assert sorted(row["id"] for row in [*data.train, *data.test]) == [0, 1, 2, 3, 4]
+    path = tmp_path / "rows.parquet"
+    # Columnar files give every message every field; the empty ones are dropped.
+    messages = [[{"role": "user", "content": "Hi", "name": None}], [{"role": "user", "content": "Ho", "name": "Al"}]]
+    parquet.write_table(pa.table({"prompt": messages, "answer": ["a", "b"]}), path)
+    data = task(exact, train_data=str(path), test_data=str(path)).load_data(0)
+    assert data.train[0] == {"prompt": [{"role": "user", "content": "Hi"}], "answer": "a"}
+    assert task().prompt(data.train[1]) == [{"role": "user", "content": "Ho", "name": "Al"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt is None"),
+        ("", "prompt is ''"),
+        ([], r"prompt is \[\]"),
+        (3, "prompt is 3"),
+        (["Hi"], "message 'Hi'"),
+        ([{"role": "user"}], "message {'role': 'user'}"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "with strings"),
+    ],
+)
+def test_bad_prompts_are_named(tmp_path: Path, prompt: Any, message: str) -> None:
+    path = write(tmp_path / "rows", PLAIN, {"prompt": prompt})
+    with pytest.raises(DataError, match=message) as caught:
+        task(train_data=path).load_data(0)
+    assert f"{path}, line 2" in str(caught.value)
+
+
+def test_forms_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="raw and chat"):
+        task(prompt="short")
+    with pytest.raises(DataError, match="cannot be raw"):
+        task(prompt="raw", train_data=write(tmp_path / "rows", CHAT, CHAT)).load_data(0)
+    with pytest.raises(DataError, match="no prompt; found question"):
+        task(train_data=write(tmp_path / "other", {"question": "?"})).load_data(0)
+
+
+def test_a_column_that_a_function_wants_has_to_be_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(DataError, match=r"exact takes answer, which the data does not have \(columns: prompt\)"):
+        task(exact, train_data=path).load_data(0)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading rows and splitting them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
+from evoalign.tasks import data
+from evoalign.tasks.base import Data
+
+ROWS = [{"n": i} for i in range(10)]
+
+
+def config(**settings: Any) -> TaskConfig:
+    return TaskConfig(name="custom", **settings)
+
+
+def split(seed: int = 0, rows: list[dict[str, int]] = ROWS, **settings: Any) -> Data:
+    return data.split(rows, config(**settings), seed, "rows.json")
+
+
+def load(seed: int = 0, default: tuple[str, str | None] | None = None, **settings: Any) -> Data:
+    return data.load(config(**settings), seed, lambda where, row: row, default)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def numbers(rows: Any) -> list[int]:
+    return [row["n"] for row in rows]
+
+
+# --- splits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 33, 2**32 - 1])
+def test_seeded_is_numpys_frozen_permutation(seed: int) -> None:
+    parts = split(seed)
+    order = np.random.RandomState(seed).permutation(10).tolist()
+    assert (numbers(parts.train), numbers(parts.test)) == (order[:8], order[8:])
+
+
+def test_seeds_of_more_than_32_bits_are_all_different() -> None:
+    orders = {tuple(numbers(split(seed).train)) for seed in (1, 2**32 + 1, 2**33 + 1, 2**63 - 1)}
+    assert len(orders) == 4
+
+
+def test_seeded_parts_are_cut_to_size() -> None:
+    whole, cut = split(5), split(5, train_size=3, test_size=1)
+    assert (cut.train, cut.test) == (whole.train[:3], whole.test[:1])
+    with pytest.raises(DataError, match=r"task.train_size is 9, but the 80 % of rows.json has 8 rows"):
+        split(train_size=9)
+
+
+def test_first_last() -> None:
+    parts = split(split="first_last", train_size=2, test_size=3)
+    assert (numbers(parts.train), numbers(parts.test)) == ([0, 1], [7, 8, 9])
+    assert numbers(split(split="first_last", train_size=4, test_size=6).test) == [4, 5, 6, 7, 8, 9]
+
+
+def test_first_last_may_not_overlap() -> None:
+    with pytest.raises(DataError, match="10 rows, so its first 5 and last 6 overlap"):
+        split(split="first_last", train_size=5, test_size=6)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"train_size": 2}, {"test_size": 2}])
+def test_first_last_needs_both_sizes(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"needs task\.train_size and task\.test_size"):
+        split(split="first_last", **sizes)
+
+
+def test_an_empty_part_is_an_error() -> None:
+    with pytest.raises(DataError, match="too few rows"):
+        split(rows=ROWS[:1])
+    assert len(split(rows=ROWS[:2]).train) == 1
+
+
+def test_two_files_keep_their_order(tmp_path: Path) -> None:
+    train, test = jsonl(tmp_path / "train", ROWS[:6]), jsonl(tmp_path / "test", ROWS[6:])
+    parts = load(seed=9, train_data=train, test_data=test, train_size=5)
+    assert (numbers(parts.train), numbers(parts.test)) == ([0, 1, 2, 3, 4], [6, 7, 8, 9])
+    with pytest.raises(DataError, match=r"task\.test_size is 5"):
+        load(train_data=train, test_data=test, test_size=5)
+
+
+def test_the_default_test_file_goes_with_the_default_training_file_only(tmp_path: Path) -> None:
+    default = jsonl(tmp_path / "train", ROWS[:6]), jsonl(tmp_path / "test", ROWS[6:])
+    own = jsonl(tmp_path / "own", ROWS[:5])
+    assert numbers(load(default=default).test) == [6, 7, 8, 9]
+    assert numbers(load(default=default, test_data=own).test) == [0, 1, 2, 3, 4]
+    assert len(load(default=default, train_data=own).test) == 1  # split 80/20
+
+
+def test_no_data_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"task.train_data is not set"):
+        load()
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_know_where_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"n": 1}\n\n{"n": "a\u2028b"}\r\n', encoding="utf-8")
+    assert data.read(str(path)) == [(f"{path}, line 1", {"n": 1}), (f"{path}, line 3", {"n": "a\u2028b"})]
+    path.write_text('\ufeff [{"n": 1},\n {"n": 2}]\n', encoding="utf-8")
+    assert [where for where, _ in data.read(str(path))] == [f"{path}, row 1", f"{path}, row 2"]
+
+
+def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "rows.data"
+    messages = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Ho"}]]
+    parquet.write_table(pa.table({"prompt": messages, "n": [1, 2]}), path)
+    assert data.read(str(path)) == [
+        (f"{path}, row 1", {"prompt": messages[0], "n": 1}),
+        (f"{path}, row 2", {"prompt": messages[1], "n": 2}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"n": 1}\n{"n": \n', "line 2: not JSON at column"),
+        (b'{"n": 1}\n[1]\n', "line 2: expected an object"),
+        (b'{\n "n": 1\n}\n', "line 1: not JSON"),
+        (b'[{"n": 1},\n {"n" 2}]', "not JSON at line 2, column"),
+        (b"[1, 2]", "row 1: expected an object"),
+        (b"[]", "holds no rows"),
+        (b"", "holds no rows"),
+        (b"\n \n", "holds no rows"),
+        (b"\xff\xfe\x00", "neither parquet nor UTF-8"),
+        (b"PAR1 and no more", "damaged parquet"),
+        (b"[" * 200_000, "not readable as JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"),
+        (b"prompt,answer\n1,2\n", "line 1: not JSON"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        data.read(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no data file .*; set task.train_data"):
+        data.read(str(tmp_path / "none.json"))
+    with pytest.raises(DataError, match="cannot read"):
+        data.read(str(tmp_path))
+
+
+def test_shipped_paths_work_from_any_folder_and_give_way_to_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert data.locate("data/tasks/countdown/countdown.json").is_absolute()
+    assert data.locate("countdown.json") == Path("countdown.json")
+    assert data.locate("data/tasks/none.json") == Path("data/tasks/none.json")
+    own = Path("data/tasks/countdown/countdown.json")
+    own.parent.mkdir(parents=True)
+    own.write_text("[]", encoding="utf-8")
+    assert data.locate(str(own)) == own
+
+
+# --- hub ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [("hub:who/what", ("who/what", "train")), ("hub:who/what:test", ("who/what", "test"))]
+)
+def test_hub_names(source: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert data.read(source)[9] == (f"{source}, row 10", {"n": 9})
+    assert asked == [expected]
+
+
+def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(name: str, split: str) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="cannot load hub:a/b: ConnectionError: no route"):
+        data.read("hub:a/b")
+    with pytest.raises(ConfigError, match="names no data set"):
+        data.read("hub:")
