@@ -8,8 +8,8 @@ from rich.console import Console
 
 from evoalign.report.tables import Sample, before_after, shorten, visible
 
-BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty": 0.0, "truncated": 0.25, "only_before": 1.0}
-AFTER = {"reward": -5.25, "accuracy": 0.25, "empty": 0.0125, "truncated": 0.0}
+BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_share": 0.25, "only_before": 1.0}
+AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
 
 
 def shown(*samples: Sample, width: int = 100, **options: object) -> str:
@@ -46,7 +46,11 @@ def test_intervals_stand_beside_the_change() -> None:
 
 
 def test_a_task_without_gold_answers_has_no_target() -> None:
-    assert cells(shown(Sample("3 + 5", None, "a", "b")), "3 + 5")[1] == "-"
+    some = shown(Sample("3 + 5", None, "a", "b"), Sample("3 + 4", "7", "c", "d"))
+    assert cells(some, "3 + 5") == ["3 + 5", "-", "a", "b"]
+    none = shown(Sample("3 + 5", None, "a", "b"))
+    assert cells(none, "3 + 5") == ["3 + 5", "a", "b"]
+    assert "target" not in none
 
 
 def test_samples_side_by_side() -> None:

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from evoalign.types import Prompt
 
-SHARES = frozenset({"accuracy", "exact", "format", "high_reward", "empty", "truncated"})
-"""Measures shown in percent."""
+SHARES = frozenset({"accuracy", "exact", "format", "high_reward"})
+"""Measures shown in percent, beside those whose name ends in `_share`."""
 Interval = tuple[float, float, float]
 """Mean of the paired differences, and the ends of its 95 % interval."""
 LINES = 4
@@ -59,33 +59,41 @@ def _measures(before: Mapping[str, float], after: Mapping[str, float], intervals
         if name in intervals:
             _, low, high = intervals[name]
             cells.append(f"{_signed(name, low)} to {_signed(name, high)}")
-        table.add_row(Text(name.replace("_", " ")), *cells)
+        table.add_row(Text(name.removesuffix("_share").replace("_", " ")), *cells)
     return table
 
 
+def _is_share(name: str) -> bool:
+    return name in SHARES or name.endswith("_share")
+
+
 def _value(name: str, value: float) -> str:
-    return f"{value:.1%}" if name in SHARES else f"{value:.4g}"
+    return f"{value:.1%}" if _is_share(name) else f"{value:.4g}"
 
 
 def _signed(name: str, change: float) -> str:
-    return f"{100 * change:+.1f}" if name in SHARES else f"{change:+.4g}"
+    return f"{100 * change:+.1f}" if _is_share(name) else f"{change:+.4g}"
 
 
 def _change(name: str, change: float) -> str:
-    return _signed(name, change) + (" points" if name in SHARES else "")
+    return _signed(name, change) + (" points" if _is_share(name) else "")
 
 
 def _samples(samples: Sequence[Sample], console: Console) -> Table:
     table = Table(title="sample completions", title_justify="left", title_style="bold", show_lines=True, expand=True)
-    for heading, ratio in (("prompt", 3), ("target", 2), ("before", 4), ("after", 4)):
+    columns = {"prompt": 3, "target": 2, "before": 4, "after": 4}
+    if all(sample.target is None for sample in samples):
+        del columns["target"]
+    for heading, ratio in columns.items():
         table.add_column(heading, ratio=ratio, overflow="fold")
     for sample in samples:
-        table.add_row(
-            _cell(_prompt_text(sample.prompt), console, 3),
-            _cell("-" if sample.target is None else sample.target, console, 2),
-            _cell(sample.before, console, 4),
-            _cell(sample.after, console, 4),
-        )
+        texts = {
+            "prompt": _prompt_text(sample.prompt),
+            "target": "-" if sample.target is None else sample.target,
+            "before": sample.before,
+            "after": sample.after,
+        }
+        table.add_row(*(_cell(texts[heading], console, ratio) for heading, ratio in columns.items()))
     return table
 
 
