@@ -58,6 +58,12 @@ def test_targets_and_keep_are_options() -> None:
     assert not all(held_out(row["numbers"], int(row["target"])) for row in rows)
 
 
+def test_no_problem_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.tasks.generate.MAX_NUMBER", 4)
+    rows = generate(80, 3, seed=0, targets=(1, 30), keep=None)
+    assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in rows}) == 80
+
+
 def test_asking_for_more_than_there_is_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.tasks.generate.MAX_MISSES", 200)
     with pytest.raises(DataError, match="found only 0 of 5 problems"):

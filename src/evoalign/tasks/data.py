@@ -68,13 +68,12 @@ def _sources(config: TaskConfig, default: tuple[str, str | None] | None) -> tupl
 def split(examples: Sequence[Example], config: TaskConfig, seed: int, source: str) -> Data:
     """One file as two splits: a seeded 80/20, or its first `train_size` and last `test_size` rows.
 
-    `seeded` takes numpy's `RandomState(seed).permutation`, whose stream is frozen for good; seeds of more than 32 bits
-    enter as two words. Its parts are cut to their first `train_size` and `test_size` rows where those are set.
+    `seeded` takes the permutation of `random_state(seed)`. Its parts are cut to their first `train_size` and
+    `test_size` rows where those are set.
     """
     if config.split == "first_last":
         return _first_last(examples, config, source)
-    words = seed if seed < 2**32 else [seed % 2**32, seed // 2**32]
-    order = cast("list[int]", np.random.RandomState(words).permutation(len(examples)).tolist())
+    order = cast("list[int]", random_state(seed).permutation(len(examples)).tolist())
     cut = len(examples) * 4 // 5
     train, test = ([examples[i] for i in part] for part in (order[:cut], order[cut:]))
     if not train or not test:
@@ -85,6 +84,11 @@ def split(examples: Sequence[Example], config: TaskConfig, seed: int, source: st
         _first(train, config.train_size, "train_size", f"the 80 % of {source}"),
         _first(test, config.test_size, "test_size", f"the 20 % of {source}"),
     )
+
+
+def random_state(seed: int) -> np.random.RandomState:
+    """numpy's RandomState, whose stream is frozen for good; a seed of more than 32 bits enters as two words."""
+    return np.random.RandomState(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
 
 
 def _first_last(examples: Sequence[Example], config: TaskConfig, source: str) -> Data:

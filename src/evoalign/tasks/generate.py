@@ -23,6 +23,7 @@ import numpy as np
 from evoalign.errors import DataError
 from evoalign.tasks.arithmetic import evaluate
 from evoalign.tasks.countdown import SYSTEM, THINK, USER
+from evoalign.tasks.data import random_state
 
 Numbers: TypeAlias = Literal[3, 4, "mixed"]
 
@@ -66,7 +67,7 @@ def generate(
     `numbers` is how many each row has; `mixed` is 3 or 4 with equal chance. `targets` are the least and the greatest
     integer target; `keep` picks the problems (None keeps all). Raises DataError where there are not that many.
     """
-    random = np.random.RandomState(seed)
+    random = random_state(seed)
     seen: set[Problem] = set()
 
     def is_wanted(problem: Problem) -> bool:
