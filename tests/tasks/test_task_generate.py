@@ -4,6 +4,7 @@
 import hashlib
 import itertools
 import json
+import runpy
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from evoalign.tasks import create
 from evoalign.tasks.arithmetic import evaluate
 from evoalign.tasks.generate import context, generate, held_out, solve, write_countdown
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_base" / "countdown.py"
 SHIPPED = Path(__file__).parents[2] / "data" / "tasks" / "countdown" / "countdown.json"
 
 
@@ -76,6 +78,13 @@ def test_held_out_is_pinned() -> None:
     share = sum(held_out([a, b, 7], 50) for a in range(100) for b in range(100)) / 10_000
     assert 0.09 < share < 0.11
     assert [t for t in range(10, 101) if held_out([44, 19, 35], t)] == [15, 23, 32, 36, 44, 52, 61, 74]
+
+
+@pytest.mark.skipif(not RECIPE.exists(), reason="no recipes beside this source")
+def test_the_recipe_of_the_tiny_model_holds_out_the_same_problems() -> None:
+    is_held_out = runpy.run_path(str(RECIPE))["is_held_out"]
+    problems = [([a, b, c], a + b - c) for a in range(1, 99, 7) for b in range(1, 99, 5) for c in range(1, 99, 11)]
+    assert [is_held_out(*problem) for problem in problems] == [held_out(*problem) for problem in problems]
 
 
 def test_solver_finds_what_there_is() -> None:
