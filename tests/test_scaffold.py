@@ -29,15 +29,23 @@ def test_the_files_make_a_task_that_runs_from_their_folder(project: Path) -> Non
     assert task.prompt(data.train[0]) == [{"role": "user", "content": "What is 3 + 4?"}]
 
 
-def test_the_reward_prefers_right_and_brief(project: Path) -> None:
+def test_the_reward_prefers_brief_answers_but_not_none(project: Path) -> None:
     task = create(load(["config.yaml"]).task)
     row = {"prompt": "What is 3 + 4?", "answer": "7"}
-    texts = ["7", " 7\n", "The answer is 7.", "The answer is 8.", ""]
-    assert task.rewards(texts, [row] * 5) == pytest.approx([1.0, 1.0, 0.85, -0.15, 0.0])
+    texts = ["7", " 7\n", "x" * 20, "x" * 30, "", " \n"]
+    assert task.rewards(texts, [row] * 6) == pytest.approx([0.0, 0.0, 0.0, -0.1, -1.0, -1.0])
+
+
+def test_the_second_reward_can_be_added_as_the_file_says(project: Path) -> None:
+    config = load(["config.yaml"], ["task.rewards=[reward.py:brief, reward.py:right]"])
+    task = create(config.task)
+    assert all("answer" in row for row in task.load_data(config.seed).train)
+    row = {"prompt": "Opposite of big:", "answer": "Small"}
+    assert task.rewards(["small", "large", ""], [row] * 3) == [1.0, 0.0, -1.0]
 
 
 def test_the_step_is_a_sound_one(project: Path) -> None:
-    assert load(["config.yaml"]).es.eta == 0.5
+    assert 0.5 <= load(["config.yaml"]).es.eta <= 1
 
 
 @pytest.mark.parametrize("name", FILES)

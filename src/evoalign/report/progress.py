@@ -109,6 +109,7 @@ class Display:
 
 def _short(value: float) -> str:
     """Four significant digits, without an exponent for what a reward usually is."""
+    value = 0.0 if abs(value) < 1e-12 else value  # what is left of a sum that should be 0
     return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 

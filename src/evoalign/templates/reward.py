@@ -1,21 +1,25 @@
-"""The reward: what a good answer is worth. Any Python will do; it needs no gradient."""
+"""The reward: what a good answer is worth. Any Python will do; it needs no gradient.
+
+A reward function is called with all completions of a generation at once. `prompts`, `completions` and each column of
+prompts.jsonl, such as `answer`, are lists of the same length. It returns one finite number for each completion, higher
+is better, or None where it has nothing to say. This is the form of TRL's reward functions, which work as they are.
+
+Give partial credit: where all members of a population score the same, there is nothing to learn from.
+"""
 
 from typing import Any
 
-
-def brief_and_right(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 for naming the right answer, minus 0.01 for each character more than it needs.
-
-    Called with all completions of a generation at once; `prompts`, `completions` and each column of prompts.jsonl,
-    such as `answer`, are lists of the same length. Returns one finite number for each completion, higher is better,
-    or None where this reward has nothing to say. This is the form of TRL's reward functions, which can be used as
-    they are.
-
-    Give partial credit: where all members of a population score the same, there is nothing to learn from.
-    """
-    return [_reward(completion.strip(), right) for completion, right in zip(completions, answer, strict=True)]
+ENOUGH = 20
+"""Characters that a brief answer may have."""
 
 
-def _reward(text: str, right: str) -> float:
-    found = 1.0 if right.lower() in text.lower() else 0.0
-    return found - 0.01 * max(0, len(text) - len(right))
+def brief(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Minus 0.01 for each character too many, and minus 1 for no answer at all."""
+    lengths = [len(completion.strip()) for completion in completions]
+    return [-0.01 * max(0, length - ENOUGH) if length else -1.0 for length in lengths]
+
+
+def right(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """1 for naming the answer. Not in config.yaml yet: to add it, write rewards: [reward.py:brief, reward.py:right]."""
+    pairs = zip(completions, answer, strict=True)
+    return [1.0 if wanted.lower() in completion.lower() else 0.0 for completion, wanted in pairs]
