@@ -180,8 +180,9 @@ class EngineConfig(Section):
     name: Literal["transformers"] = "transformers"
     device: str = "auto"
     """auto, cpu, cuda or cuda:K."""
-    memory_gib: PositiveFloat = 2.0
-    """Room for the key-value cache and logits of one chunk of rows; larger chunks are faster."""
+    memory_gib: PositiveFloat | None = None
+    """Room for the cache and logits of one chunk of rows. None: 2; half the free memory on a GPU that is not
+    `deterministic`."""
     max_rows: PositiveInt | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     threads: PositiveInt | None = None

@@ -11,7 +11,7 @@ import torch
 
 from evoalign import spaces
 from evoalign.config import Config
-from evoalign.engines.transformers.engine import specs_of
+from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB, specs_of
 from evoalign.errors import ModelError
 from evoalign.tokens import model_path
 from evoalign.types import Layout, TensorSpec
@@ -77,7 +77,7 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype
     weights = sum(math.prod(s.shape) for s in specs)
     master = _master_bytes(config, layout, dtype)
     start = 4 * layout.parameters if config.es.decay else 0
-    cache = config.engine.memory_gib * 2**30
+    cache = (config.engine.memory_gib or DEFAULT_MEMORY_GIB) * 2**30
     total = weights * dtype.itemsize + master + start + cache
     return [
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "

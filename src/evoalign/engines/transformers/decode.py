@@ -25,7 +25,9 @@ from evoalign.types import FinishReason, Request, Sampling
 
 MIN_SHARED_PREFIX = 4
 COMPACT_EVERY = 8
-"""Finished rows leave at every so many steps: fixed, so that a batch's shapes follow from its texts alone."""
+"""Finished rows leave at every so many steps when `deterministic`, so that redone work repeats the same shapes."""
+COMPACT_SHARE = 0.125
+"""Otherwise they leave as soon as they make up this share of the batch."""
 
 
 @dataclass(slots=True)
@@ -56,9 +58,10 @@ class Decoder:
     """Generates with one model; `sampling_key` is the Philox key of the run's draws."""
 
     def __init__(
-        self, model: Any, layers: int, stop_ids: Sequence[int], pad_id: int, sampling_key: tuple[int, int]
+        self, model: Any, stop_ids: Sequence[int], pad_id: int, sampling_key: tuple[int, int], *, deterministic: bool
     ) -> None:
-        self._model, self._layers, self._pad_id = model, layers, pad_id
+        self._model, self._pad_id, self._deterministic = model, pad_id, deterministic
+        self._layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
         self._stop = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
         self._key = sampling_key
@@ -83,7 +86,7 @@ class Decoder:
             last = step + 1 == sampling.max_tokens
             if last or bool(rows.done.all()):
                 break
-            if (step + 1) % COMPACT_EVERY == 0 and bool(rows.done.any()):
+            if self._compacts(step, rows):
                 index = (~rows.done).nonzero()[:, 0]
                 rows, token = rows.keep(index), token[index]
                 cache.select(index)
@@ -92,6 +95,11 @@ class Decoder:
             logits = self._step(token, rows, cache)
         count = len(requests)
         return [out[m * count : (m + 1) * count] for m in range(members)]
+
+    def _compacts(self, step: int, rows: _Rows) -> bool:
+        if self._deterministic:
+            return (step + 1) % COMPACT_EVERY == 0 and bool(rows.done.any())
+        return int(rows.done.sum()) >= max(1, int(COMPACT_SHARE * len(rows.done)))
 
     def _prefill(
         self, members: int, prompts: list[tuple[int, ...]], requests: Sequence[Request], cache: RoomCache, room: int

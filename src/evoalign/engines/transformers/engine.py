@@ -25,6 +25,7 @@ from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, model_path
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorKind, TensorSpec, Update
 
+DEFAULT_MEMORY_GIB = 2.0
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -36,14 +37,18 @@ class TransformersEngine:
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
         self.device = torch.device(_device(config.engine.device))
+        on_cpu = self.device.type == "cpu"
+        self.deterministic = on_cpu if config.deterministic is None else config.deterministic
+        if self.deterministic and not on_cpu:
+            torch.use_deterministic_algorithms(True, warn_only=True)
         self.model: Any = _load_model(config, self.device)
         self._parameters: dict[str, torch.Tensor] = {n: p.data for n, p in self.model.named_parameters()}
         self._decoder = Decoder(
             self.model,
-            self.model.config.num_hidden_layers,
             tokens.stop_ids,
             tokens.pad_id,
             noise.key(config.seed, "sampling", ""),
+            deterministic=self.deterministic,
         )
         self._master: dict[str, torch.Tensor] = {}
         self._start: dict[str, torch.Tensor] = {}
@@ -75,7 +80,7 @@ class TransformersEngine:
             engine="transformers",
             device=str(self.device),
             dtype=layout.dtype,
-            deterministic=True,
+            deterministic=self.deterministic,
             master_bytes=sum(t.numel() * t.element_size() for t in kept),
         )
 
@@ -94,15 +99,24 @@ class TransformersEngine:
             yield from self._answer(members, requests)
 
     def rows_per_chunk(self, requests: Sequence[Request]) -> int:
-        """Rows whose cache and logits fit `engine.memory_gib`: from the config and the prompts, never from timing."""
-        config, text = self._config.engine, self.model.config
+        """Rows whose cache and logits fit the memory: from the config and the prompts alone when `deterministic`."""
+        config, text = self._config.engine, self.model.config.get_text_config()
         tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cache = 2 * text.num_hidden_layers * heads * head_dim * tokens * self.dtype.itemsize
         logits = 3 * 4 * text.vocab_size
-        rows = max(1, int(config.memory_gib * 2**30 / (cache + logits)))
+        rows = max(1, int(self._room() / (cache + logits)))
         return min(rows, config.max_rows) if config.max_rows else rows
+
+    def _room(self) -> float:
+        """Bytes for the cache and logits of one chunk."""
+        room = self._config.engine.memory_gib
+        if room is not None:
+            return room * 2**30
+        if self.device.type == "cuda" and not self.deterministic:
+            return 0.5 * torch.cuda.mem_get_info(self.device)[0]  # the rest is for activations
+        return DEFAULT_MEMORY_GIB * 2**30
 
     def apply(self, update: Update) -> None:
         """Move the mean and serve it: served weights equal round(master)."""
