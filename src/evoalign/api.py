@@ -93,8 +93,9 @@ def train(
     finally:
         parts.engine.close()
     _write_completions(run, "after", after)
-    _write_evaluation(run, config.evaluation, before, after)
-    before_after(before.measures, after.measures, console, _samples(parts, before, after))
+    change = _change(before, after)
+    _write_evaluation(run, config.evaluation, before, after, change)
+    before_after(before.measures, after.measures, console, _samples(before, after), change)
     console.print(f"saved {saved}\nrun   {run.path}", markup=False, highlight=False, soft_wrap=True)
     return Result(run.path, saved, before, after)
 
@@ -278,13 +279,22 @@ def _write_completions(run: RunDir, name: str, result: Evaluation) -> None:
     parquet.write_table(table, run.results / "completions" / f"{name}.parquet")
 
 
-def _write_evaluation(run: RunDir, settings: EvaluationConfig, before: Evaluation, after: Evaluation) -> None:
-    change = {
-        name: dict(zip(("mean", "low", "high"), interval, strict=True))
+def _change(before: Evaluation, after: Evaluation) -> dict[str, tuple[float, float]]:
+    """Paired 95 % interval of the change of each measure, over examples."""
+    return {
+        name: evaluation.paired_interval(values, after.measures_E[name])
         for name, values in before.measures_E.items()
         if name in after.measures_E
-        for interval in [evaluation.paired_interval(values, after.measures_E[name])]
     }
+
+
+def _write_evaluation(
+    run: RunDir,
+    settings: EvaluationConfig,
+    before: Evaluation,
+    after: Evaluation,
+    change: Mapping[str, tuple[float, float]],
+) -> None:
     tree = {
         "format_version": 1,
         "split": "test",
@@ -292,14 +302,14 @@ def _write_evaluation(run: RunDir, settings: EvaluationConfig, before: Evaluatio
         "settings": settings.model_dump(mode="json"),
         "before": before.measures,
         "after": after.measures,
-        "change_95_percent_paired": change,
+        "change_interval_95": {name: list(interval) for name, interval in change.items()},
     }
     checkpoint.write_text(run.results / "evaluation.json", json.dumps(tree, indent=2) + "\n")
 
 
-def _samples(parts: _Parts, before: Evaluation, after: Evaluation) -> list[Sample]:
+def _samples(before: Evaluation, after: Evaluation) -> list[Sample]:
     pairs = list(zip(before.completions, after.completions, strict=True))[:SHOWN_SAMPLES]
-    return [Sample(b.prompt, b.target or "", b.text, a.text) for b, a in pairs]
+    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in pairs]
 
 
 def _last_saved(path: Path) -> Path:

@@ -26,7 +26,7 @@ Layers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys refused, values never coerced silently from another type."""
+    """Base of all sections: unknown keys refused; a number may be written as text, as YAML reads 1e-3."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
