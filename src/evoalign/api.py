@@ -23,7 +23,7 @@ from evoalign.journal import Journal
 from evoalign.report import figures
 from evoalign.report.progress import Display
 from evoalign.report.rows import metrics_row
-from evoalign.report.tables import Sample, before_after
+from evoalign.report.tables import Interval, Sample, before_after
 from evoalign.rundir import RunDir, command_line, config_hash, make_manifest
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
@@ -279,8 +279,8 @@ def _write_completions(run: RunDir, name: str, result: Evaluation) -> None:
     parquet.write_table(table, run.results / "completions" / f"{name}.parquet")
 
 
-def _change(before: Evaluation, after: Evaluation) -> dict[str, tuple[float, float]]:
-    """Paired 95 % interval of the change of each measure, over examples."""
+def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
+    """Change of each measure and its paired 95 % interval over examples."""
     return {
         name: evaluation.paired_interval(values, after.measures_E[name])
         for name, values in before.measures_E.items()
@@ -293,7 +293,7 @@ def _write_evaluation(
     settings: EvaluationConfig,
     before: Evaluation,
     after: Evaluation,
-    change: Mapping[str, tuple[float, float]],
+    change: Mapping[str, Interval],
 ) -> None:
     tree = {
         "format_version": 1,
@@ -302,7 +302,7 @@ def _write_evaluation(
         "settings": settings.model_dump(mode="json"),
         "before": before.measures,
         "after": after.measures,
-        "change_interval_95": {name: list(interval) for name, interval in change.items()},
+        "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
     }
     checkpoint.write_text(run.results / "evaluation.json", json.dumps(tree, indent=2) + "\n")
 

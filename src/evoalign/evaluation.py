@@ -91,15 +91,16 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     return Evaluation(measures, per_example, tuple(scored))
 
 
-def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of the per-example differences (BCa bootstrap, 9,999 resamples, fixed seed)."""
+def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of the per-example differences and its 95 % interval (BCa bootstrap, 9,999 resamples, fixed seed)."""
     from scipy.stats import bootstrap
 
     difference: NDArray[np.float64] = np.asarray(after_E, dtype=np.float64) - np.asarray(before_E, dtype=np.float64)
+    mean = float(difference.mean())
     if len(difference) < 2 or difference.min() == difference.max():
-        return float(difference.mean()), float(difference.mean())
+        return mean, mean, mean
     result: Any = bootstrap((difference,), np.mean, n_resamples=9999, rng=np.random.default_rng(0))
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    return mean, float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 def _scored(
