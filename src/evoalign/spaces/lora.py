@@ -53,7 +53,7 @@ class Lora(Space):
         if tensor in layout.frozen:
             key = noise_source.key(layout.seed, "init", name)
             return noise_source.normals(key, tensor.shape, 0, [0], None, device)[0]
-        return torch.zeros(tensor.shape, device=device)
+        return torch.zeros(tensor.shape, dtype=torch.float32, device=device)
 
     def adapter(
         self, layout: Layout, module: str, master: Master, plan: Plan, members: Sequence[Member]

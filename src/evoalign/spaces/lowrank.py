@@ -68,7 +68,7 @@ class LowRank(Space):
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
         """(1/N) sum_i c_i B_i A_i over the served factors, in units of the served width: one GEMM over N * r."""
         rows, columns = (s.stop - s.start for s in slices)
-        total = torch.zeros(rows, columns, device=device)
+        total = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         live = [(m, c) for m, c in zip(update.members, update.coefficients, strict=True) if c]
         width = update.sigma * layout[name].scale
         for indices in batched(range(len(live)), 256):
