@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests share: settings of hypothesis, and small models that need no download."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from evoalign.models import tiny
+
+settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
+                          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+settings.load_profile("evoalign")
+
+
+@pytest.fixture(scope="session")
+def random_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 model with random weights and the tiny model's tokenizer: one layer, about 20,000 parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("random_qwen2")
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=1024, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
+        )
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / name, folder)
+    return folder
