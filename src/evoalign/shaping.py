@@ -20,6 +20,8 @@ from evoalign.errors import RewardError
 Scores = NDArray[np.float64]
 EPS = 1e-8
 """Added to a standard deviation, as in the published code."""
+LARGEST_SCORE = 1e100
+"""Beyond it sums and squares leave float64, and coefficients would not be finite."""
 
 
 def fitness(scores_MP: Scores) -> Scores:
@@ -59,9 +61,10 @@ SHAPINGS: dict[str, Callable[[Scores], Scores]] = {f.__name__: f for f in (zscor
 
 
 def shape(scores_MP: Scores, shaping: str) -> Scores:
-    """Coefficients [members] of scores [members, prompts]. Raises RewardError on a non-finite score."""
-    if not np.isfinite(scores_MP).all():
-        member, prompt = np.argwhere(~np.isfinite(scores_MP))[0]
+    """Coefficients [members] of scores [members, prompts]. Raises RewardError on a score not finite or too large."""
+    usable = np.abs(scores_MP) <= LARGEST_SCORE  # False for NaN
+    if not usable.all():
+        member, prompt = np.argwhere(~usable)[0]
         raise RewardError(f"score of member {member}, prompt {prompt} is {scores_MP[member, prompt]}; mend the reward")
     fitness_M = fitness(scores_MP)
     if fitness_M.max() == fitness_M.min():
