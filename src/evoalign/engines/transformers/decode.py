@@ -12,6 +12,7 @@ Shapes: B rows of the moment, T columns of the cache so far, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,9 @@ class Decoder:
         self, model: Any, stop_ids: Sequence[int], pad_id: int, sampling_key: tuple[int, int], *, deterministic: bool
     ) -> None:
         self._model, self._pad_id, self._deterministic = model, pad_id, deterministic
-        self._layers: int = model.config.get_text_config().num_hidden_layers
+        text = model.config.get_text_config()
+        self._layers: int = text.num_hidden_layers
+        self._reach = _reach(text)
         self._device: torch.device = model.device
         self._stop = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
         self._key = sampling_key
@@ -106,7 +109,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, _Rows]:
         """Logits [M * P, V] after the prompts, and the rows."""
         device, distinct = self._device, len(prompts)
-        shared = shared_prefix(prompts) if distinct > 1 else 0
+        uneven = len(set(map(len, prompts))) > 1
+        shared = shared_prefix(prompts) if distinct > 1 and not (uneven and room > self._reach) else 0
         if shared:
             prefix = torch.tensor([prompts[0][:shared]] * members, device=device)
             self._forward(prefix, None, torch.arange(shared, device=device).expand(members, -1), cache)
@@ -208,6 +212,20 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tor
     total = cumulative.gather(1, kept - 1)
     place = (cumulative < uniform[:, None] * total).sum(-1, keepdim=True)
     return order.gather(1, torch.minimum(place, kept - 1))[:, 0]
+
+
+def _reach(config: Any) -> float:
+    """Columns within which attention does not count columns, so that padding may stand behind a shared prefix.
+
+    A sliding window or a chunk counts them beyond its size, ALiBi over columns (MPT) from the first.
+    """
+    if getattr(getattr(config, "attn_config", None), "alibi", False):
+        return 0
+    kinds = set(getattr(config, "layer_types", None) or ("unknown",))
+    if kinds == {"full_attention"}:
+        return math.inf
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((size for size in sizes if size), default=math.inf)
 
 
 def shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
