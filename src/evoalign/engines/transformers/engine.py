@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from evoalign import noise
@@ -26,6 +27,8 @@ from evoalign.tokens import Tokens, model_path
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorKind, TensorSpec, Update
 
 DEFAULT_MEMORY_GIB = 2.0
+CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layer whose whole past is keys and values."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -87,9 +90,11 @@ class TransformersEngine:
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One completion of each request for each member. Before `start`, the mean alone answers."""
         if self._space is None or self._space.carrier == "dense":
-            for member in plan.members:
-                self._serve(plan, member)
-                yield from self._answer((member,), requests)
+            try:
+                for member in plan.members:
+                    self._serve(plan, member)
+                    yield from self._answer((member,), requests)
+            finally:  # also where the rollout fails or is left half-way
                 self._serve(plan, None)
             return
         per_chunk = max(1, self.rows_per_chunk(requests) // len(requests))
@@ -238,14 +243,39 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
     name = config.model.dtype
     dtype = ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name
     path = model_path(config.model)
+    model: Any
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, revision=config.model.revision, dtype=getattr(torch, dtype), trust_remote_code=False
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=config.model.revision,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, with the tensor's name
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model {config.model.name} does not load: {line}") from error
+    _check_whole(config.model.name, info)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or kinds - CACHED_KINDS:
+        raise ModelError(
+            f"model {config.model.name} ({model.config.model_type}) keeps a recurrent state, which engine transformers "
+            "does not batch; choose a model of attention layers alone"
+        )
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_whole(name: str, info: Mapping[str, Any]) -> None:
+    """Raise ModelError where a tensor is not in the files: the library would start it at random and go on."""
+    if info["missing_keys"]:
+        raise ModelError(f"model {name} does not load: its files lack {min(info['missing_keys'])}; fetch it again")
+    if info["mismatched_keys"]:
+        tensor, found, wanted = min(info["mismatched_keys"])
+        raise ModelError(
+            f"model {name} does not load: {tensor} is {tuple(found)} in its files, and {tuple(wanted)} by its "
+            "config.json; fetch it again"
+        )
 
 
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
