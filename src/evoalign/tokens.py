@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,15 @@ class Tokens:
         elif self.tokenizer.chat_template:
             # A last assistant message is a beginning for the model to go on from.
             opened = prompt[-1]["role"] == "assistant"
-            text = self.tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=not opened, continue_final_message=opened
-            )
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    prompt, tokenize=False, add_generation_prompt=not opened, continue_final_message=opened
+                )
+            except Exception as error:  # of jinja2, or whatever the template calls
+                raise ModelError(
+                    f"the model's chat template refuses the prompt {str(prompt)[:80]}: {_one_line(error)}; "
+                    "mend the messages or set task.prompt: raw"
+                ) from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = self.tokenizer("\n".join(m["content"] for m in prompt))["input_ids"]
@@ -52,7 +59,9 @@ class Tokens:
         return tuple(int(i) for i in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a completion, special tokens left out, spaces as they are."""
+        """Text of a completion, a last stop token and all special tokens left out, spaces as they are."""
+        if ids and ids[-1] in self.stop_ids:  # which a tokenizer may not count among the special ones
+            ids = ids[:-1]
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -63,10 +72,12 @@ def load(config: ModelConfig) -> Tokens:
     path = model_path(config)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {config.name} has no tokenizer that loads: {_first_line(error)}") from error
-    if not len(tokenizer):
-        raise ModelError(f"model {config.name} has an empty tokenizer; its tokenizer files are missing")
+    except Exception as error:  # the library raises a score of kinds, bare Exception among them
+        raise ModelError(f"model {config.name} has no tokenizer that loads: {_one_line(error)}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what the library makes of no files at all
+        raise ModelError(
+            f"model {config.name} has no tokenizer: put its tokenizer files, such as tokenizer.json, into the folder"
+        )
     stop: set[int] = set()
     try:
         eos = GenerationConfig.from_pretrained(path, revision=config.revision or "main").eos_token_id
@@ -78,5 +89,5 @@ def load(config: ModelConfig) -> Tokens:
     return Tokens(tokenizer, sorted(stop))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _one_line(error: Exception) -> str:
+    return textwrap.shorten(str(error), 200) or type(error).__name__
