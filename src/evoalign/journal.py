@@ -73,9 +73,9 @@ class Journal:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal, checked. Raises JournalError naming the first line that is damaged or out of place."""
     previous = GENESIS
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            line = _parse(path, number, text)
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            line = _parse(path, number, raw)
             digest = line.pop("hash", None)
             if digest != _digest(line) or line.get("previous") != previous:
                 raise JournalError(f"{path}, line {number} was altered or does not follow from the line before it")
@@ -97,14 +97,21 @@ def to_update(line: Mapping[str, Any]) -> Update:
     )
 
 
-def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
+def _parse(path: Path, number: int, raw: bytes) -> dict[str, Any]:
     try:
-        line: object = json.loads(text)
-    except json.JSONDecodeError:
+        line: object = json.loads(raw.decode("utf-8"), parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, not a number that a journal can hold
         line = None
-    if not text.endswith("\n") or not isinstance(line, dict):
+    if not raw.endswith(b"\n") or not isinstance(line, dict):
         raise JournalError(f"{path}, line {number} is cut or damaged")
     return cast(dict[str, Any], line)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _digest(line: Mapping[str, Any]) -> str:
