@@ -15,7 +15,18 @@ from collections.abc import Sequence
 import torch
 
 from evoalign import noise as noise_source
-from evoalign.spaces.base import Adapter, Factors, Master, Space, batched, evolved, scales, signed, targets
+from evoalign.spaces.base import (
+    Adapter,
+    Factors,
+    Master,
+    Space,
+    batched,
+    evolved,
+    pair_weights,
+    scales,
+    signed,
+    targets,
+)
 from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
 
 
@@ -66,15 +77,17 @@ class LowRank(Space):
         return self._served(layout, module, plan.generation, plan.sigma, members, None, master(module).device)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
-        """(1/N) sum_i c_i B_i A_i over the served factors, in units of the served width: one GEMM over N * r."""
+        """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width: one GEMM over N * r.
+
+        Rounding is symmetric, so the members of an antithetic pair share one product and cancel exactly.
+        """
         rows, columns = (s.stop - s.start for s in slices)
         total = torch.zeros(rows, columns, dtype=torch.float32, device=device)
-        live = [(m, c) for m, c in zip(update.members, update.coefficients, strict=True) if c]
-        width = update.sigma * layout[name].scale
-        for indices in batched(range(len(live)), 256):
-            members = [live[i][0] for i in indices]
+        summed, width = pair_weights(update), update.sigma * layout[name].scale
+        for streams in batched(list(summed), 256):
+            members = [Member(-1, stream, 1) for stream in streams]
             factors = self._served(layout, name, update.generation, update.sigma, members, slices, device)
-            weights = torch.tensor([live[i][1] / width for i in indices], dtype=torch.float64).to(torch.float32)
+            weights = torch.tensor([summed[s] / width for s in streams], dtype=torch.float64).to(torch.float32)
             b = factors.b.to(torch.float32).mul_(weights.to(device)[:, None, None])
             left = b.permute(1, 0, 2).reshape(rows, -1)
             right = factors.a.to(torch.float32).reshape(-1, columns)
