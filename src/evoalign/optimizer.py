@@ -18,8 +18,8 @@ from evoalign.config import OptimizerConfig
 class Optimizer(Protocol):
     """Turns gradients into directions and keeps state by tensor name."""
 
-    def direction(self, name: str, gradient: torch.Tensor, index: int) -> torch.Tensor:
-        """The direction of update number `index` (from 0), a tensor of its own."""
+    def direction(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """The direction, a tensor of its own. Called once a tensor and update, not where an update moves nothing."""
         ...
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,7 +39,10 @@ class _Stateful:
         self._slots: dict[str, torch.Tensor] = {}
 
     def _slot(self, slot: str, name: str, like: torch.Tensor) -> torch.Tensor:
-        return self._slots.setdefault(f"{slot}:{name}", torch.zeros_like(like))
+        key = f"{slot}:{name}"
+        if key not in self._slots:
+            self._slots[key] = torch.zeros_like(like)
+        return self._slots[key]
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from sorted(self._slots.items())
@@ -51,22 +54,27 @@ class _Stateful:
 class Momentum(_Stateful):
     """Heavy ball: v = momentum * v + g (Polyak 1964)."""
 
-    def direction(self, name: str, gradient: torch.Tensor, index: int) -> torch.Tensor:
+    def direction(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         velocity = self._slot("velocity", name, gradient)
         velocity.mul_(self.config.momentum).add_(gradient)
         return velocity.clone()
 
 
 class Adam(_Stateful):
-    """Adam with bias correction (Kingma and Ba, arXiv 1412.6980, algorithm 1)."""
+    """Adam with bias correction (Kingma and Ba, arXiv 1412.6980, algorithm 1).
 
-    def direction(self, name: str, gradient: torch.Tensor, index: int) -> torch.Tensor:
+    The correction counts the updates that moved something: generations without variance, common at the start, would
+    make the first steps too small.
+    """
+
+    def direction(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         beta1, beta2 = self.config.beta1, self.config.beta2
         mean, square = self._slot("mean", name, gradient), self._slot("square", name, gradient)
+        count = int(self._slot("count", name, gradient.new_zeros(())).add_(1))
         mean.mul_(beta1).add_(gradient * (1 - beta1))
         square.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
-        root = (square / (1 - beta2 ** (index + 1))).sqrt_().add_(self.config.eps)
-        return (mean / (1 - beta1 ** (index + 1))).div_(root)
+        root = (square / (1 - beta2**count)).sqrt_().add_(self.config.eps)
+        return (mean / (1 - beta1**count)).div_(root)
 
 
 def create(config: OptimizerConfig) -> Optimizer | None:

@@ -131,7 +131,7 @@ class Space(ABC):
         if not any(update.coefficients):
             return
         gradient = self.gradient(layout, name, update, slices, master.device)
-        direction = gradient if optimizer is None else optimizer.direction(name, gradient, update.index)
+        direction = gradient if optimizer is None else optimizer.direction(name, gradient)
         if update.decay:
             assert start is not None, "decay needs the starting weights"
             master.sub_((master - start).mul_(update.decay))
