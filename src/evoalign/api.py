@@ -28,12 +28,14 @@ from evoalign.rundir import RunDir, command_line, config_hash, make_manifest
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
-from evoalign.types import Facts, Generation, Layout
+from evoalign.types import Facts, Generation, Layout, TensorSpec
 
 ConfigLike = Config | Mapping[str, Any] | str | Path
 Reward = Callable[..., Any]
 Hook = Callable[[Generation], None]
 SHOWN_SAMPLES = 4
+NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+"""Settings of PEFT that change what an adapter means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ def evaluate(
     `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds.
     """
     config, adapter = resolve_target(target, config)
-    settings = EvaluationConfig.model_validate({**config.evaluation.model_dump(), **(overrides or {})})
-    config = config.model_copy(update={"evaluation": settings})
+    settings = {**config.evaluation.model_dump(), **(overrides or {})}
+    config = from_dict({**config.model_dump(), "evaluation": settings})
     chosen, data = _task_and_data(config, task, reward)
     tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
@@ -127,7 +129,7 @@ def evaluate(
                 raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
             engine.load(_checked(adapter, layout))
         examples = data.test if split == "test" else data.train
-        return evaluation.evaluate(engine, tokens_, chosen, examples, settings)
+        return evaluation.evaluate(engine, tokens_, chosen, examples, config.evaluation)
     finally:
         engine.close()
 
@@ -135,15 +137,17 @@ def evaluate(
 def dry_run(config: ConfigLike) -> list[str]:
     """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights."""
     config = as_config(config)
-    lines = estimate.step_lines(config, None)
     _, data = _task_and_data(config, None, None)
-    lines += estimate.work_lines(config, len(data.train))
+    work = estimate.work_lines(config, len(data.train))
     dtype = torch.bfloat16 if config.model.dtype == "auto" and torch.cuda.is_available() else torch.float32
     dtype = dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     try:
-        return lines + estimate.memory_lines(config, estimate.shapes(config), dtype)
+        specs = estimate.shapes(config)
     except ModelError as error:
-        return [*lines, f"memory: not estimated; {error}"]
+        return [*estimate.step_lines(config, None), *work, f"memory: not estimated; {error}"]
+    layout = _layout(spaces.create(config), specs, dtype)
+    known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
+    return [*estimate.step_lines(config, known), *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 
 def as_config(config: ConfigLike) -> Config:
@@ -166,9 +170,10 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
     own = as_config(config)
     if (path / "adapter_config.json").is_file():
-        peft = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_layers": peft.get("layers_to_transform"),
-                "target_modules": sorted(peft["target_modules"])}  # fmt: skip
+        peft = _peft_config(path / "adapter_config.json")
+        layers = peft.get("layers_to_transform")
+        lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_modules": sorted(peft["target_modules"]),
+                "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
         tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
         return _with_model(from_dict(tree), peft["base_model_name_or_path"]), path
     return _with_model(own, str(target)), None
@@ -192,7 +197,11 @@ def _task_and_data(config: Config, task: Task | None, reward: Reward | Sequence[
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     chosen = task or tasks.create(config.task, rewards)
-    return chosen, chosen.load_data(config.seed)
+    data = chosen.load_data(config.seed)
+    for split, examples in (("training", data.train), ("test", data.test)):
+        if not examples:
+            raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
+    return chosen, data
 
 
 def _gold_lines(parts: _Parts) -> list[str]:
@@ -206,9 +215,19 @@ def _gold_lines(parts: _Parts) -> list[str]:
 
 def _start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
     space = spaces.create(config)
-    layout = space.layout(engine.specs(), engine.dtype)
+    layout = _layout(space, engine.specs(), engine.dtype)
     facts = engine.start(space, layout, optimizer.create(config.es.optimizer), config.es.decay > 0)
     return space, layout, facts
+
+
+def _layout(space: Space, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
+    layout = space.layout(specs, dtype)
+    if not layout.tensors:
+        raise ModelError(
+            f"space {space.name} finds nothing to evolve: the chosen layers have no nn.Linear matrix; "
+            "use space full, or another model"
+        )
+    return layout
 
 
 def _loop(parts: _Parts, run: RunDir, before: Evaluation, hook: Hook | None, console: Console) -> None:
@@ -263,7 +282,7 @@ def _header(parts: _Parts) -> dict[str, Any]:
 def _save(parts: _Parts, run: RunDir) -> Path:
     config = parts.config
     base, state = tokens.model_path(config.model), dict(parts.engine.state())
-    folder = run.saved(parts.space.name, config.es.num_generations)
+    folder = run.saved(config.es.num_generations, adapter=not parts.space.evolves_model)
     if parts.space.evolves_model:
         checkpoint.save_model(folder, base, config.model.revision, parts.engine.dtype, state)
     else:
@@ -317,6 +336,20 @@ def _last_saved(path: Path) -> Path:
     if not found:
         raise ModelError(f"{path} holds a run that saved no weights; nothing to evaluate")
     return found[-1]
+
+
+def _peft_config(file: Path) -> dict[str, Any]:
+    """A plain LoRA's settings. Raises ModelError for a form of PEFT that would be read wrongly."""
+    try:
+        peft = json.loads(file.read_text(encoding="utf-8"))
+        plain = peft["peft_type"] == "LORA" and isinstance(peft["target_modules"], list) and bool(peft["r"])
+        odd = [name for name in NOT_PLAIN if peft.get(name)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
+    if not plain or odd or peft.get("bias", "none") != "none":
+        raise ModelError(f"{file} is not a plain LoRA ({', '.join(odd) or 'peft_type, target_modules or bias'}); "
+                         "merge it into the model and give the model's folder")  # fmt: skip
+    return peft
 
 
 def _with_model(config: Config, name: str | Path) -> Config:

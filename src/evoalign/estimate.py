@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB, specs_of
 from evoalign.errors import ModelError
@@ -71,9 +70,8 @@ def shapes(config: Config) -> list[TensorSpec]:
     return specs_of(model, lambda _: math.nan)
 
 
-def memory_lines(config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype) -> list[str]:
+def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> list[str]:
     """Bytes of weights, master and cache, in words."""
-    layout = spaces.create(config).layout(specs, dtype)
     weights = sum(math.prod(s.shape) for s in specs)
     master = _master_bytes(config, layout, dtype)
     start = 4 * layout.parameters if config.es.decay else 0

@@ -37,9 +37,9 @@ class RunDir:
         self.figures = path / "figures"
         self.rows: list[dict[str, Any]] = []
 
-    def saved(self, space: str, generation: int) -> Path:
+    def saved(self, generation: int, *, adapter: bool) -> Path:
         """Where the mean after so many generations is saved."""
-        return self.path / ("loras" if space == "lora" else "checkpoints") / f"generation_{generation:04d}"
+        return self.path / ("loras" if adapter else "checkpoints") / f"generation_{generation:04d}"
 
     def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool) -> None:
         """Make the folders and write config and manifest. Raises RunExistsError."""
@@ -57,8 +57,11 @@ class RunDir:
 
     def refuse(self, *, overwrite: bool) -> None:
         """Raise RunExistsError where the directory is taken and may not be moved aside."""
-        if self.path.exists() and not self.path.is_dir():
-            raise RunExistsError(f"output_dir {self.path} is a file; choose another")
+        there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise RunExistsError(f"output_dir {self.path}: {there} is a file; choose another")
+        if not os.access(there, os.W_OK):
+            raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
         if self.exists() and not overwrite:
             raise RunExistsError(
                 f"output_dir {self.path} is not empty; choose another, or move it aside with --overwrite"
