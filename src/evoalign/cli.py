@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -119,7 +120,7 @@ def main() -> None:
         app()
     except EvoalignError as error:
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
