@@ -85,7 +85,9 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
             "tokens": float(s.tokens),
         }
         rows.append({"reward": s.reward, **own, **shares})
-    of_example = [[r for r, s in zip(rows, scored, strict=True) if s.example == e] for e in range(len(examples))]
+    of_example: list[list[dict[str, float]]] = [[] for _ in examples]
+    for row, s in zip(rows, scored, strict=True):
+        of_example[s.example].append(row)
     per_example = {name: tuple(float(np.mean([r[name] for r in group])) for group in of_example) for name in rows[0]}
     measures = {name: float(np.mean(values)) for name, values in per_example.items()}
     return Evaluation(measures, per_example, tuple(scored))
