@@ -243,9 +243,8 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
     name = config.model.dtype
     dtype = ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name
     path = model_path(config.model)
-    model: Any
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             revision=config.model.revision,
             dtype=getattr(torch, dtype),
@@ -256,6 +255,7 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model {config.model.name} does not load: {line}") from error
+    model, info = loaded
     _check_whole(config.model.name, info)
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or kinds - CACHED_KINDS:
