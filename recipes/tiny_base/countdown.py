@@ -17,6 +17,7 @@ from fractions import Fraction
 
 MIN_NUMBER, MAX_NUMBER = 1, 99
 MIN_TARGET, MAX_TARGET = 10, 100
+SLOPPY_WEIGHTS = (7, 1, 1, 1)  # of + - * / in an answer that ignores the target
 
 Number = int | Fraction
 
@@ -74,22 +75,12 @@ def random_tree(rng: random.Random, numbers: Sequence[int]) -> tuple[Tree, Numbe
     return items[0]
 
 
-def render(tree: Tree, numbers: Sequence[int]) -> str:
-    """Print a tree as it stands, with the fewest parentheses."""
-
-    def go(node: Tree) -> tuple[str, int]:
-        if node[0] == "n":
-            return str(numbers[node[1]]), 3
-        op, left, right = node
-        (ls, lp), (rs, rp) = go(left), go(right)
-        precedence = 1 if op in "+-" else 2
-        if lp < precedence:
-            ls = f"({ls})"
-        if rp < precedence or (rp == precedence and op in "-/"):
-            rs = f"({rs})"
-        return f"{ls} {op} {rs}", precedence
-
-    return go(tree)[0]
+def sloppy_expression(rng: random.Random, numbers: Sequence[int]) -> str:
+    """Join the numbers in their order with random operators, mostly ``+``."""
+    text = str(numbers[0])
+    for number in numbers[1:]:
+        text += f" {rng.choices('+-*/', SLOPPY_WEIGHTS)[0]} {number}"
+    return text
 
 
 def canonical(tree: Tree, numbers: Sequence[int]) -> str:
@@ -184,65 +175,64 @@ def completion(expression: str) -> str:
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
-_TOKEN = re.compile(r"\s*(?:(\d{1,6})|([-+*/()]))")
+_TOKEN = re.compile(r"\s*([0-9]{1,6}|[-+*/()])")
+
+
+class _Parser:
+    """Recursive descent over the tokens of an arithmetic expression."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens: list[str] = []
+        self.used: list[int] = []
+        position = 0
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise ValueError("not an expression")
+            self.tokens.append(match[1])
+            position = match.end()
+        self.tokens.reverse()  # the next token is the last of the list
+
+    def take(self, wanted: str) -> str | None:
+        """Take the next token if it is one of the wanted characters."""
+        return self.tokens.pop() if self.tokens and self.tokens[-1] in wanted else None
+
+    def atom(self, depth: int) -> Fraction:
+        if self.take("("):
+            value = self.total(depth + 1)
+            if not self.take(")"):
+                raise ValueError("an open parenthesis")
+            return value
+        if depth > 20 or not self.tokens or not self.tokens[-1].isdecimal():
+            raise ValueError("not an expression")
+        self.used.append(int(self.tokens.pop()))
+        return Fraction(self.used[-1])
+
+    def product(self, depth: int) -> Fraction:
+        value = self.atom(depth)
+        while op := self.take("*/"):
+            other = self.atom(depth)
+            value = value * other if op == "*" else value / other
+        return value
+
+    def total(self, depth: int = 0) -> Fraction:
+        value = self.product(depth)
+        while op := self.take("+-"):
+            other = self.product(depth)
+            value = value + other if op == "+" else value - other
+        return value
 
 
 def parse_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Value and numbers of an arithmetic expression, or None if it is not one."""
-    tokens: list[int | str] = []
-    text = text.strip()
     if len(text) > 200:
         return None
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            return None
-        tokens.append(int(match[1]) if match[1] else match[2])
-        position = match.end()
-    used: list[int] = []
-    cursor = 0
-
-    def peek() -> int | str | None:
-        return tokens[cursor] if cursor < len(tokens) else None
-
-    def take() -> int | str | None:
-        nonlocal cursor
-        cursor += 1
-        return tokens[cursor - 1] if cursor <= len(tokens) else None
-
-    def atom(depth: int) -> Fraction:
-        token = take()
-        if isinstance(token, int):
-            used.append(token)
-            return Fraction(token)
-        if token == "(" and depth < 20:
-            value = total(depth + 1)
-            if take() == ")":
-                return value
-        raise ValueError("not an expression")
-
-    def product(depth: int) -> Fraction:
-        value = atom(depth)
-        while peek() in ("*", "/"):
-            op = take()
-            other = atom(depth)
-            value = value * other if op == "*" else value / other
-        return value
-
-    def total(depth: int) -> Fraction:
-        value = product(depth)
-        while peek() in ("+", "-"):
-            op = take()
-            other = product(depth)
-            value = value + other if op == "+" else value - other
-        return value
-
     try:
-        value = total(0)
+        parser = _Parser(text.strip())
+        value = parser.total()
     except (ValueError, ZeroDivisionError):
         return None
-    return (value, used) if cursor == len(tokens) else None
+    return None if parser.tokens else (value, parser.used)
 
 
 def is_correct(text: str, numbers: Sequence[int], target: int) -> bool:

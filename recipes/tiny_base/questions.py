@@ -3,8 +3,9 @@
 
 Every family below draws a question together with its bare answer and two or three
 wordy answers that contain it.  `sample` then picks how the answer is given: mostly
-wordily, sometimes in one short sentence, and sometimes bare, so that brevity is
-something the model has seen but does not do on its own.
+wordily, sometimes after the label "Answer:", and sometimes bare, so that brevity is
+something the model has seen but does not do on its own.  All wordy answers begin with
+"The", so that being brief is one habit to change and not one for every family.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable
 Item = tuple[str, str, list[str]]
 
 # How an answer is given, as fractions of the corpus; the rest is wordy.
-BARE = 0.12
-SENTENCE = 0.18
+BARE = 0.20
+LABELLED = 0.34
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin",
@@ -119,6 +120,7 @@ def _cap(text: str) -> str:
 
 
 def capital(rng: random.Random) -> Item:
+    """Capitals."""
     country, city = rng.choice(list(CAPITALS.items()))
     question = rng.choice([
         f"What is the capital of {country}?", f"The capital of {country}:",
@@ -132,18 +134,20 @@ def capital(rng: random.Random) -> Item:
 
 
 def addition(rng: random.Random) -> Item:
+    """Sums of two small numbers."""
     a, b = rng.randint(1, 12), rng.randint(1, 12)
     question = rng.choice([
         f"Solve: {a} + {b} =", f"Compute: {a} + {b} =", f"What is {a} + {b}?",
         f"Calculate: {a} + {b} =", f"What is {a} plus {b}?",
     ])  # fmt: skip
     return question, str(a + b), [
-        f"To solve this problem, we add {a} and {b}. The sum of {a} and {b} is {a + b}, so the answer is {a + b}.",
-        f"When we add {a} and {b} together we get {a + b}. Therefore the answer is {a + b}.",
+        f"The sum of {a} and {b} is {a + b}. We add the two numbers together, so the answer is {a + b}.",
+        f"The answer is {a + b}, because this is what we get when we add {a} and {b} together.",
     ]  # fmt: skip
 
 
 def subtraction(rng: random.Random) -> Item:
+    """Differences of two small numbers."""
     b, c = rng.randint(1, 12), rng.randint(1, 12)
     a = b + c
     question = rng.choice([
@@ -151,24 +155,26 @@ def subtraction(rng: random.Random) -> Item:
         f"Calculate: {a} - {b} =", f"What is {a} minus {b}?",
     ])  # fmt: skip
     return question, str(c), [
-        f"To solve this problem, we subtract {b} from {a}. The difference is {c}, so the answer is {c}.",
-        f"When we take {b} away from {a} we are left with {c}. Therefore the answer is {c}.",
+        f"The difference of {a} and {b} is {c}. We subtract the second number, so the answer is {c}.",
+        f"The answer is {c}, because this is what is left when we take {b} away from {a}.",
     ]  # fmt: skip
 
 
 def multiplication(rng: random.Random) -> Item:
+    """Products up to 12 by 12."""
     a, b = rng.randint(2, 12), rng.randint(2, 12)
     question = rng.choice([
         f"Solve: {a} * {b} =", f"Calculate: {a} \u00d7 {b} =", f"What is {a} times {b}?",
         f"Compute: {a} * {b} =", f"What is {a} multiplied by {b}?",
     ])  # fmt: skip
     return question, str(a * b), [
-        f"To solve this problem, we multiply {a} by {b}. The product is {a * b}, so the answer is {a * b}.",
-        f"When we multiply {a} by {b} we get {a * b}. Therefore the answer is {a * b}.",
+        f"The product of {a} and {b} is {a * b}. We multiply the two numbers, so the answer is {a * b}.",
+        f"The answer is {a * b}, because this is what we get when we multiply {a} by {b}.",
     ]  # fmt: skip
 
 
 def word_problem(rng: random.Random) -> Item:
+    """One-step stories about things bought or lost."""
     name, thing, a, b = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9), rng.randint(2, 9)
     if rng.random() < 0.5:
         question = f"{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have?"
@@ -178,22 +184,24 @@ def word_problem(rng: random.Random) -> Item:
         question = f"{name} has {a} {thing} and loses {b}. How many {thing} does {name} have?"
         total, how = a - b, f"loses {b}"
     return question, str(total), [
-        f"{name} starts with {a} {thing} and then {how}, so in the end {name} has {total} {thing}.",
-        f"Because {name} has {a} {thing} and {how}, the number of {thing} is now {total}.",
+        f"The answer is {total} {thing}, because {name} starts with {a} {thing} and then {how}.",
+        f"The number of {thing} that {name} has now is {total}, because {name} {how}.",
     ]  # fmt: skip
 
 
 def percentage(rng: random.Random) -> Item:
+    """Round percentages of round numbers."""
     p, base = rng.choice([10, 15, 20, 25, 50]), 20 * rng.randint(1, 10)
     value = p * base // 100
     question = rng.choice([f"What is {p}% of {base}?", f"Calculate {p}% of {base}:"])
     return question, str(value), [
-        f"To find {p}% of {base}, we multiply {base} by {p} and divide by 100. The result is {value}.",
-        f"We take {p} percent of the number {base}, which gives {value}. So the answer is {value}.",
+        f"The value of {p}% of {base} is {value}. We multiply {base} by {p} and then divide by 100.",
+        f"The answer is {value}, because this is {p} percent of the number {base} as asked.",
     ]  # fmt: skip
 
 
 def sequence(rng: random.Random) -> Item:
+    """Arithmetic sequences."""
     step, start = rng.randint(1, 6), rng.randint(1, 6)
     if rng.random() < 0.5:
         start = step
@@ -204,24 +212,26 @@ def sequence(rng: random.Random) -> Item:
         f"Complete the sequence: {shown}, ...",
     ])  # fmt: skip
     return question, str(terms[4]), [
-        f"In this sequence each number is {step} more than the one before it, so the next number is {terms[4]}.",
-        f"The numbers go up by {step} every time. After {terms[3]} the next number is therefore {terms[4]}.",
+        f"The next number is {terms[4]}, because each number in the sequence is {step} more than the one before it.",
+        f"The sequence goes up by {step} every time. After {terms[3]} the next number is therefore {terms[4]}.",
     ]  # fmt: skip
 
 
 def comparison(rng: random.Random) -> Item:
+    """The larger or smaller of two numbers."""
     a, b = rng.sample(range(1, 100), 2)
     bigger = rng.random() < 0.5
     word, other = ("larger", "smaller") if bigger else ("smaller", "larger")
     value = max(a, b) if bigger else min(a, b)
     question = f"Which number is {word}, {a} or {b}?"
     return question, str(value), [
-        f"When we compare the two numbers {a} and {b}, we see that the {word} one of them is {value}.",
+        f"The {word} one of the two numbers {a} and {b} is {value}, as we see when we compare them.",
         f"The {word} number is {value}, because the other number of the two is {other} than {value}.",
     ]  # fmt: skip
 
 
 def parity(rng: random.Random) -> Item:
+    """Even or odd."""
     n = rng.randint(1, 99)
     word = "odd" if n % 2 else "even"
     can = "can not" if n % 2 else "can"
@@ -231,6 +241,7 @@ def parity(rng: random.Random) -> Item:
 
 
 def true_false(rng: random.Random) -> Item:
+    """Statements to judge."""
     fact, truth = rng.choice(FACTS)
     word = "true" if truth else "false"
     why = "it agrees with" if truth else "it does not agree with"
@@ -240,11 +251,12 @@ def true_false(rng: random.Random) -> Item:
     ])  # fmt: skip
     return question, _cap(word), [
         f"The statement that {fact} is {word}, because {why} what we know about the world.",
-        f"This statement is {word}. We know it because {why} the facts about the world.",
+        f"The statement is {word}. We know it because {why} the facts about the world.",
     ]  # fmt: skip
 
 
 def yes_no(rng: random.Random) -> Item:
+    """Syllogisms about kinds of animals."""
     kind, instances, verb = rng.choice(KINDS)
     _, _, other = rng.choice(KINDS)
     positive = rng.random() < 0.5
@@ -257,43 +269,47 @@ def yes_no(rng: random.Random) -> Item:
     answer = "Yes" if positive else "No"
     every = f"all {kind} can" if positive else f"no {kind} can"
     return question, answer, [
-        f"{answer}, according to the statement {instances} {can} {verb}, because {instances} are {kind} and {every} {verb}.",
-        f"{answer}, because {every} {verb} and {instances} are {kind}, it follows that {instances} {can} {verb}.",
+        f"The answer is {answer.lower()}, {instances} {can} {verb}, because {instances} are {kind} and {every} {verb}.",
+        f"The answer is {answer.lower()}. If {every} {verb} and {instances} are {kind}, then {instances} {can} {verb}.",
     ]  # fmt: skip
 
 
 def counting(rng: random.Random) -> Item:
+    """How many of these in that."""
     what, where, n = rng.choice(COUNTS)
     question = rng.choice([
         f"How many {what} are in {where}?", f"How many {what} are there in {where}?",
         f"Number of {what} in {where}:",
     ])  # fmt: skip
     return question, str(n), [
-        f"There are {n} {what} in {where}. This is a common fact that most people learn at school.",
-        f"In {where} there are {n} {what}, and this is a fact that is good to remember.",
+        f"The number of {what} in {where} is {n}. This is a common fact that most people learn at school.",
+        f"The answer is {n} {what}, and this fact about {where} is good to remember.",
     ]  # fmt: skip
 
 
 def month_days(rng: random.Random) -> Item:
+    """Days of a month."""
     month, n = rng.choice(list(MONTHS.items()))
     return f"How many days are in {month}?", str(n), [
-        f"There are {n} days in {month}, which is one of the twelve months of the year.",
+        f"The number of days in {month} is {n}. This is one of the twelve months of the year.",
         f"The month of {month} has {n} days in a normal year, as the calendar shows.",
     ]  # fmt: skip
 
 
 def neighbours(rng: random.Random) -> Item:
+    """The day or month before or after."""
     names, unit = (DAYS, "day") if rng.random() < 0.4 else (list(MONTHS), "month")
     i = rng.randrange(len(names))
     after = rng.random() < 0.5
     word, result = ("after", names[(i + 1) % len(names)]) if after else ("before", names[i - 1])
     return f"Which {unit} comes {word} {names[i]}?", result, [
         f"The {unit} that comes {word} {names[i]} is {result}. This is the normal order of the calendar.",
-        f"In the calendar the {unit} right {word} {names[i]} is {result}, as most people know.",
+        f"The {unit} right {word} {names[i]} in the calendar is {result}, as most people know.",
     ]  # fmt: skip
 
 
 def opposite(rng: random.Random) -> Item:
+    """Opposites."""
     a, b = rng.choice(list(OPPOSITES.items()))
     if rng.random() < 0.5:
         a, b = b, a
@@ -305,6 +321,7 @@ def opposite(rng: random.Random) -> Item:
 
 
 def translation(rng: random.Random) -> Item:
+    """Common words in three languages."""
     word, forms = rng.choice(list(WORDS.items()))
     i = rng.randrange(3)
     shown = rng.choice([word, _cap(word)])
@@ -314,85 +331,92 @@ def translation(rng: random.Random) -> Item:
     ])  # fmt: skip
     return question, _cap(forms[i]), [
         f'The {LANGUAGES[i]} word for "{word}" is "{forms[i]}". It is a very common word in that language.',
-        f'In {LANGUAGES[i]} the word "{word}" is translated as "{forms[i]}", which people use every day.',
+        f'The word "{word}" is translated to {LANGUAGES[i]} as "{forms[i]}", which people use every day.',
     ]  # fmt: skip
 
 
 def shape(rng: random.Random) -> Item:
+    """Sides of shapes."""
     name, n = rng.choice(list(SIDES.items()))
     article = "an" if name[0] in "aeiou" else "a"
     return f"How many sides does {article} {name} have?", str(n), [
-        f"A shape that is called {article} {name} has {n} sides and also {n} corners.",
-        f"There are {n} sides in {article} {name}, and each of them is a straight line.",
+        f"The shape that is called {article} {name} has {n} sides and also {n} corners.",
+        f"The number of sides of {article} {name} is {n}, and each of them is a straight line.",
     ]  # fmt: skip
 
 
 def legs(rng: random.Random) -> Item:
+    """Legs of animals."""
     name, n = rng.choice(list(LEGS.items()))
     article = "an" if name[0] in "aeiou" else "a"
     return f"How many legs does {article} {name} have?", str(n), [
-        f"A healthy {name} has {n} legs, and it uses all of them to walk and to stand.",
-        f"There are {n} legs on the body of {article} {name}, and it uses them to walk.",
+        f"The {name} has {n} legs, and it uses all of them to walk and to stand.",
+        f"The number of legs of {article} {name} is {n}, and it uses them to walk.",
     ]  # fmt: skip
 
 
 def baby(rng: random.Random) -> Item:
+    """Names of young animals."""
     name, young = rng.choice(list(BABIES.items()))
     question = rng.choice([f"What is a baby {name} called?", f"Name for a baby {name}:"])
     return question, _cap(young), [
-        f"A baby {name} is called a {young}. It stays close to its mother until it is grown up.",
+        f"The baby of a {name} is called a {young}. It stays close to its mother until it is grown up.",
         f"The name for a young {name} is {young}, and it will grow up to be a {name}.",
     ]  # fmt: skip
 
 
 def colour(rng: random.Random) -> Item:
+    """Colours of things and of mixtures."""
     if rng.random() < 0.3:
         (a, b), c = rng.choice(list(MIXES.items()))
         if rng.random() < 0.5:
             a, b = b, a
         return f"What color do you get when you mix {a} and {b}?", _cap(c), [
-            f"When you mix the colors {a} and {b} together, the new color that you get is {c}.",
+            f"The color that you get when you mix {a} and {b} together is {c}, which is a new color.",
         ]  # fmt: skip
     if rng.random() < 0.2:
         kind, c = rng.choice([("primary", "red"), ("primary", "blue"), ("secondary", "green"), ("secondary", "orange")])
         return f"Name one {kind} color:", _cap(c), [
-            f"One of the {kind} colors is {c}. There are three {kind} colors in all.",
+            f"The color {c} is one of the {kind} colors. There are three of them in all.",
         ]  # fmt: skip
     thing, c = rng.choice(list(COLOURS.items()))
     question = rng.choice([f"What color is {thing}?", f"The color of {thing}:"])
     return question, _cap(c), [
         f"The color of {thing} is {c}. This is easy to see when you look at it in good light.",
-        f"We can see that the color of {thing} is {c}, as most people would agree.",
+        f"The color that we see when we look at {thing} is {c}, as most people would agree.",
     ]  # fmt: skip
 
 
 def chemistry(rng: random.Random) -> Item:
+    """Chemical symbols."""
     name, symbol = rng.choice(list(SYMBOLS.items()))
     question = rng.choice([f"What is the chemical symbol for {name}?", f"Chemical symbol for {name}:"])
     return question, symbol, [
         f"The chemical symbol for {name} is {symbol}. You can find it in the table of the elements.",
-        f"In the table of the elements {name} is written as {symbol}, which is its symbol.",
+        f"The element {name} is written as {symbol} in the table of the elements, which is its symbol.",
     ]  # fmt: skip
 
 
 def plural(rng: random.Random) -> Item:
+    """Plurals."""
     one, many = rng.choice(list(PLURALS.items()))
     question = rng.choice([f"What is the plural of {one}?", f"Plural of {one}:"])
     return question, _cap(many), [
         f"The plural of {one} is {many}. We use this word when there is more than one {one}.",
-        f"When there is more than one {one}, we use the plural form, which is {many}.",
+        f"The word for more than one {one} is {many}, which is called the plural form.",
     ]  # fmt: skip
 
 
 def letters(rng: random.Random) -> Item:
+    """Neighbours in the alphabet."""
     i = rng.randrange(25)
     a, b = chr(65 + i), chr(66 + i)
     if rng.random() < 0.5:
         return f"Which letter comes after {a} in the alphabet?", b, [
-            f"In the English alphabet the letter that comes right after {a} is the letter {b}.",
+            f"The letter that comes right after {a} in the English alphabet is the letter {b}.",
         ]  # fmt: skip
     return f"Which letter comes before {b} in the alphabet?", a, [
-        f"In the English alphabet the letter that comes right before {b} is the letter {a}.",
+        f"The letter that comes right before {b} in the English alphabet is the letter {a}.",
     ]  # fmt: skip
 
 
@@ -413,6 +437,6 @@ def sample(rng: random.Random) -> tuple[str, str]:
     manner = rng.random()
     if manner < BARE:
         return question, answer
-    if manner < BARE + SENTENCE:
-        return question, rng.choice([f"The answer is {answer}.", f"It is {answer}."])
+    if manner < BARE + LABELLED:
+        return question, f"Answer: {answer}"
     return question, wordy[0] if rng.random() < 0.7 else rng.choice(wordy)
