@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every member's greedy tokens equal those of a plain transformers model with that member's weights written in.
+
+Weights are rebuilt here from the normals alone, in float64, by the formulas of the documentation: neither the
+adapters nor the update of the package take part. A token may differ only where the plain model's two best logits lie
+within 1e-4 of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evoalign.config import Config
+from evoalign.errors import ConfigError
+from evoalign.spaces.base import Factors
+from evoalign.types import MEAN, MEAN_PLAN, Member, Sampling, Update
+from families import FAMILIES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests
+
+TIE = 1e-4
+TOKENS = 10
+SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora b": ("lora", {"lora": {"rank": 1, "alpha": 2}}),
+    "lora b, rank 4, antithetic": ("lora", {"lora": {"rank": 4, "alpha": 2}, "es": {"antithetic": True}}),
+    "lora ab": ("lora", {"lora": {"evolve": "ab"}, "es": {"sigma": 0.3, "learning_rate": 0.3}}),
+    "lora ab, rank 4": ("lora", {"lora": {"evolve": "ab", "rank": 4}, "es": {"sigma": 0.2, "learning_rate": 0.2}}),
+    "lora b, noise_multiplier": ("lora", {"es": {"noise_multiplier": 0.5, "learning_rate": 0.5}}),
+    "lowrank": ("lowrank", {}),
+    "lowrank, rank 4, antithetic": ("lowrank", {"lowrank": {"rank": 4}, "es": {"antithetic": True}}),
+    "full": ("full", {"es": {"sigma": 0.02, "learning_rate": 0.01}}),
+    "full, antithetic": ("full", {"es": {"sigma": 0.02, "learning_rate": 0.01, "antithetic": True}}),
+}
+
+
+class Rebuilt:
+    """A plain model whose weights are those of any member, from the base weights, the normals and one update."""
+
+    def __init__(self, bench: Bench, path: str | Path, update: Update) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.bench, self.update, self.config = bench, update, bench.config
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
+        self.parameters = dict(self.model.named_parameters())
+        self.base = {n: p.detach().double().clone() for n, p in self.parameters.items()}
+        self.scales = self._scales()
+        self.moves: dict[str, torch.Tensor] = {}
+
+    def become(self, member: Member, generation: int) -> Any:
+        """Write a member's weights in."""
+        with torch.no_grad():
+            for name, weight in self._weights(member, generation):
+                self.parameters[name].copy_(weight)
+        return self.model
+
+    def _weights(self, member: Member, generation: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor in self.bench.layout.tensors:
+            if self.config.space.name == "lora":
+                if tensor.name.endswith("lora_B.weight"):
+                    a, b = (self._moved(tensor.module, f, member, generation) for f in "AB")
+                    lora = self.config.lora
+                    yield tensor.module, self.base[tensor.module] + lora.alpha / lora.rank * b @ a
+            else:
+                yield tensor.name, self.base[tensor.name] + self._change(tensor.name, member, generation)
+
+    def _moved(self, module: str, factor: str, member: Member, generation: int) -> torch.Tensor:
+        """A LoRA factor: where it starts, where the update took it, and the member's noise."""
+        name = f"{module.removesuffix('.weight')}.lora_{factor}.weight"
+        start = self.bench.space.start(self.bench.layout, name, "cpu").double()
+        evolves = factor == "B" or self.config.lora.evolve == "ab"
+        return start + self._change(name, member, generation) if evolves else start
+
+    def _change(self, name: str, member: Member, generation: int) -> torch.Tensor:
+        """The update's move and the member's noise, by the step convention."""
+        if name not in self.moves:
+            pairs = zip(self.update.members, self.update.coefficients, strict=True)
+            total = sum(c * m.sign * self._noise(name, self.update.generation, m) for m, c in pairs)
+            self.moves[name] = self.scales(name) * self.update.step * total / len(self.update.members)
+        if member.is_mean:
+            return self.moves[name]
+        width = self.scales(name) * self.config.es.width
+        return self.moves[name] + width * member.sign * self._noise(name, generation, member)
+
+    def _noise(self, name: str, generation: int, member: Member) -> torch.Tensor:
+        """One member's noise with unit variance, dense."""
+        normals = self.bench.space.noise(self.bench.layout, name, generation, [member.noise])
+        if isinstance(normals, Factors):
+            return normals.b[0].double() @ normals.a[0].double() / math.sqrt(self.config.lowrank.rank)
+        return normals[0].double()
+
+    def _scales(self) -> Any:
+        if self.config.es.noise_multiplier is None:
+            return lambda name: 1.0
+        of_layer: dict[str, list[float]] = {}
+        for tensor in self.bench.layout.tensors:
+            of_layer.setdefault(_layer(tensor.module), []).append(float(self.base[tensor.module].abs().mean()))
+        return lambda name: sum(of_layer[_layer(name)]) / len(of_layer[_layer(name)])
+
+
+def _layer(name: str) -> str:
+    return next(part for part in name.split(".") if part.isdigit())
+
+
+def check(model: Any, prompt: Sequence[int], got: Sequence[int], stop_ids: Sequence[int]) -> None:
+    """Every token is the likeliest by a plain forward over what came before, up to ties, and a stop token is last."""
+    logits = next_logits(model, prompt, got)
+    chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max() <= TIE
+    assert not set(got[:-1]) & set(stop_ids)
+    assert got[-1] in stop_ids or len(got) == TOKENS
+
+
+def same_or_tied(model: Any, prompt: tuple[int, ...], got: Sequence[int], stop_ids: Sequence[int]) -> bool:
+    """Whether the tokens are those of plain `generate`; a difference has to begin at a tie."""
+    whole = torch.tensor([prompt])
+    out = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=TOKENS, do_sample=False,
+                         eos_token_id=list(stop_ids), pad_token_id=0)  # fmt: skip
+    wanted = out[0, len(prompt) :].tolist()
+    if wanted == list(got):
+        return True
+    first = next(i for i, (w, g) in enumerate(zip(wanted, got, strict=False)) if w != g)
+    best = next_logits(model, prompt, wanted)[first].topk(2).values
+    assert best[0] - best[1] <= TIE, (prompt, wanted, got)
+    return False
+
+
+def run(
+    config: Config,
+    path: str | Path,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    generate: bool = False,
+    stop_ids: Sequence[int] | None = None,
+) -> None:
+    with Bench(config, stop_ids) as bench:
+        rebuilt = Rebuilt(bench, path, bench.move())
+        plan = bench.plan()
+        cells = bench.ask(plan, requests(prompts, Sampling(TOKENS)))
+        stop = bench.tokens.stop_ids
+        equal: list[bool] = []
+        for member in plan.members:
+            model = rebuilt.become(member, plan.generation)
+            for p, prompt in enumerate(prompts):
+                got = cells[member.index, p].token_ids
+                check(model, prompt, got, stop)
+                if generate and member.index % len(prompts) == p:
+                    equal.append(same_or_tied(model, prompt, got, stop))
+        texts = {tuple(cells[m.index, p].token_ids for p in range(len(prompts))) for m in plan.members}
+        assert len(texts) >= 10, "the noise is too small for this test to tell members apart"
+        assert sum(equal) >= 0.9 * len(equal), "ties are rare"
+        mean = bench.ask(MEAN_PLAN, requests(prompts, Sampling(TOKENS)))
+        model = rebuilt.become(MEAN, 0)
+        for p, prompt in enumerate(prompts):
+            check(model, prompt, mean[-1, p].token_ids, stop)
+
+
+def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
+    """Questions with the chat template (a shared beginning) and a raw line (none) of other lengths."""
+    from evoalign import tokens
+
+    loaded = tokens.load(config.model)
+    chats = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "Capital city of Italy:")]
+    return tuple(map(loaded.encode, chats))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
+    from evoalign.models import tiny
+
+    space, sections = SPACES[name]
+    config = make_config("tiny", space, **sections)
+    run(config, tiny(), tiny_prompts(config), generate=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("families")
+    return {family: build(family, place / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_members_of_every_family_are_plain_models(
+    family: str, prompts: str, deterministic: bool, folders: dict[str, Path]
+) -> None:
+    """All linear projections, in a batch with padding that rows leave, with and without a prefix."""
+    config = make_config(folders[family], deterministic=deterministic)
+    run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
+
+
+@pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_every_space_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:
+    space, sections = SPACES[name]
+    run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"])
+
+
+def test_all_linear_projections_of_the_layers_are_targets(folders: dict[str, Path]) -> None:
+    found = {}
+    for family in ("qwen2", "gpt_neox", "opt"):
+        with Bench(make_config(folders[family])) as bench:
+            found[family] = {t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in bench.layout.tensors}
+            assert len(bench.layout.tensors) == 2 * len(found[family])
+    assert found["qwen2"] == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert found["gpt_neox"] == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    assert found["opt"] == {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}
+
+
+def test_chosen_layers_and_modules_alone_evolve(folders: dict[str, Path]) -> None:
+    section = {"target_layers": [1], "target_modules": ["query_key_value"]}
+    config = make_config(folders["gpt_neox"], lora=section, es={"sigma": 0.3, "learning_rate": 0.1})
+    with Bench(config) as bench:
+        assert [t.module for t in bench.layout.tensors] == ["gpt_neox.layers.1.attention.query_key_value.weight"]
+    run(config, folders["gpt_neox"], PROMPTS["apart"])
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"target_layers": [0, 7]}, "target_layers: no layer 7; the model has layers 0 to 1"),
+        ({"target_modules": ["c_attn"]}, "target_modules: no module 'c_attn'; the model has dense, dense_4h_to_h, "),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(
+    space: str, section: dict[str, Any], message: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Bench(make_config(folders["gpt_neox"], space, **{space: section}))
+    assert f"{space}.{message}" in str(error.value)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of several families with random weights, and engines over them; no download.
+
+The weights are scaled so that greedy texts do not repeat one token and a small change of a weight changes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evoalign import engines, optimizer, spaces, tokens
+from evoalign.config import Config, from_dict
+from evoalign.engines import Engine
+from evoalign.models import tiny
+from evoalign.spaces import Space
+from evoalign.tokens import Tokens
+from evoalign.types import Layout, Plan, Request, Rollout, Sampling, Update, population
+
+VOCABULARY = 1024
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = 6
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": ...}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", {"sliding_window": WINDOW, "head_dim": 8, "tie_word_embeddings": False}),
+    "opt": ("OPT", {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+
+
+def build(family: str, folder: Path, **changes: Any) -> Path:
+    """A random model of a family with the tiny model's tokenizer, as a folder."""
+    import transformers
+
+    name, own = FAMILIES[family]
+    settings = {k: v for k, v in {**COMMON, **own, **changes}.items() if v is not ...}
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings))
+    for key, parameter in model.named_parameters():
+        if "norm" not in key:
+            torch.nn.init.normal_(parameter, std=1.0 if "embed" in key else 0.3)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / file, folder)
+    return folder
+
+
+def make_config(model: str | Path = "tiny", space: str = "lora", **tree: Any) -> Config:
+    """A config with the width of noise that changes greedy texts of these models, overridden by sections of `tree`."""
+    sections: dict[str, Any] = {
+        "seed": 5,
+        "space": space,
+        "model": {"name": str(model)},
+        "es": {"sigma": 0.05, "learning_rate": 0.025, "population_size": 30},
+    }
+    for name, section in tree.items():
+        old = sections.get(name, {})
+        sections[name] = {**old, **section} if isinstance(section, Mapping) and isinstance(old, dict) else section
+    if "noise_multiplier" in sections["es"]:
+        sections["es"].pop("sigma", None)
+    return from_dict(sections)
+
+
+class Bench:
+    """An engine that has started, with what it was started with; a context manager."""
+
+    def __init__(self, config: Config, stop_ids: Sequence[int] | None = None) -> None:
+        self.config = config
+        loaded = tokens.load(config.model)
+        self.tokens = loaded if stop_ids is None else Tokens(loaded.tokenizer, stop_ids)
+        self.engine: Engine = engines.create(config, self.tokens)
+        self.space: Space = spaces.create(config)
+        self.layout: Layout = self.space.layout(self.engine.specs(), self.engine.dtype)
+        self.facts = self.engine.start(
+            self.space, self.layout, optimizer.create(config.es.optimizer), config.es.decay > 0
+        )
+        self.members = population(config.es.population_size, antithetic=config.es.antithetic)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.engine.close()
+
+    @property
+    def model(self) -> Any:
+        """The engine's model."""
+        return self.engine.model  # type: ignore[attr-defined]
+
+    def plan(self, generation: int = 1) -> Plan:
+        """Everybody, at the config's width."""
+        return Plan(generation, self.config.es.width, self.members)
+
+    def move(self) -> Update:
+        """Apply one update with made-up coefficients, so that the mean is not the start; returns it."""
+        generator = torch.Generator().manual_seed(3)
+        coefficients = torch.randn(len(self.members), generator=generator, dtype=torch.float64).tolist()
+        width = self.config.es.width
+        update = Update(0, 0, self.members, tuple(coefficients), width, self.config.es.eta * width)
+        self.engine.apply(update)
+        return update
+
+    def ask(self, plan: Plan, requests: Sequence[Request]) -> dict[tuple[int, int], Rollout]:
+        """Rollouts by (member, request), each exactly once."""
+        rollouts = list(self.engine.rollout(plan, requests))
+        cells = {(r.member.index, r.request): r for r in rollouts}
+        assert len(cells) == len(rollouts) == len(plan.members) * len(requests)
+        return cells
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    """So many tokens, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(20, VOCABULARY, (count,), generator=generator).tolist())
+
+
+PREFIX = ids(9, 1)
+PROMPTS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "apart": (ids(5, 2), ids(11, 3), ids(8, 4)),
+    "shared": (PREFIX + ids(2, 5), PREFIX + ids(9, 6), PREFIX + ids(4, 7)),
+}
+"""Prompts of different lengths, without and with tokens that all begin with."""
+
+
+def requests(prompts: Sequence[tuple[int, ...]], sampling: Sampling, **fields: Any) -> list[Request]:
+    """One request a prompt; seeds count up from 100."""
+    return [Request(i, p, sampling, 100 + i, **fields) for i, p in enumerate(prompts)]
+
+
+@torch.inference_mode()
+def next_logits(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] before each token of a completion: one plain forward, no cache, no padding."""
+    whole = torch.tensor([[*prompt, *completion]])
+    return model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
