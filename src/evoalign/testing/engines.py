@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every engine promises: each member answers with its own weights, and the mean moves by the formula.
+
+Texts are held against transformers on the CPU with a member's weights written in, position by position: a token has to
+be the likeliest one, or within `TIE` of it. So the model of the config should be a small one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from evoalign import optimizer, spaces, tokens
+from evoalign.config import Config
+from evoalign.engines import Engine, weights_hash
+from evoalign.spaces import Factors, Space
+from evoalign.tokens import Tokens
+from evoalign.types import MEAN, MEAN_PLAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, Update, population
+
+PROMPTS = ("Solve: 3 + 5 =", "Name a colour of the sky, in one word.", "Solve: 3 + 5 = 8. Solve: 9 - 2 =")
+TOKENS = 8
+TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Logits closer than this may fall either way: sums are added in another order. By the served dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A started engine and all that it was started with."""
+
+    config: Config
+    tokens: Tokens
+    engine: Engine
+    space: Space
+    layout: Layout
+    facts: Facts
+    requests: tuple[Request, ...]
+
+    def plan(self, members: Sequence[Member], generation: int = 1, wider: float = 1.0) -> Plan:
+        """The members with the config's width, or one that is wider."""
+        return Plan(generation, wider * self.config.es.width, tuple(members))
+
+    def update(self) -> Update:
+        """One that moves the mean."""
+        es = self.config.es
+        return Update(0, 1, population(4), (1.2, -0.3, 0.4, -1.3), es.width, es.eta * es.width)
+
+
+Create: TypeAlias = Callable[[Config, Tokens], Engine]
+Check: TypeAlias = Callable[[Bench], None]
+
+
+def check_engine(create: Create, config: Config) -> None:
+    """All of `CHECKS`, each on an engine of its own. Raises AssertionError."""
+    for check in CHECKS:
+        with started(create, config) as bench:
+            check(bench)
+
+
+@contextmanager
+def started(create: Create, config: Config) -> Generator[Bench, None, None]:
+    """An engine, started with the config's space and closed at the end."""
+    tokens_ = tokens.load(config.model)
+    engine = create(config, tokens_)
+    try:
+        space = spaces.create(config)
+        layout = space.layout(engine.specs(), engine.dtype)
+        made = optimizer.create(config.es.optimizer)
+        facts = engine.start(space, layout, made, keep_start=config.es.decay > 0)
+        sampling = Sampling(TOKENS)
+        requests = [Request(i, tokens_.encode(p), sampling, seed=i, logprobs=True) for i, p in enumerate(PROMPTS)]
+        yield Bench(config, tokens_, engine, space, layout, facts, tuple(requests))
+    finally:
+        engine.close()
+
+
+def check_specs(bench: Bench) -> None:
+    """Tensors go by their Hugging Face names and shapes, tied ones once."""
+    specs = bench.engine.specs()
+    names = [s.name for s in specs]
+    assert len(set(names)) == len(names), "a tensor is listed twice"
+    model = _model(bench)
+    want = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    odd = sorted(set(want) ^ set(names))
+    assert not odd, f"{odd[0]} is {'not listed' if odd[0] in want else 'no tensor of the Hugging Face model'}"
+    for spec in specs:
+        assert spec.shape == want[spec.name], f"{spec.name} is listed as {spec.shape}, and is {want[spec.name]}"
+        mean = float(model.get_parameter(spec.name).double().abs().mean())
+        assert math.isclose(spec.mean_abs, mean, rel_tol=1e-4, abs_tol=1e-9), (
+            f"mean |W| of {spec.name} is {spec.mean_abs}, and should be {mean}"
+        )
+
+
+def check_facts(bench: Bench) -> None:
+    """The engine says what it is."""
+    facts = bench.facts
+    assert facts.engine and facts.device, "the engine does not name itself and its device"
+    assert facts.dtype == bench.layout.dtype, f"facts say {facts.dtype}, the layout {bench.layout.dtype}"
+    assert facts.master_bytes >= 0, f"master_bytes is {facts.master_bytes}"
+
+
+def check_rollouts(bench: Bench) -> None:
+    """Every (member, request) once, whatever the order; all fields fit each other."""
+    members = (*population(3), MEAN)
+    same = dataclasses.replace(bench.requests[0], index=len(bench.requests), logprobs=False)
+    requests = (*bench.requests, same)
+    rollouts = list(bench.engine.rollout(bench.plan(members), requests))
+    got = sorted((r.member.index, r.request) for r in rollouts)
+    want = sorted((m.index, r.index) for m in members for r in requests)
+    assert got == want, f"asked for (member, request) {want}, got {got}"
+    for rollout in rollouts:
+        _check_fields(bench, requests[rollout.request], rollout)
+
+
+def check_mean_is_plain(bench: Bench) -> None:
+    """The unperturbed model answers as plain transformers does, before and after an update."""
+    before = _greedy(bench, MEAN_PLAN)
+    _check_greedy(bench, _model(bench), before.values())
+    bench.engine.apply(bench.update())
+    after = _greedy(bench, MEAN_PLAN)
+    _check_greedy(bench, _written(bench, MEAN_PLAN, MEAN), after.values())
+
+
+def check_members_are_their_own(bench: Bench) -> None:
+    """Each member answers as plain transformers does with that member's weights written in."""
+    bench.engine.apply(bench.update())
+    plan = bench.plan((*population(4, antithetic=True), MEAN))
+    rollouts = _greedy(bench, plan)
+    for member in plan.members:
+        model = _written(bench, plan, member)
+        _check_greedy(bench, model, [r for (index, _), r in rollouts.items() if index == member.index])
+
+
+def check_members_differ(bench: Bench) -> None:
+    """A member with much noise is never the mean, nor another member: no adapter is silently ignored."""
+    factors = len(bench.layout.tensors) > len({t.module for t in bench.layout.tensors})
+    members = (*population(4, antithetic=not factors), MEAN)  # from zero, (-B) (-A) is B A
+    rollouts = _greedy(bench, bench.plan(members, wider=10.0))
+    for request in bench.requests:
+        seen: dict[object, int] = {}
+        for member in members:
+            rollout = rollouts[member.index, request.index]
+            answer = (rollout.token_ids, rollout.logprobs)
+            assert answer not in seen, f"members {seen[answer]} and {member.index} answer alike (-1 is the mean)"
+            seen[answer] = member.index
+
+
+def check_rollouts_leave_the_mean(bench: Bench) -> None:
+    """Neither a whole rollout nor one that is left half-way changes the mean or what it answers."""
+    fingerprint, answers = bench.engine.fingerprint(), _greedy(bench, MEAN_PLAN)
+    plan = bench.plan(population(4), wider=10.0)
+    list(bench.engine.rollout(plan, bench.requests))
+    left = bench.engine.rollout(plan, bench.requests)
+    next(left)
+    close = getattr(left, "close", None)
+    if close is not None:
+        close()
+    assert bench.engine.fingerprint() == fingerprint, "a rollout changes the fingerprint"
+    _same_answers(answers, _greedy(bench, MEAN_PLAN), "the mean answers otherwise after a rollout")
+
+
+def check_repeats(bench: Bench) -> None:
+    """A deterministic engine answers the same twice, greedy and sampled."""
+    if not bench.facts.deterministic:
+        return
+    plan = bench.plan(population(3))
+    sampled = [dataclasses.replace(r, sampling=Sampling(TOKENS, temperature=1.0)) for r in bench.requests]
+    for requests in (list(bench.requests), sampled):
+        first, second = (_answers(bench, plan, requests) for _ in range(2))
+        _same_answers(first, second, "the same plan and requests are answered otherwise")
+
+
+def check_common_random_numbers(bench: Bench) -> None:
+    """Members share the draws of a (prompt, sample): with no noise they all answer the same; seeds differ."""
+    plan = Plan(1, 0.0, population(3))
+    warm = Sampling(TOKENS, temperature=1.5)
+    requests = [dataclasses.replace(bench.requests[0], index=i, seed=100 + i, sampling=warm) for i in range(12)]
+    rollouts = _answers(bench, plan, requests)
+    for request in requests:
+        answers = {rollouts[m.index, request.index].token_ids for m in plan.members}
+        assert len(answers) == 1, f"members of the same weights draw different tokens for seed {request.seed}"
+    drawn = {rollouts[0, r.index].token_ids for r in requests}
+    assert len(drawn) > 1, "twelve seeds draw the same tokens"
+
+
+def check_apply(bench: Bench) -> None:
+    """An update moves each tensor of the mean by step * scale * (1/N) sum_i c_i sign_i eps_i, and no other."""
+    before, update = dict(bench.engine.state()), bench.update()
+    fingerprint = bench.engine.fingerprint()
+    bench.engine.apply(update)
+    assert bench.engine.fingerprint() != fingerprint, "an update does not change the fingerprint"
+    moving = {t.name: t for t in bench.layout.tensors}
+    tolerance = 1e-4 if bench.engine.dtype == torch.float32 else 2e-2  # served factors are rounded
+    for name, after in bench.engine.state():
+        moved = after.double() - before[name].double()
+        if name not in moving:
+            assert not moved.any(), f"{name} is frozen and moves"
+            continue
+        streams = [m.noise for m in update.members]
+        eps = bench.space.noise(bench.layout, name, update.generation, streams)
+        if isinstance(eps, Factors):
+            eps = eps.b.double() @ eps.a.double() / math.sqrt(eps.a.shape[1])
+        weights = [m.sign * c for m, c in zip(update.members, update.coefficients, strict=True)]
+        total = torch.tensordot(torch.tensor(weights, dtype=torch.float64), eps.double(), dims=1)
+        want = update.step * moving[name].scale * total / len(weights)
+        rounding = 2**-23 * float(after.double().norm())
+        distance = float((moved - want).norm())
+        allowed = tolerance * float(want.norm()) + rounding
+        assert distance <= allowed, f"{name} does not move by the formula: {distance:.2g} away, {allowed:.2g} allowed"
+
+
+def check_zero_coefficients(bench: Bench) -> None:
+    """All coefficients zero move nothing."""
+    fingerprint = bench.engine.fingerprint()
+    bench.engine.apply(dataclasses.replace(bench.update(), coefficients=(0.0,) * 4))
+    assert bench.engine.fingerprint() == fingerprint, "the mean moves though all coefficients are zero"
+
+
+def check_state(bench: Bench) -> None:
+    """The state is the mean in float32 on the CPU, all of it; load puts it back, weights and answers."""
+    state, fingerprint = dict(bench.engine.state()), bench.engine.fingerprint()
+    names = {t.name for t in (*bench.layout.tensors, *bench.layout.frozen)}
+    assert set(state) == names, f"the state has not the layout's tensors: {sorted(set(state) ^ names)[:3]}"
+    for name, tensor in state.items():
+        assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (
+            f"{name} is {tensor.dtype} on {tensor.device}, not float32 on the CPU"
+        )
+        assert tuple(tensor.shape) == bench.layout[name].shape, f"{name} is {tuple(tensor.shape)}"
+    assert weights_hash(state.items()) == fingerprint, "the fingerprint is not the weights_hash of the state"
+    copies = {n: t.clone() for n, t in state.items()}
+    answers = _greedy(bench, MEAN_PLAN)
+    bench.engine.apply(bench.update())
+    for name, tensor in state.items():
+        assert torch.equal(tensor, copies[name]), f"an update changes the {name} that state() gave before"
+    bench.engine.load(state)
+    assert bench.engine.fingerprint() == fingerprint, "load does not bring the fingerprint back"
+    _same_answers(answers, _greedy(bench, MEAN_PLAN), "load does not bring the answers back")
+
+
+CHECKS: tuple[Check, ...] = (
+    check_specs,
+    check_facts,
+    check_rollouts,
+    check_mean_is_plain,
+    check_members_are_their_own,
+    check_members_differ,
+    check_rollouts_leave_the_mean,
+    check_repeats,
+    check_common_random_numbers,
+    check_apply,
+    check_zero_coefficients,
+    check_state,
+)
+
+Answers: TypeAlias = Mapping[tuple[int, int], Rollout]
+
+
+def _answers(bench: Bench, plan: Plan, requests: Sequence[Request]) -> Answers:
+    return {(r.member.index, r.request): r for r in bench.engine.rollout(plan, requests)}
+
+
+def _greedy(bench: Bench, plan: Plan) -> Answers:
+    return _answers(bench, plan, bench.requests)
+
+
+def _same_answers(first: Answers, second: Answers, what: str) -> None:
+    for key, rollout in first.items():
+        other = second[key]
+        assert rollout.token_ids == other.token_ids, f"{what}: {rollout.text!r}, then {other.text!r}"
+
+
+def _check_fields(bench: Bench, request: Request, rollout: Rollout) -> None:
+    ids, where = rollout.token_ids, f"member {rollout.member.index}, request {rollout.request}"
+    stops = [i for i, token in enumerate(ids) if token in bench.tokens.stop_ids]
+    assert 1 <= len(ids) <= request.sampling.max_tokens, f"{where}: {len(ids)} tokens"
+    if rollout.finish_reason == "stop":
+        assert stops == [len(ids) - 1], f"{where}: finished by a stop token, which has to be the last of {ids}"
+    else:
+        assert len(ids) == request.sampling.max_tokens, f"{where}: ended for its length after {len(ids)} tokens"
+        assert not stops, f"{where}: goes on after a stop token"
+    text = bench.tokens.decode(ids)
+    assert rollout.text == text, f"{where}: the text is {rollout.text!r} and its tokens say {text!r}"
+    if not request.logprobs:
+        assert rollout.logprobs is None, f"{where}: log-probabilities that were not asked for"
+        return
+    assert rollout.logprobs is not None, f"{where}: no log-probabilities"
+    assert len(rollout.logprobs) == len(ids), f"{where}: {len(rollout.logprobs)} log-probabilities, {len(ids)} tokens"
+    assert all(math.isfinite(p) and p <= 1e-6 for p in rollout.logprobs), f"{where}: {rollout.logprobs}"
+
+
+def _check_greedy(bench: Bench, model: Any, rollouts: Iterable[Rollout]) -> None:
+    """Each token is the likeliest one after those before it, and has its log-probability."""
+    tie = TIE[bench.engine.dtype]
+    for rollout in rollouts:
+        prompt, ids = bench.requests[rollout.request].prompt_ids, rollout.token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        for place, gap in enumerate((logits.max(-1).values - chosen).tolist()):
+            assert gap <= tie, (
+                f"member {rollout.member.index} (-1 is the mean) answers {rollout.text!r} to request "
+                f"{rollout.request}; token {place} is {ids[place]}, and plain transformers with those weights says "
+                f"{int(logits[place].argmax())}, whose logit is higher by {gap:.3g}"
+            )
+        assert rollout.logprobs is not None
+        want = chosen - logits.logsumexp(-1)
+        apart = float((torch.tensor(rollout.logprobs) - want).abs().max())
+        assert apart <= 4 * tie, f"member {rollout.member.index}: log-probabilities are {apart:.3g} away"
+
+
+def _model(bench: Bench) -> Any:
+    """The plain Hugging Face model, on the CPU, in the served dtype."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tokens.model_path(bench.config.model), revision=bench.config.model.revision, dtype=bench.engine.dtype,
+        trust_remote_code=False,
+    )  # fmt: skip
+    return model.eval().requires_grad_(False)
+
+
+def _written(bench: Bench, plan: Plan, member: Member) -> Any:
+    """The plain model with one member's weights written in, from the engine's own mean."""
+    model, state = _model(bench), dict(bench.engine.state())
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if bench.space.evolves_model:
+        for tensor in bench.layout.tensors:
+            weights[tensor.name].copy_(state[tensor.name])
+    if bench.space.carrier == "dense":
+        for tensor in bench.layout.tensors:
+            dense = bench.space.perturbed(bench.layout, tensor.name, state[tensor.name], plan, member)
+            weights[tensor.name].copy_(dense)
+        return model
+    for module in dict.fromkeys(t.module for t in bench.layout.tensors):
+        adapter = bench.space.adapter(bench.layout, module, state.__getitem__, plan, (member,))
+        if adapter is not None:
+            added = adapter.scaling * (adapter.b[0].float() @ adapter.a[0].float())
+            weights[module].copy_(weights[module].float() + added)
+    return model

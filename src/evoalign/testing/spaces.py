@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every space promises: noise that is a pure function, members made of it, a mean that moves by the formula.
+
+A check takes the space, a layout it made and the specs it made that from. Expectations are computed in float64 from
+`Space.noise` alone, never by `Space.accumulate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from evoalign.spaces import Adapter, Factors, Space
+from evoalign.types import MEAN, EvolvedTensor, Layout, Member, Plan, Slices, TensorKind, TensorSpec, Update, population
+
+Check: TypeAlias = Callable[[Space, Layout, Sequence[TensorSpec]], None]
+
+_SIGMA, _STEP, _MEMBERS = 0.01, 0.005, 6
+
+
+def _layer(index: int) -> list[TensorSpec]:
+    rows: list[tuple[str, tuple[int, ...], TensorKind, float]] = [
+        ("self_attn.q_proj.weight", (12, 16), "linear", 0.03),
+        ("self_attn.q_proj.bias", (12,), "bias", 0.5),
+        ("self_attn.k_proj.weight", (6, 16), "linear", 0.05),
+        ("self_attn.v_proj.weight", (6, 16), "linear", 0.02),
+        ("self_attn.o_proj.weight", (16, 12), "linear", 0.03),
+        ("mlp.gate_proj.weight", (20, 16), "linear", 0.04),
+        ("mlp.up_proj.weight", (20, 16), "linear", 0.04),
+        ("mlp.down_proj.weight", (16, 20), "linear", 0.04),
+        ("input_layernorm.weight", (16,), "norm", 1.0),
+    ]
+    return [TensorSpec(f"model.layers.{index}.{name}", shape, kind, index, mean) for name, shape, kind, mean in rows]
+
+
+SPECS: tuple[TensorSpec, ...] = (
+    TensorSpec("model.embed_tokens.weight", (30, 16), "embedding", None, 0.1),
+    *_layer(0),
+    *_layer(1),
+    TensorSpec("model.norm.weight", (16,), "norm", None, 1.0),
+)
+"""The tensors of a model in small: two layers with the names of Qwen2 and Llama."""
+
+
+def check_space(space: Space, specs: Sequence[TensorSpec] = SPECS) -> None:
+    """All of `CHECKS`, served in float32 and in bfloat16. Raises AssertionError."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layout = space.layout(specs, dtype)
+        for check in CHECKS:
+            check(space, layout, specs)
+
+
+def check_layout(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """Names are unique and those of the model; shapes fit; scales are positive; making it again gives the same."""
+    assert layout.tensors, "the layout has no tensor that evolves"
+    names = [t.name for t in (*layout.tensors, *layout.frozen)]
+    assert len(set(names)) == len(names), f"names repeat in the layout: {_repeated(names)}"
+    of_model = {s.name: s for s in specs}
+    for tensor in (*layout.tensors, *layout.frozen):
+        assert tensor.module in of_model, f"{tensor.name} belongs to {tensor.module}, which the model does not have"
+        assert math.isfinite(tensor.scale) and tensor.scale > 0, f"{tensor.name} has scale {tensor.scale}"
+        if space.evolves_model:
+            assert tensor.name == tensor.module, f"{tensor.name} is no tensor of the model"
+            shape = of_model[tensor.name].shape
+            assert tensor.shape == shape, f"{tensor.name} is {tensor.shape}, {shape} in the model"
+        if space.carrier == "adapter":
+            kind = of_model[tensor.module].kind
+            assert kind == "linear", f"{tensor.module} is a {kind}: only linear weights take an adapter"
+    assert space.layout(specs, layout.torch_dtype) == layout, "the same model gives another layout"
+
+
+def check_start(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """Tensors beside the model start in float32, of the layout's shape, always the same; the model is unchanged."""
+    if space.evolves_model:
+        return
+    for tensor in (*layout.tensors, *layout.frozen):
+        start = space.start(layout, tensor.name, "cpu")
+        assert start.dtype == torch.float32, f"{tensor.name} starts in {start.dtype}, not float32"
+        assert tuple(start.shape) == tensor.shape, f"{tensor.name} starts as {tuple(start.shape)}, not {tensor.shape}"
+        assert torch.equal(start, space.start(layout, tensor.name, "cpu")), f"{tensor.name} starts anew each time"
+    for module, added in _added(space, layout, _masters(space, layout), _plan((MEAN,))).items():
+        assert not added.any(), f"the model does not start unchanged: {module} is not what was loaded"
+
+
+def check_noise_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """The same bits each time, in any order and grouping; others for another member, generation or tensor."""
+    again, seen = space.layout(specs, layout.torch_dtype), list[bytes]()
+    for tensor in layout.tensors:
+        first = _parts(space, layout, tensor.name, 1, range(_MEMBERS))
+        for part in first:
+            assert part.dtype == torch.float32, f"the noise of {tensor.name} is {part.dtype}, not float32"
+        order = [4, 1, 5, 0, 3, 2]
+        for part, other in zip(first, _parts(space, again, tensor.name, 1, order), strict=True):
+            assert torch.equal(part[order], other), f"the noise of {tensor.name} depends on the order of members"
+        for member in range(_MEMBERS):
+            for part, other in zip(first, _parts(space, layout, tensor.name, 1, [member]), strict=True):
+                assert torch.equal(part[member], other[0]), f"the noise of {tensor.name} depends on who is asked with"
+        seen += [p[m].numpy().tobytes() for p in first for m in range(_MEMBERS)]
+        seen += [p[0].numpy().tobytes() for p in _parts(space, layout, tensor.name, 2, [0])]
+    assert len(set(seen)) == len(seen), "two tensors, members or generations have the same noise"
+
+
+def check_noise_slices(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """A slice of the noise is that part of the whole, bit for bit: engines shard and fuse tensors."""
+    for tensor in layout.tensors:
+        whole = space.noise(layout, tensor.name, 3, [0, 5])
+        for slices in _slices(tensor.shape):
+            part = space.noise(layout, tensor.name, 3, [0, 5], slices)
+            if isinstance(whole, Factors):
+                assert isinstance(part, Factors), f"{tensor.name} has factors as a whole and none as a part"
+                same = torch.equal(part.b, whole.b[:, slices[0]]) and torch.equal(part.a, whole.a[:, :, slices[1]])
+            else:
+                assert isinstance(part, torch.Tensor), f"{tensor.name} has no factors as a whole and some as a part"
+                same = torch.equal(part, whole[(slice(None), *slices)])
+            assert same, f"the noise of {tensor.name} in {slices} is not that part of the whole"
+
+
+def check_noise_is_standard(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """Mean 0 and variance 1, over many members and all tensors together (products of factors over sqrt(rank))."""
+    drawn = torch.cat([_eps(space, layout, t, 0, range(256)).reshape(-1) for t in layout.tensors])
+    mean, variance = float(drawn.mean()), float(drawn.var())
+    assert abs(mean) < 0.02, f"the noise has mean {mean:.3f}, not 0"
+    assert abs(variance - 1) < 0.05, f"the noise has variance {variance:.3f}, not 1"
+
+
+def check_members(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """Members differ from each other and from the mean; pairs are opposite; sigma scales; grouping changes nothing."""
+    masters = _masters(space, layout)
+    members = population(_MEMBERS, antithetic=_is_linear(layout))  # from zero, (-B) (-A) is B A
+    mean = _added(space, layout, masters, _plan((MEAN,)))
+    served = _added(space, layout, masters, _plan(members))
+    alone = [_added(space, layout, masters, _plan((m,))) for m in members]
+    for module, added in served.items():
+        away = added - mean[module]
+        for i in range(_MEMBERS):
+            assert away[i].any(), f"member {i} is the mean in {module}"
+            assert torch.equal(added[i], alone[i][module][0]), f"member {i} alone is another in {module}"
+            for j in range(i):
+                assert not torch.equal(away[i], away[j]), f"members {j} and {i} are the same in {module}"
+    if _is_linear(layout):
+        wide = _added(space, layout, masters, _plan(members, sigma=4 * _SIGMA))
+        for module, added in served.items():
+            away, further = added - mean[module], wide[module] - mean[module]
+            _close(away[1::2], -away[::2], _tolerance(layout), f"antithetic members are not opposite in {module}")
+            _close(further, 4 * away, _tolerance(layout), f"four times sigma is not four times the noise in {module}")
+
+
+def check_update(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """The mean moves by step * scale * (1/N) sum_i c_i sign_i eps_i, whatever sigma's schedule."""
+    for antithetic in (False, True):
+        update = _update(antithetic=antithetic)
+        for tensor in layout.tensors:
+            move = _moved(space, layout, tensor, update)
+            want = _move(space, layout, tensor, update)
+            _close(move, want, _tolerance(layout), f"{tensor.name} does not move by the documented formula")
+
+
+def check_update_is_pure(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """The same update from the same mean gives the same bits; its parts make the whole."""
+    update = _update()
+    for tensor in layout.tensors:
+        whole = _moved(space, layout, tensor, update)
+        assert torch.equal(whole, _moved(space, layout, tensor, update)), f"{tensor.name} moves otherwise each time"
+        parts = torch.zeros(tensor.shape)
+        half = tensor.shape[0] // 2
+        for rows in (slice(0, half), slice(half, tensor.shape[0])):
+            part = (rows, *(slice(0, n) for n in tensor.shape[1:]))
+            space.accumulate(layout, parts[part], tensor.name, part, update)
+        _close(parts, whole, 1e-5, f"the parts of the update of {tensor.name} do not make the whole")
+
+
+def check_zero_coefficients(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """All coefficients zero move nothing, decay or not."""
+    update = Update(0, 0, population(_MEMBERS), (0.0,) * _MEMBERS, _SIGMA, _STEP, decay=0.5)
+    for tensor in layout.tensors:
+        master = _random(tensor.shape)
+        before = master.clone()
+        space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update, torch.zeros(tensor.shape))
+        assert torch.equal(master, before), f"{tensor.name} moves though all coefficients are zero"
+
+
+def check_decay(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """Decay takes back its share of the distance to the start."""
+    update = _update(decay=0.25)
+    for tensor in layout.tensors:
+        master = _random(tensor.shape)
+        start = master - 1.0
+        before = master.double()
+        space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update, start)
+        want = start.double() + 0.75 * (before - start.double()) + _move(space, layout, tensor, update)
+        _close(master - start, want - start.double(), 1e-4, f"the decay of {tensor.name} is not the documented one")
+
+
+CHECKS: tuple[Check, ...] = (
+    check_layout,
+    check_start,
+    check_noise_is_pure,
+    check_noise_slices,
+    check_noise_is_standard,
+    check_members,
+    check_update,
+    check_update_is_pure,
+    check_zero_coefficients,
+    check_decay,
+)
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return sorted({n for n in names if names.count(n) > 1})
+
+
+def _whole(shape: Sequence[int]) -> Slices:
+    return tuple(slice(0, n) for n in shape)
+
+
+def _slices(shape: Sequence[int]) -> list[Slices]:
+    """Rows, columns, both, a single element."""
+    rows = [(slice(n // 3, max(n // 3 + 1, n - 1)),) for n in shape[:1]]
+    parts = [(*rows[0], *(slice(0, n) for n in shape[1:])), tuple(slice(n // 2, n) for n in shape)]
+    parts.append((slice(0, shape[0]), *(slice(n // 2, n // 2 + 1) for n in shape[1:])))
+    parts.append(tuple(slice(n - 1, n) for n in shape))
+    return parts
+
+
+def _random(shape: Sequence[int]) -> torch.Tensor:
+    return 0.05 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def _masters(space: Space, layout: Layout) -> dict[str, torch.Tensor]:
+    """A mean: zeros where the model's own weights evolve, so that what members add is seen without rounding."""
+    tensors = (*layout.tensors, *layout.frozen)
+    if space.evolves_model:
+        return {t.name: torch.zeros(t.shape) for t in tensors}
+    return {t.name: space.start(layout, t.name, "cpu") for t in tensors}
+
+
+def _plan(members: tuple[Member, ...], sigma: float = _SIGMA) -> Plan:
+    return Plan(generation=2, sigma=sigma, members=members)
+
+
+def _added(space: Space, layout: Layout, masters: dict[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """What each member adds to each weight of the model, float64 [M, *shape]."""
+    if space.carrier == "dense":
+        each = {t.name: [space.perturbed(layout, t.name, masters[t.name], plan, m) for m in plan.members]
+                for t in layout.tensors}  # fmt: skip
+        return {name: torch.stack(values).double() for name, values in each.items()}
+    added: dict[str, torch.Tensor] = {}
+    for module in dict.fromkeys(t.module for t in layout.tensors):
+        adapter = space.adapter(layout, module, masters.__getitem__, plan, plan.members)
+        added[module] = torch.zeros(len(plan.members), 1, 1).double() if adapter is None else _product(layout, adapter)
+    return added
+
+
+def _product(layout: Layout, adapter: Adapter) -> torch.Tensor:
+    for factor in (adapter.a, adapter.b):
+        assert factor.dtype == layout.torch_dtype, f"a factor is {factor.dtype} and served in {layout.torch_dtype}"
+    return adapter.scaling * (adapter.b.double() @ adapter.a.double())
+
+
+def _parts(space: Space, layout: Layout, name: str, generation: int, members: Sequence[int]) -> list[torch.Tensor]:
+    drawn = space.noise(layout, name, generation, members)
+    return [drawn.a, drawn.b] if isinstance(drawn, Factors) else [drawn]
+
+
+def _eps(space: Space, layout: Layout, tensor: EvolvedTensor, generation: int, members: Sequence[int]) -> torch.Tensor:
+    """Noise of variance 1, float64 [M, *shape]."""
+    drawn = space.noise(layout, tensor.name, generation, members)
+    if isinstance(drawn, Factors):
+        return drawn.b.double() @ drawn.a.double() / math.sqrt(drawn.a.shape[1])
+    return drawn.double()
+
+
+def _update(*, antithetic: bool = False, decay: float = 0.0) -> Update:
+    coefficients = (1.3, -0.2, 0.4, 0.0, -1.9, 0.4)
+    return Update(4, 3, population(_MEMBERS, antithetic=antithetic), coefficients, _SIGMA, _STEP, decay)
+
+
+def _move(space: Space, layout: Layout, tensor: EvolvedTensor, update: Update) -> torch.Tensor:
+    eps = _eps(space, layout, tensor, update.generation, [m.noise for m in update.members])
+    signs = [m.sign * c for m, c in zip(update.members, update.coefficients, strict=True)]
+    total = torch.tensordot(torch.tensor(signs, dtype=torch.float64), eps, dims=1)
+    return update.step * tensor.scale * total / len(signs)
+
+
+def _moved(space: Space, layout: Layout, tensor: EvolvedTensor, update: Update) -> torch.Tensor:
+    master = torch.zeros(tensor.shape)
+    space.accumulate(layout, master, tensor.name, _whole(tensor.shape), update)
+    return master
+
+
+def _is_linear(layout: Layout) -> bool:
+    """Whether what a member adds is linear in its noise: one evolved tensor a weight, at most."""
+    modules = [t.module for t in layout.tensors]
+    return len(set(modules)) == len(modules)
+
+
+def _tolerance(layout: Layout) -> float:
+    """Factors that are served in bfloat16 are rounded to 8 bits."""
+    return 1e-5 if layout.torch_dtype == torch.float32 else 2e-2
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str) -> None:
+    distance = float((got.double() - want.double()).norm() / want.double().norm())
+    assert distance <= tolerance, f"{what}: relative distance {distance:.2g}, at most {tolerance:.0e} is allowed"
