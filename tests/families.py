@@ -63,12 +63,12 @@ def build(family: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def make_config(model: str | Path = "tiny", space: str = "lora", **tree: Any) -> Config:
+def make_config(path: str | Path = "tiny", space: str = "lora", /, **tree: Any) -> Config:
     """A config with the width of noise that changes greedy texts of these models, overridden by sections of `tree`."""
     sections: dict[str, Any] = {
         "seed": 5,
         "space": space,
-        "model": {"name": str(model)},
+        "model": {"name": str(path)},
         "es": {"sigma": 0.05, "learning_rate": 0.025, "population_size": 30},
     }
     for name, section in tree.items():

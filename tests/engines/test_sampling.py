@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawing tokens: the right distribution, cut as transformers cuts it, with random numbers common to all members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+
+from evoalign import noise
+from evoalign.engines.transformers.decode import draw
+from evoalign.types import MEAN_PLAN, Plan, Request, Sampling
+from families import PROMPTS, Bench, build, ids, make_config, next_logits, requests
+
+WARM = Sampling(12, temperature=0.8, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen2", tmp_path_factory.mktemp("sampling") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def bench(folder: Path) -> Iterator[Bench]:
+    with Bench(make_config(folder, es={"population_size": 6}), stop_ids=[2]) as bench:
+        bench.move()
+        yield bench
+
+
+def inverse_cdf(logits: Sequence[float], uniform: float, sampling: Sampling) -> int:
+    """The same draw in numpy, written from the definition: likeliest first, the smallest set that reaches top_p."""
+    z = np.asarray(logits, dtype=np.float64) / sampling.temperature
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept: list[int] = []
+    for token in order:
+        if sum(p[kept]) >= sampling.top_p:
+            break
+        kept.append(int(token))
+    edges = np.cumsum(p[kept])
+    return kept[int(np.searchsorted(edges / edges[-1], uniform))]
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_draw_is_the_inverse_transform(temperature: float, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, uniform = torch.randn(400, 23, generator=generator) * 2, torch.rand(400, generator=generator).double()
+    sampling = Sampling(1, temperature, top_p)
+    got = draw(logits, uniform, sampling).tolist()
+    assert got == [inverse_cdf(row, u, sampling) for row, u in zip(logits.tolist(), uniform.tolist(), strict=True)]
+    assert len(set(got)) > 5
+
+
+@pytest.mark.parametrize("uniform", [2.0**-33, 1 - 2.0**-33])
+def test_the_ends_of_the_unit_interval_draw_a_kept_token(uniform: float) -> None:
+    logits = torch.tensor([[0.0, 3.0, -2.0, 1.0], [-1e4, -1e4, 0.0, -1e4]])
+    got = draw(logits, torch.tensor([uniform, uniform], dtype=torch.float64), Sampling(1, 1.0, 0.95))
+    assert got.tolist() == ([1, 2] if uniform < 0.5 else [3, 2])
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.7, 0.95, 0.999, 1.0])
+def test_the_kept_set_is_that_of_transformers(top_p: float) -> None:
+    from transformers import TopPLogitsWarper
+
+    grid = (torch.arange(40_000, dtype=torch.float64) + 0.5) / 40_000
+    for seed in range(10):
+        logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed))
+        warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits.clone())
+        drawn = draw(logits.expand(len(grid), -1), grid, Sampling(1, 1.0, top_p))
+        assert set(drawn.tolist()) == set(torch.isfinite(warped[0]).nonzero()[:, 0].tolist())
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
+    streams = torch.arange(20_000)
+    uniform = noise.uniforms(noise.key(1, "sampling", ""), torch.zeros_like(streams), streams)
+    drawn = draw(logits.expand(len(streams), -1), uniform, Sampling(1, 1.5))
+    expected: NDArray[Any] = (logits.double() / 1.5).softmax(-1).numpy() * len(streams)
+    assert chisquare(np.bincount(drawn, minlength=5), expected).pvalue > 0.001
+
+
+def test_the_engine_draws_with_the_stated_uniforms(bench: Bench) -> None:
+    """Tokens of the mean, each rebuilt from a plain forward and numpy."""
+    key = noise.key(bench.config.seed, "sampling", "")
+    asked = requests(PROMPTS["apart"], WARM)
+    cells = bench.ask(Plan(1, 0.0, bench.members), asked)
+    for request in asked:
+        got = cells[0, request.index].token_ids
+        steps = torch.arange(len(got))
+        uniforms = noise.uniforms(key, steps, torch.full_like(steps, request.seed)).tolist()
+        logits = _mean_logits(bench, request.prompt_ids, got)
+        assert list(got) == [inverse_cdf(row, u, WARM) for row, u in zip(logits.tolist(), uniforms, strict=True)]
+
+
+def _mean_logits(bench: Bench, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+    """Logits of the mean: its adapters are the ones that the hooks hold after a rollout of it."""
+    bench.ask(MEAN_PLAN, requests([tuple(prompt)], Sampling(1)))
+    return next_logits(bench.model, prompt, completion)
+
+
+def test_members_with_the_same_distribution_draw_the_same_tokens(bench: Bench) -> None:
+    asked = requests(PROMPTS["apart"], WARM)
+    cells = bench.ask(Plan(1, 0.0, bench.members), asked)
+    for p in range(len(asked)):
+        assert len({cells[m.index, p].token_ids for m in bench.members}) == 1
+    apart = bench.ask(Plan(1, 0.1, bench.members), asked)
+    assert len({apart[m.index, 0].token_ids for m in bench.members}) > 1
+
+
+def test_the_seed_of_a_request_decides_and_its_place_does_not(bench: Bench) -> None:
+    prompt = PROMPTS["apart"][0]
+    asked = [Request(i, prompt, WARM, seed) for i, seed in enumerate([8, 9, 8, 2**62 + 8])]
+    cells = bench.ask(MEAN_PLAN, asked)
+    texts = [cells[-1, i].token_ids for i in range(4)]
+    assert texts[0] == texts[2]
+    assert len(set(texts)) == 3
+    alone = bench.ask(MEAN_PLAN, [Request(0, prompt, WARM, 9)])
+    assert alone[-1, 0].token_ids == texts[1]
+
+
+def test_another_run_seed_draws_other_tokens(folder: Path, bench: Bench) -> None:
+    asked = requests([ids(6, 1)], Sampling(12, 1.0))
+    with Bench(make_config(folder, seed=6)) as other, Bench(make_config(folder)) as same:
+        first, second = (b.ask(MEAN_PLAN, asked)[-1, 0].token_ids for b in (other, same))
+    assert first != second
+
+
+@pytest.mark.parametrize("sampling", [Sampling(12), WARM])
+def test_logprobs_are_those_of_a_plain_forward(bench: Bench, sampling: Sampling) -> None:
+    """Of the untempered distribution, also where the draw was tempered and cut."""
+    asked = requests(PROMPTS["shared"], sampling, logprobs=True)
+    cells = bench.ask(MEAN_PLAN, asked)
+    for request in asked:
+        rollout = cells[-1, request.index]
+        logits = _mean_logits(bench, request.prompt_ids, rollout.token_ids)
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        assert rollout.logprobs is not None and len(rollout.logprobs) == len(rollout.token_ids)
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), wanted, atol=2e-4, rtol=0)
+
+
+def test_logprobs_come_where_they_were_asked_for(bench: Bench) -> None:
+    prompts = PROMPTS["apart"]
+    asked = [Request(i, p, WARM, i, logprobs=i == 1) for i, p in enumerate(prompts)]
+    cells = bench.ask(MEAN_PLAN, asked)
+    assert [cells[-1, i].logprobs is None for i in range(3)] == [True, False, True]
+
+
+def test_requests_that_differ_in_sampling_are_refused(bench: Bench) -> None:
+    from evoalign.errors import EvoalignError
+
+    asked = [Request(0, (30, 31), Sampling(4)), Request(1, (30, 31), Sampling(5))]
+    with pytest.raises(EvoalignError, match="differ in their sampling"):
+        list(bench.engine.rollout(MEAN_PLAN, asked))
