@@ -89,6 +89,8 @@ class TransformersEngine:
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One completion of each request for each member. Before `start`, the mean alone answers."""
+        if len({r.sampling for r in requests}) > 1:
+            raise EvoalignError("the requests of a rollout differ in their sampling; ask for them one after the other")
         if self._space is None or self._space.carrier == "dense":
             try:
                 for member in plan.members:
