@@ -17,7 +17,7 @@ from rich.console import Console
 from evoalign import checkpoint, engines, estimate, evaluation, evolve, noise, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, EvaluationConfig, from_dict, load
 from evoalign.engines import Engine
-from evoalign.errors import ConfigError, DataError, ModelError
+from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.journal import Journal
 from evoalign.report import figures
@@ -88,8 +88,13 @@ def train(
         before = _evaluate_test(parts)
         run.create(config, make_manifest(config, {"engine": dataclasses.asdict(parts.facts)}, command_line()),
                    overwrite=overwrite)  # fmt: skip
-        _write_completions(run, "before", before)
-        _loop(parts, run, before, on_generation, console)
+        try:
+            _write_completions(run, "before", before)
+            _loop(parts, run, before, on_generation, console)
+        except EvoalignError:
+            if not run.rows:
+                run.undo()
+            raise
         saved = _save(parts, run)
         after = _evaluate_test(parts)
     finally:

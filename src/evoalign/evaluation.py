@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
+from evoalign.errors import EvoalignError, RewardError
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, Sampling
@@ -66,12 +67,25 @@ def evaluate(
         Request(i, prompts[e], sampling, stream("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
     ]
     rollouts = sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
-    rewards = task.rewards([r.text for r in rollouts], [examples[e] for e, _, _ in keys])
+    rewards = rewards_of(task, [r.text for r in rollouts], [examples[e] for e, _, _ in keys])
     scored = [
         _scored(task, examples, key, rollout, reward)
         for key, rollout, reward in zip(keys, rollouts, rewards, strict=True)
     ]
     return summarise(task, examples, scored)
+
+
+def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    """`task.rewards`, whatever a task of the user's own makes of it. Raises RewardError."""
+    try:
+        rewards = task.rewards(texts, examples)
+    except EvoalignError:
+        raise
+    except Exception as error:
+        raise RewardError(f"task {task.name} failed to score: {type(error).__name__}: {error}; mend it") from error
+    if len(rewards) != len(texts):
+        raise RewardError(f"task {task.name} gave {len(rewards)} rewards for {len(texts)} completions; give one for each")
+    return rewards
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:

@@ -16,7 +16,7 @@ from evoalign import shaping
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError
-from evoalign.evaluation import sampling_of, stream
+from evoalign.evaluation import rewards_of, sampling_of, stream
 from evoalign.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
@@ -110,7 +110,7 @@ def score(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], 
     missing = [cell for cell in wanted if cell not in cells]
     if missing:
         raise EvoalignError(f"the engine returned no completion for (member, prompt) {missing[0]}; nothing was scored")
-    rewards = task.rewards([cells[c].text for c in wanted], [examples[p] for _, p in wanted])
+    rewards = rewards_of(task, [cells[c].text for c in wanted], [examples[p] for _, p in wanted])
     return np.asarray(rewards, dtype=np.float64).reshape(members, len(examples))
 
 

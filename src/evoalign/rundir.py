@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 
+from evoalign import __version__
 from evoalign.checkpoint import write_text
 from evoalign.config import Config, to_yaml
 from evoalign.errors import RunExistsError
 
-LIBRARIES = ("evoalign", "torch", "transformers", "peft", "safetensors", "numpy", "scipy")
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
 
 
 class RunDir:
@@ -36,6 +38,7 @@ class RunDir:
         self.results = path / "results"
         self.figures = path / "figures"
         self.rows: list[dict[str, Any]] = []
+        self._aside: Path | None = None
 
     def saved(self, generation: int, *, adapter: bool) -> Path:
         """Where the mean after so many generations is saved."""
@@ -50,6 +53,12 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
         write_text(self.config, to_yaml(config))
         write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+
+    def undo(self) -> None:
+        """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
+        shutil.rmtree(self.path)
+        if self._aside is not None:
+            self._aside.rename(self.path)
 
     def exists(self) -> bool:
         """Whether there is anything in the directory."""
@@ -80,7 +89,7 @@ class RunDir:
         while aside.exists():
             count += 1
             aside = self.path.with_name(f"{self.path.name}.{stamp}.{count}")
-        self.path.rename(aside)
+        self._aside = self.path.rename(aside)
 
 
 def config_hash(config: Config) -> str:
@@ -91,7 +100,8 @@ def config_hash(config: Config) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what a run's numbers depend on."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in LIBRARIES}}
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version(), "evoalign": __version__, **libraries}
 
 
 def make_manifest(config: Config, facts: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:

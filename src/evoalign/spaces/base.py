@@ -111,7 +111,7 @@ class Space(ABC):
                 part.mul_(weights[member])
                 total = part if total is None else total.add_(part)
         assert total is not None
-        return total.div_(len(update.members))
+        return total.mul_(1 / len(update.members))  # CUDA divides by a scalar so; the CPU would not
 
     def accumulate(
         self,

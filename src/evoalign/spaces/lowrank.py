@@ -92,7 +92,7 @@ class LowRank(Space):
             left = b.permute(1, 0, 2).reshape(rows, -1)
             right = factors.a.to(torch.float32).reshape(-1, columns)
             total.addmm_(left, right)
-        return total.div_(len(update.members))
+        return total.mul_(1 / len(update.members))
 
     def _served(
         self,
