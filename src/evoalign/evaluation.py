@@ -84,7 +84,7 @@ def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) ->
     except Exception as error:
         raise RewardError(f"task {task.name} failed to score: {type(error).__name__}: {error}; mend it") from error
     if len(rewards) != len(texts):
-        raise RewardError(f"task {task.name} gave {len(rewards)} rewards for {len(texts)} completions; give one for each")
+        raise RewardError(f"task {task.name} gave {len(rewards)} rewards for {len(texts)} texts; give one for each")
     return rewards
 
 
