@@ -85,6 +85,15 @@ class NoSigns(LowRank):
         return made and type(made)(made.a, made.b * signs, made.scaling)
 
 
+class Narrow(Lora):
+    """Members are narrower than the layout says."""
+
+    def adapter(self, layout, module, master, plan, members):
+        return super().adapter(
+            layout, module, master, type(plan)(plan.generation, plan.sigma / 2, plan.members), members
+        )
+
+
 class StepOverSigma(Full):
     """Divides the step by sigma once more."""
 
@@ -138,7 +147,8 @@ WRONG = [
     (SliceOfItsOwn, "not that part of the whole"),
     (TooWide, "variance 1.2"),
     (Deaf, "is the mean in"),
-    (NoSigns, "members 0 and 1 are the same|antithetic members are not opposite"),
+    (NoSigns, "members 0 and 1 are the same|member 1 is not mean"),
+    (Narrow, "is not mean . sign . sigma . scale . noise"),
     (StepOverSigma, "documented formula"),
     (AlwaysMoves, "moves though all coefficients are zero|documented formula|do not make the whole"),
     (NoDecay, "decay of"),

@@ -87,6 +87,12 @@ def test_centered_is_leave_one_out_over_one_std(scores_MP):
     np.testing.assert_allclose(shaping.shape(scores_MP, "centered"), want, rtol=1e-6, atol=1e-6)
 
 
+def test_centered_is_leave_one_out_before_eps():
+    """The other member's score is the baseline: advantages of 2e-8, not of 1e-8 against the mean of both."""
+    got = shaping.shape(np.array([[0.0], [2e-8]]), "centered")
+    assert got.tolist() == pytest.approx([-2 / 3, 2 / 3], rel=1e-9)
+
+
 @given(scores)
 def test_centered_does_not_see_how_hard_a_prompt_is(scores_MP):
     shifted = scores_MP + 8.0 * np.arange(scores_MP.shape[1])

@@ -127,7 +127,7 @@ def check_noise_is_standard(space: Space, layout: Layout, specs: Sequence[Tensor
 
 
 def check_members(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
-    """Members differ from each other and from the mean; pairs are opposite; sigma scales; grouping changes nothing."""
+    """Members are the mean and their own noise, sign * sigma * scale wide; who is asked with changes nothing."""
     masters = _masters(space, layout)
     members = population(_MEMBERS, antithetic=_is_linear(layout))  # from zero, (-B) (-A) is B A
     mean = _added(space, layout, masters, _plan((MEAN,)))
@@ -140,12 +140,12 @@ def check_members(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> 
             assert torch.equal(added[i], alone[i][module][0]), f"member {i} alone is another in {module}"
             for j in range(i):
                 assert not torch.equal(away[i], away[j]), f"members {j} and {i} are the same in {module}"
-    if _is_linear(layout):
-        wide = _added(space, layout, masters, _plan(members, sigma=4 * _SIGMA))
+    for i, member in enumerate(members):
+        want = _intended(space, layout, masters, member)
         for module, added in served.items():
-            away, further = added - mean[module], wide[module] - mean[module]
-            _close(away[1::2], -away[::2], _tolerance(layout), f"antithetic members are not opposite in {module}")
-            _close(further, 4 * away, _tolerance(layout), f"four times sigma is not four times the noise in {module}")
+            away = added[i] - mean[module][0]
+            _close(away, want[module], _tolerance(layout), f"member {i} is not mean + sign * sigma * scale * noise in "
+                   f"{module}")  # fmt: skip
 
 
 def check_update(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
@@ -252,6 +252,19 @@ def _added(space: Space, layout: Layout, masters: dict[str, torch.Tensor], plan:
         adapter = space.adapter(layout, module, masters.__getitem__, plan, plan.members)
         added[module] = torch.zeros(len(plan.members), 1, 1).double() if adapter is None else _product(layout, adapter)
     return added
+
+
+def _intended(
+    space: Space, layout: Layout, masters: dict[str, torch.Tensor], member: Member
+) -> dict[str, torch.Tensor]:
+    """What a member's noise alone adds to each weight of the model."""
+    noise = {t.name: _eps(space, layout, t, 2, [member.noise])[0] * (member.sign * _SIGMA * t.scale)
+             for t in layout.tensors}  # fmt: skip
+    if space.evolves_model:
+        return noise
+    moved = {name: (m + noise[name] if name in noise else m).float() for name, m in masters.items()}
+    before, after = (_added(space, layout, means, _plan((MEAN,))) for means in (masters, moved))
+    return {module: after[module][0] - before[module][0] for module in after}
 
 
 def _product(layout: Layout, adapter: Adapter) -> torch.Tensor:
