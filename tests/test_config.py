@@ -373,3 +373,10 @@ def test_importing_the_config_imports_no_torch() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_pairs_of_ab_never_learn():
+    tree = {"space": "lora", "lora": {"evolve": "ab"}, "es": {"sigma": 0.01, "antithetic": True}}
+    with pytest.raises(ConfigError, match="can never learn"):
+        from_dict(tree)
+    assert from_dict({**tree, "space": "lowrank"}).lora.evolve == "ab"

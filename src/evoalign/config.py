@@ -226,6 +226,11 @@ class Config(Section):
                 f"es.optimizer {self.es.optimizer.name} keeps state of the size of the model with space "
                 f"{self.space.name}; use sgd, or space lora"
             )
+        if self.space.name == "lora" and self.lora.evolve == "ab" and self.es.antithetic:
+            raise ValueError(
+                "es.antithetic with lora.evolve ab can never learn: from A = B = 0 the two members of a pair are the "
+                "same model, since (-B)(-A) = B A; set es.antithetic false, or lora.evolve b"
+            )
         return self
 
 

@@ -131,7 +131,7 @@ def _requests(
 ) -> list[Request]:
     sampling = sampling_of(config.evaluation)
     return [
-        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, row))
+        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i))
         for i, row in enumerate(rows)
     ]
 

@@ -107,7 +107,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """How the mean moves: `+= step * scale * (1/N) * sum_i c_i sign_i noise_i`, then decays towards the start.
+    """How the mean moves: it decays towards the start, then `+= step * scale * (1/N) * sum_i c_i sign_i noise_i`.
 
     `index` counts updates; `step` is eta times the sigma of generation 0, so with `sigma` it is the paper's alpha
     (Qiu et al., arXiv 2509.24372, algorithm 1). `sigma` is the one the members were evaluated with.

@@ -6,7 +6,8 @@ is 1 (`es.sigma`) or the mean |W| of the tensor's layer (`es.noise_multiplier`).
 
     step * t.scale * (1/N) * sum_i c_i sign_i eps_i
 
-with step = learning_rate (`es.sigma`; the paper's alpha, 1/sigma folded in) or learning_rate * noise_multiplier.
+with step = learning_rate (`es.sigma`; the paper's alpha, 1/sigma folded in) or learning_rate * noise_multiplier, times
+the schedule of the learning rate, and in generation 0 of `lora.evolve: ab` times `lora.init_scale`.
 """
 
 from __future__ import annotations
@@ -103,14 +104,12 @@ class Space(ABC):
         costs one noise.
         """
         weights = pair_weights(update)
-        total: torch.Tensor | None = None
+        total = torch.zeros([s.stop - s.start for s in slices], dtype=torch.float32, device=device)
         for members in batched(list(weights), 16):
             eps = self.noise(layout, name, update.generation, members, slices, device)
             assert isinstance(eps, torch.Tensor)
             for member, part in zip(members, eps, strict=True):
-                part.mul_(weights[member])
-                total = part if total is None else total.add_(part)
-        assert total is not None
+                total.add_(part.mul_(weights[member]))
         return total.mul_(1 / len(update.members))  # CUDA divides by a scalar so; the CPU would not
 
     def accumulate(
@@ -139,11 +138,11 @@ class Space(ABC):
 
 
 def pair_weights(update: Update) -> dict[int, float]:
-    """Summed signed coefficient of each noise; zero sums are left out, unless all are zero."""
+    """Summed signed coefficient of each noise; zero sums are left out."""
     weights: dict[int, float] = {}
     for member, coefficient in zip(update.members, update.coefficients, strict=True):
         weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * coefficient
-    return {k: w for k, w in weights.items() if w} or {next(iter(weights)): 0.0}
+    return {k: w for k, w in weights.items() if w}
 
 
 def batched(items: Sequence[int], size: int) -> Iterator[list[int]]:
