@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop alone, with an engine that echoes: who is asked what, with which seeds, and whose reward goes where."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evoalign import evaluation, tokens
+from evoalign.config import Config, from_dict
+from evoalign.errors import EvoalignError, RewardError
+from evoalign.evaluation import paired_interval
+from evoalign.evolve import evolve
+from evoalign.journal import Journal, read
+from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Prompt, Request, Rollout, Update
+from test_api_train import Vowels
+
+
+class Echo:
+    """An engine whose completions are the prompts and the member's number, in any order."""
+
+    def __init__(self, loaded: tokens.Tokens, drop: int = 0) -> None:
+        self.tokens, self.drop = loaded, drop
+        self.calls: list[tuple[Plan, list[Request]]] = []
+        self.updates: list[Update] = []
+        self.log: list[str] = []
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.calls.append((plan, list(requests)))
+        self.log.append("rollout")
+        cells = [
+            Rollout(m, r.index, r.prompt_ids, f"{self.tokens.decode(r.prompt_ids)}|{m.index}", "stop")
+            for m in plan.members
+            for r in requests
+        ]
+        random.Random(0).shuffle(cells)
+        yield from cells[self.drop :]
+
+    def apply(self, update: Update) -> None:
+        self.log.append("apply")
+        self.updates.append(update)
+
+    def fingerprint(self) -> str:
+        self.log.append("fingerprint")
+        return f"hash {len(self.updates)}"
+
+
+class Numbers(Vowels):
+    """Row n earns 10 n + the member's number, if the text is an answer to row n."""
+
+    def prompt(self, example: Example) -> Prompt:
+        return f"number {example['question']}"
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        prompt, _, member = text.partition("|")
+        return 10.0 * int(example["question"]) + int(member) if prompt == self.prompt(example) else float("nan")
+
+
+def settings(**es: Any) -> Config:
+    es = {"sigma": 0.1, "learning_rate": 0.05, "num_generations": 4, "population_size": 4, **es}
+    return from_dict({"seed": 3, "es": es, "task": {"batch_size": 3}, "evaluation": {"every": 2}})
+
+
+def go(config: Config, engine: Echo, path: Path, evaluate: Any = None) -> list[Generation]:
+    task: Any = Numbers([str(n) for n in range(5)])
+    data = task.load_data(0)
+    log = Journal(path, {})
+    anything: Any = engine
+    try:
+        return list(evolve(config, task, data.train, anything, engine.tokens, log, evaluate))
+    finally:
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tokens.Tokens:
+    return tokens.load(settings().model)
+
+
+def test_every_score_belongs_to_its_member_and_prompt(loaded: tokens.Tokens, tmp_path: Path) -> None:
+    engine = Echo(loaded)
+    generations = go(settings(), engine, tmp_path / "j")
+    columns = []
+    for generation in generations:
+        scores = np.array(generation.scores_MP)
+        rows = scores[0] / 10
+        columns += rows.tolist()
+        assert np.array_equal(scores, 10 * rows[None] + np.arange(4)[:, None])
+        assert generation.fitness_M == tuple(10 * rows.mean() + np.arange(4))
+    assert sorted(columns[:5]) == [0, 1, 2, 3, 4]
+    assert sorted(columns[5:10]) == [0, 1, 2, 3, 4]
+
+
+def test_an_update_is_written_down_before_it_is_applied(loaded: tokens.Tokens, tmp_path: Path) -> None:
+    engine = Echo(loaded)
+    written: list[int] = []
+    apply = engine.apply
+
+    def watch(update: Update) -> None:
+        written.append(len(list(read(tmp_path / "j"))))
+        apply(update)
+
+    engine.apply = watch  # type: ignore[method-assign]
+    generations = go(settings(), engine, tmp_path / "j")
+    assert written == [2, 4, 6, 8]
+    assert engine.log == ["rollout", "apply", "fingerprint"] * 4
+    lines = list(read(tmp_path / "j"))
+    assert [line["type"] for line in lines] == ["header", *["update", "seal"] * 4]
+    assert [line["weights_hash"] for line in lines[2::2]] == [f"hash {n}" for n in range(1, 5)]
+    assert [g.update for g in generations] == engine.updates
+    plans = [plan for plan, _ in engine.calls]
+    assert [(u.generation, u.sigma, u.members) for u in engine.updates] == [
+        (p.generation, p.sigma, p.members) for p in plans
+    ]
+
+
+def test_seeds_belong_to_prompt_and_generation(loaded: tokens.Tokens, tmp_path: Path) -> None:
+    first, again = Echo(loaded), Echo(loaded)
+    go(settings(), first, tmp_path / "first")
+    go(settings(), again, tmp_path / "again")
+    assert first.calls == again.calls
+    seeds = [r.seed for _, requests in first.calls for r in requests]
+    assert len(set(seeds)) == len(seeds) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_mean_is_evaluated_when_due(loaded: tokens.Tokens, tmp_path: Path) -> None:
+    calls: list[int] = []
+    engine = Echo(loaded)
+    generations = go(
+        settings(num_generations=6), engine, tmp_path / "j", lambda: {"reward": float(len(engine.updates))}
+    )
+    calls = [g.index for g in generations if g.evaluation is not None]
+    assert calls == [1, 3], "every second generation, and not the last one: that is evaluated at the end anyway"
+    assert [g.evaluation for g in generations if g.evaluation] == [{"reward": 2.0}, {"reward": 4.0}]
+
+
+def test_a_lost_completion_is_an_error_and_nothing_moves(loaded: tokens.Tokens, tmp_path: Path) -> None:
+    engine = Echo(loaded, drop=1)
+    with pytest.raises(EvoalignError, match="no completion for"):
+        go(settings(), engine, tmp_path / "j")
+    assert engine.updates == [] and len(list(read(tmp_path / "j"))) == 1
+
+
+def test_a_zero_variance_generation_has_zero_coefficients(loaded: tokens.Tokens, tmp_path: Path) -> None:
+    engine = Echo(loaded)
+    generations = go(settings(shaping="zscore"), engine, tmp_path / "a")
+    assert not any(g.zero_variance for g in generations)
+    for call in engine.updates:
+        assert np.mean(call.coefficients) == pytest.approx(0)
+        assert np.argsort(call.coefficients).tolist() == [0, 1, 2, 3]
+
+
+def test_evaluation_asks_each_example_under_each_seed(loaded: tokens.Tokens) -> None:
+    engine, task = Echo(loaded), Numbers(["1"], ["7", "8", "9"])
+    config = from_dict({"es": {"sigma": 1}, "evaluation": {"temperature": 1, "samples": 4, "seeds": [5, 6]}})
+    anything: Any = engine
+    result = evaluation.evaluate(anything, loaded, task, task.load_data(0).test, config.evaluation)
+    ((plan, requests),) = engine.calls
+    assert plan == MEAN_PLAN
+    assert len({r.seed for r in requests}) == len(requests) == 3 * 2 * 4
+    assert result.measures_E["reward"] == (69.0, 79.0, 89.0)
+    assert [(c.example, c.seed, c.sample) for c in result.completions] == [
+        (e, s, k) for e in range(3) for s in (5, 6) for k in range(4)
+    ]
+    greedy = config.evaluation.model_copy(update={"temperature": 0.0})
+    assert len(evaluation.evaluate(anything, loaded, task, task.load_data(0).test, greedy).completions) == 3
+
+
+class Broken(Vowels):
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (KeyError("answer"), "task vowels failed to score: KeyError: 'answer'"),
+        ([1.0, 2.0, 3.0], "3 rewards for 2"),
+        (RewardError("as it is"), "^as it is$"),
+    ],
+)
+def test_a_task_that_fails_is_named(result: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        evaluation.rewards_of(Broken(result), ["a", "b"], [{}, {}])
+
+
+def test_paired_interval() -> None:
+    generator = np.random.default_rng(0)
+    before = generator.normal(size=200)
+    after = before + 0.5 + generator.normal(scale=0.3, size=200)
+    mean, low, high = paired_interval(before.tolist(), after.tolist())
+    assert mean == pytest.approx((after - before).mean())
+    half = 1.96 * (after - before).std(ddof=1) / 200**0.5
+    assert (low, high) == (pytest.approx(mean - half, abs=0.01), pytest.approx(mean + half, abs=0.01))
+    assert paired_interval([1.0, 2.0], [2.0, 3.0]) == (1.0, 1.0, 1.0)
+    assert paired_interval([1.0], [3.0]) == (2.0, 2.0, 2.0)
