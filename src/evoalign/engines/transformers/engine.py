@@ -234,7 +234,9 @@ class TransformersEngine:
 def _device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise ModelError(f"engine.device: {wanted!r} is none of auto, cpu, cuda and cuda:K")
+    if wanted.startswith("cuda") and int(wanted[5:] or 0) >= torch.cuda.device_count():
         raise ModelError(f"engine.device: {wanted} is not there; use cpu or auto")
     return wanted
 
