@@ -1,168 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of a population's rollout in one batch, against what one would do without it.
+"""Tokens per second of a whole population in one batch, against a loop over members and against the base model.
 
-    a   a loop over the members: merge a member's adapter into the weights, `generate`, put the weights back
-    b   plain `generate` of the base model on as many rows: no members at all
+    python benchmarks/population.py                      30 members x 2 prompts of the tiny model on the CPU
+    python benchmarks/population.py --model Qwen/Qwen2.5-0.5B-Instruct --device cuda --dtype bfloat16
 
-All three generate the same number of tokens for the same rows (no stop token), greedily. One run interleaves them and
-reports the median of the ratios. Further down: how often a text differs between chunk sizes.
+All sides generate the same number of tokens: greedy, no stop token, the same prompts. In each of five rounds every
+side runs once, one after the other, and the ratios are medians over rounds. The sides:
 
-    python benchmarks/population.py [--model tiny] [--members 30] [--prompts 2] [--tokens 64] [--threads 2]
-                                    [--device cpu] [--dtype float32] [--rank 1] [--repeats 5]
+    population   one `engine.rollout` of all members
+    loop         each member's weights merged into a plain model, `generate` of the prompts, the weights put back
+    base         plain `generate` of the base model on members x prompts rows
+
+Then, how often a text differs when the same population is cut into other chunks: a batch's shape may change the last
+bit of a sum, and with it a token (`deterministic: true` fixes the chunks, not their independence of size).
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
-from evoalign import config, spaces, tasks, tokens
+from evoalign import engines, spaces, tasks, tokens
+from evoalign.config import Config, from_dict
 from evoalign.engines.transformers import TransformersEngine
-from evoalign.rundir import versions
 from evoalign.spaces import Space
-from evoalign.tokens import Tokens, model_path
+from evoalign.tokens import Tokens
 from evoalign.types import Layout, Plan, Request, Sampling, population
 
-SIGMA = 0.01
-CHUNKS = (60, 30, 16, 7, 1)
+SPACES = ("lora", "lowrank")
+SIGMA = {"lora": 0.02, "lowrank": 0.02}
+QUESTIONS = 4
+"""Prompts of the comparison between chunk sizes."""
 
 
-class Bench:
-    """An engine that never stops early, with the plan and requests of one rollout."""
+def config_of(arguments: argparse.Namespace, space: str, **engine: Any) -> Config:
+    return from_dict(
+        {
+            "space": space,
+            "model": {"name": arguments.model, "dtype": engine.pop("dtype", arguments.dtype)},
+            "deterministic": False,
+            "es": {"sigma": SIGMA[space], "population_size": arguments.members},
+            "engine": {"name": "transformers", "device": arguments.device, **engine},
+        }
+    )
 
-    def __init__(self, arguments: argparse.Namespace, space: str, *, stops: bool = False) -> None:
-        self.arguments = arguments
-        rank = {"rank": arguments.rank}
-        self.config = config.from_dict({
-            "space": space, "model": {"name": arguments.model, "dtype": arguments.dtype},
-            "lora": rank, "lowrank": rank, "engine": {"device": arguments.device, "max_rows": arguments.max_rows},
-            "es": {"sigma": SIGMA, "population_size": arguments.members},
-        })  # fmt: skip
-        loaded = tokens.load(self.config.model)
-        self.tokens = loaded if stops else Tokens(loaded.tokenizer, ())
-        self.engine = TransformersEngine(self.config, self.tokens)
-        self.space: Space = spaces.create(self.config)
+
+def prompts_of(config: Config, loaded: Tokens, count: int) -> list[tuple[int, ...]]:
+    """The questions that are shipped, round and round."""
+    task = tasks.create(config.task)
+    data = task.load_data(0)
+    examples = [*data.train, *data.test]
+    return [loaded.encode(task.prompt(examples[i % len(examples)])) for i in range(count)]
+
+
+class Side:
+    """An engine with a space, and its population."""
+
+    def __init__(self, config: Config, loaded: Tokens) -> None:
+        self.engine: TransformersEngine = engines.create(config, loaded)  # type: ignore[assignment]
+        self.space: Space = spaces.create(config)
         self.layout: Layout = self.space.layout(self.engine.specs(), self.engine.dtype)
         self.engine.start(self.space, self.layout, None, False)
-        self.plan = Plan(0, SIGMA, population(arguments.members))
-        self.requests = self._requests(loaded)
-        self.base: Any = AutoModelForCausalLM.from_pretrained(model_path(self.config.model), dtype=self.engine.dtype)
-        self.base = self.base.to(self.engine.device).eval().requires_grad_(False)
+        self.plan = Plan(0, config.es.width, population(config.es.population_size))
+        self.state = dict(self.engine.state())
 
-    def rollout(self) -> list[tuple[int, ...]]:
-        """All members in one batch."""
-        return [r.token_ids for r in self.engine.rollout(self.plan, self.requests)]
+    def rollout(self, prompts: Sequence[tuple[int, ...]], sampling: Sampling) -> dict[tuple[int, int], tuple[int, ...]]:
+        requests = [Request(i, p, sampling, i) for i, p in enumerate(prompts)]
+        return {(r.member.index, r.request): r.token_ids for r in self.engine.rollout(self.plan, requests)}
 
-    def loop(self) -> list[tuple[int, ...]]:
-        """Member by member with merged weights."""
-        parameters = dict(self.base.named_parameters())
-        modules = list(dict.fromkeys(t.module for t in self.layout.tensors))
-        kept = {m: parameters[m].detach().clone() for m in modules}
-        masters = {n: t.to(self.engine.device) for n, t in self.engine.state()}
-        out: list[tuple[int, ...]] = []
-        for member in self.plan.members:
-            for module in modules:
-                adapter = self.space.adapter(self.layout, module, masters.__getitem__, self.plan, [member])
+
+def plain(config: Config, device: torch.device) -> Any:
+    """The model as transformers loads it, without a stop token."""
+    path = tokens.model_path(config.model)
+    dtype = getattr(torch, config.model.dtype)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model
+
+
+def generate(model: Any, prompts: Sequence[tuple[int, ...]], length: int, pad: int) -> torch.Tensor:
+    """`generate` of a left-padded batch."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False)
+    assert out.shape[1] == width + length, "a row stopped early"
+    return out[:, width:]
+
+
+def loop(side: Side, model: Any, prompts: Sequence[tuple[int, ...]], length: int, pad: int) -> None:
+    """One member after the other: merge, generate, put back."""
+    weights = dict(model.named_parameters())
+    master = {name: tensor.to(model.device) for name, tensor in side.state.items()}
+    for member in side.plan.members:
+        kept = {}
+        with torch.no_grad():
+            for module in dict.fromkeys(t.module for t in side.layout.tensors):
+                adapter = side.space.adapter(side.layout, module, master.__getitem__, side.plan, [member])
                 assert adapter is not None
-                parameters[module].data.add_((adapter.b[0] @ adapter.a[0]) * adapter.scaling)
-            out += self._generate([r.prompt_ids for r in self.requests])
-            for module in modules:
-                parameters[module].data.copy_(kept[module])
-        return out
-
-    def plain(self) -> list[tuple[int, ...]]:
-        """The base model on as many rows."""
-        return self._generate([r.prompt_ids for r in self.requests] * len(self.plan.members))
-
-    def _generate(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Left-padded greedy `generate` of exactly `--tokens` tokens."""
-        width = max(map(len, prompts))
-        pad = self.tokens.pad_id
-        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=self.engine.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.engine.device)
-        count = self.arguments.tokens
-        with torch.inference_mode():
-            out: Any = self.base.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=pad
-            )
-        return [tuple(row[width:].tolist()) for row in out]
-
-    def _requests(self, loaded: Tokens) -> list[Request]:
-        task = tasks.create(config.TaskConfig(name="countdown", prompt=self.arguments.form))
-        examples = task.load_data(0).train[: self.arguments.prompts]
-        sampling = Sampling(self.arguments.tokens)
-        return [Request(i, loaded.encode(task.prompt(e)), sampling) for i, e in enumerate(examples)]
+                kept[module] = weights[module].clone()
+                weights[module].add_(adapter.b[0] @ adapter.a[0], alpha=adapter.scaling)
+        generate(model, prompts, length, pad)
+        with torch.no_grad():
+            for module, weight in kept.items():
+                weights[module].copy_(weight)
 
 
-def timed(work: Callable[[], list[tuple[int, ...]]], device: torch.device) -> float:
-    """Tokens per second of one call."""
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
-    out = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return sum(map(len, out)) / (time.perf_counter() - began)
+    return time.perf_counter() - start
 
 
-def compare(arguments: argparse.Namespace, space: str) -> None:
-    """One row of the table."""
-    bench = Bench(arguments, space)
-    works = (bench.rollout, bench.loop, bench.plain)
-    for work in works:
-        work()
-    runs = [[timed(work, bench.engine.device) for work in works] for _ in range(arguments.repeats)]
-    ours, loop, plain = (statistics.median(column) for column in zip(*runs, strict=True))
-    a = statistics.median(r[0] / r[1] for r in runs)
-    b = statistics.median(r[0] / r[2] for r in runs)
-    print(f"| {space} | {ours:,.0f} | {loop:,.0f} | {plain:,.0f} | {a:.1f} x | {b:.2f} x |", flush=True)
-    bench.engine.close()
+def sides(
+    side: Side, model: Any, prompts: Sequence[tuple[int, ...]], length: int, pad: int
+) -> dict[str, Callable[[], Any]]:
+    """The work of each side, by name."""
+    rows = [*prompts] * len(side.plan.members)
+    return {
+        "population": lambda: side.rollout(prompts, Sampling(length)),
+        "base": lambda: generate(model, rows, length, pad),
+        "loop": lambda: loop(side, model, prompts, length, pad),
+    }
+
+
+def speed(arguments: argparse.Namespace) -> None:
+    loaded = tokens.load(config_of(arguments, "lora").model)
+    silent = Tokens(loaded.tokenizer, [])
+    for space in arguments.spaces:
+        config = config_of(arguments, space)
+        side = Side(config, silent)
+        device = side.engine.device
+        prompts = prompts_of(config, loaded, arguments.prompts)
+        works = sides(side, plain(config, device), prompts, arguments.tokens, loaded.pad_id)
+        for work in works.values():
+            work()
+        rounds = [{name: seconds(work, device) for name, work in works.items()} for _ in range(arguments.rounds)]
+        total = arguments.members * arguments.prompts * arguments.tokens
+        print(f"\n{space}: {arguments.members} members x {arguments.prompts} prompts x {arguments.tokens} tokens")
+        for name in works:
+            median = statistics.median(r[name] for r in rounds)
+            print(f"  {name:<11}{total / median:12,.0f} tokens/s{median:9.2f} s")
+        for other in ("loop", "base"):
+            ratios = sorted(r[other] / r["population"] for r in rounds)
+            print(f"  population is {statistics.median(ratios):.2f}x {other} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        side.engine.close()
 
 
 def chunks(arguments: argparse.Namespace) -> None:
-    """Share of texts that differ from those of the largest chunk."""
-    print("\n| dtype | " + " | ".join(f"{rows} rows" for rows in CHUNKS[1:]) + " |")
-    print("|---|" + "---|" * (len(CHUNKS) - 1))
+    """The shipped questions, greedily and by sampling, in one batch and in smaller ones."""
+    loaded = tokens.load(config_of(arguments, "lora").model)
+    rows = arguments.members * QUESTIONS
+    print(f"\ntexts that differ from those of one batch of {rows} rows ({arguments.tokens} tokens at most)")
     for dtype in ("float32", "bfloat16"):
-        texts: list[list[tuple[int, ...]]] = []
-        for rows in CHUNKS:
-            settings = argparse.Namespace(**{**vars(arguments), "max_rows": rows, "dtype": dtype})
-            bench = Bench(settings, "lowrank", stops=True)
-            texts.append(bench.rollout())
-            bench.engine.close()
-        differing = [sum(x != y for x, y in zip(t, texts[0], strict=True)) / len(t) for t in texts[1:]]
-        print(f"| {dtype} | " + " | ".join(f"{share:.1%}" for share in differing) + " |", flush=True)
+        for space in arguments.spaces:
+            for temperature in (0.0, 1.0):
+                sampling = Sampling(arguments.tokens, temperature)
+                found: dict[int, dict[tuple[int, int], tuple[int, ...]]] = {}
+                for max_rows in (rows, rows // 2, rows // 6, 1):
+                    config = config_of(arguments, space, dtype=dtype, max_rows=max_rows)
+                    side = Side(config, loaded)
+                    found[max_rows] = side.rollout(prompts_of(config, loaded, QUESTIONS), sampling)
+                    side.engine.close()
+                whole = found.pop(rows)
+                shares = {n: sum(whole[key] != texts[key] for key in whole) / rows for n, texts in found.items()}
+                told = ", ".join(f"{share:.1%} in chunks of {n}" for n, share in shares.items())
+                print(f"  {dtype:<9}{space:<8} temperature {temperature:.0f}: {told}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; torch's own choice if left out")
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--members", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--form", default="short", help="raw, short or chat")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--max-rows", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--spaces", nargs="+", choices=SPACES, default=list(SPACES))
+    parser.add_argument("--only", choices=["speed", "chunks"])
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    where = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else f"{arguments.threads} CPU threads"
-    print(f"{arguments.model}, {arguments.dtype}, {where}, {arguments.members} members x {arguments.prompts} prompts, "
-          f"{arguments.tokens} tokens each, rank {arguments.rank}; {versions()}\n")  # fmt: skip
-    print("| space | population tok/s | a: loop tok/s | b: plain tok/s | against a | against b |")
-    print("|---|---|---|---|---|---|")
-    for space in ("lora", "lowrank"):
-        compare(arguments, space)
-    if arguments.members * arguments.prompts == CHUNKS[0]:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    gpu = f", {torch.cuda.get_device_name()}" if arguments.device.startswith("cuda") else ""
+    print(
+        f"{arguments.model}, {arguments.dtype}, {arguments.device}{gpu}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    )
+    if arguments.only != "chunks":
+        speed(arguments)
+    if arguments.only != "speed":
         chunks(arguments)
 
 
