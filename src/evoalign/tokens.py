@@ -73,7 +73,10 @@ def load(config: ModelConfig) -> Tokens:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=False)
     except Exception as error:  # the library raises a score of kinds, bare Exception among them
-        raise ModelError(f"model {config.name} has no tokenizer that loads: {_one_line(error)}") from error
+        raise ModelError(
+            f"model {config.name} has no tokenizer that loads; are its files, such as tokenizer.json, there? "
+            f"({_one_line(error)})"
+        ) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what the library makes of no files at all
         raise ModelError(
             f"model {config.name} has no tokenizer: put its tokenizer files, such as tokenizer.json, into the folder"

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and tokenizers that are damaged, incomplete or of a kind that cannot be carried: one clear error each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import evoalign
+from evoalign import engines, tokens
+from evoalign.config import ModelConfig
+from evoalign.errors import EvoalignError, ModelError
+from evoalign.models import tiny
+from evoalign.tokens import Tokens
+from families import COMMON, build, make_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return build("llama", tmp_path / "model")
+
+
+def load(folder: Path) -> Any:
+    config = make_config(folder)
+    return engines.create(config, tokens.load(config.model))
+
+
+def rewrite(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights[name]
+    if tensor is not None:
+        weights[name] = tensor
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_a_whole_model_loads(folder: Path) -> None:
+    load(folder).close()
+
+
+def test_a_tensor_that_is_missing_is_named(folder: Path) -> None:
+    """The model library would start it at random and go on."""
+    rewrite(folder, "model.layers.1.mlp.up_proj.weight", None)
+    with pytest.raises(ModelError, match=r"files lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
+    rewrite(folder, "model.layers.0.mlp.up_proj.weight", torch.zeros(3, 5))
+    with pytest.raises(ModelError, match=r"up_proj\.weight is \(3, 5\) in its files, and \(48, 32\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 1000, -1])
+def test_weights_that_are_cut(size: int, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ModelError, match="does not load"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model_type": "no_such_family"}'])
+def test_a_config_that_is_none(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelError):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_tokenizer_that_is_none(content: str, folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match="tokenizer"):
+        load(folder)
+
+
+def test_a_model_without_a_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer that loads; are its files, such as tokenizer\.json, there"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
+def test_a_folder_that_is_not_there(name: str) -> None:
+    with pytest.raises(ModelError, match="no folder"):
+        tokens.load(ModelConfig(name=name))
+
+
+def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
+
+    common = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "num_key_value_heads")}
+    lfm = Lfm2ForCausalLM(Lfm2Config(**COMMON, layer_types=["conv", "full_attention"]))
+    mamba = MambaForCausalLM(MambaConfig(**common))
+    for name, model in {"lfm2": lfm, "mamba": mamba}.items():
+        model.save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny() / file, tmp_path / name)
+        with pytest.raises(ModelError, match=rf"\({name}\) keeps a recurrent state"):
+            load(tmp_path / name)
+
+
+def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
+    """GPT-2 has Conv1D in place of nn.Linear."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=1024, n_embd=32, n_layer=1, n_head=2, n_positions=512, eos_token_id=2, bos_token_id=2)
+    ).save_pretrained(tmp_path / "gpt2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / file, tmp_path / "gpt2")
+    tree: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "model": {"name": str(tmp_path / "gpt2")},
+        "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 1, "population_size": 2},
+        "evaluation": {"max_tokens": 3},
+    }
+    for space in ("lora", "lowrank"):
+        with pytest.raises(ModelError, match=r"no nn\.Linear matrix"):
+            evoalign.train({**tree, "space": space})
+        assert not (tmp_path / "run").exists()
+    result = evoalign.train({**tree, "space": "full"}, console=Console(quiet=True))
+    assert result.saved.is_dir()
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Any:
+    return tokens.load(ModelConfig(name=str(folder))).tokenizer
+
+
+def test_a_chat_template_that_refuses_is_named(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ModelError, match=r"chat template refuses .* System role not supported"):
+        Tokens(tokenizer, [2]).encode([{"role": "system", "content": "a"}])
+    tokenizer.chat_template = "{{ messages[0].content.nothing() }}"
+    with pytest.raises(ModelError, match="chat template refuses"):
+        Tokens(tokenizer, [2]).encode([{"role": "user", "content": "a"}])
+
+
+def test_messages_without_a_chat_template_are_joined(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    loaded = Tokens(tokenizer, [2])
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="}]
+    assert loaded.encode(messages) == loaded.encode("Be brief.\n2 + 2 =")
+
+
+def test_a_last_assistant_message_is_gone_on_from(tokenizer: Any) -> None:
+    loaded = Tokens(tokenizer, [2])
+    question = {"role": "user", "content": "2 + 2 ="}
+    opened = loaded.encode([question, {"role": "assistant", "content": "The sum is"}])
+    assert tokenizer.decode(list(opened)).endswith("The sum is")
+    assert opened[: len(loaded.encode([question]))] == loaded.encode([question])
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match="has no tokens"):
+        Tokens(tokenizer, [2]).encode("")
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path) -> None:
+    own = tokens.load(ModelConfig(name=str(folder))).tokenizer.eos_token_id
+    for eos, wanted in ((7, {7, own}), ([7, 9], {7, 9, own}), (None, {own})):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert set(tokens.load(ModelConfig(name=str(folder))).stop_ids) == wanted
+    (folder / "generation_config.json").unlink()
+    assert set(tokens.load(ModelConfig(name=str(folder))).stop_ids) == {own}
+
+
+def test_text_has_no_stop_token_and_keeps_its_spaces(tokenizer: Any) -> None:
+    ids = tokenizer(" a  b , c")["input_ids"]
+    stop = tokenizer("!")["input_ids"][0]
+    loaded = Tokens(tokenizer, [stop])
+    assert loaded.decode([*ids, stop]) == " a  b , c"
+    assert loaded.decode([*ids, stop, *ids]) == " a  b , c! a  b , c"
+    assert loaded.decode([]) == ""
+
+
+# --- the mean -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
+    from families import Bench
+
+    with Bench(make_config(folder)) as bench:
+        state = dict(bench.engine.state())
+        name = next(iter(state))
+        hashed = bench.engine.fingerprint()
+        with pytest.raises(EvoalignError, match="is in one and not in the other"):
+            bench.engine.load({n: t for n, t in state.items() if n != name})
+        with pytest.raises(EvoalignError, match=r"is \(1,\), not"):
+            bench.engine.load({**state, name: torch.zeros(1)})
+        assert bench.engine.fingerprint() == hashed
+        moved = {n: t + 1 for n, t in state.items()}
+        bench.engine.load(moved)
+        assert bench.engine.fingerprint() != hashed
+        bench.engine.load(state)
+        assert bench.engine.fingerprint() == hashed
