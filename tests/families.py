@@ -43,6 +43,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "gemma2": ("Gemma2", {"sliding_window": WINDOW, "head_dim": 8, "tie_word_embeddings": False}),
     "opt": ("OPT", {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "mpt": (
+        "Mpt",
+        {
+            **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), ...),
+            **dict.fromkeys(("num_hidden_layers", "max_position_embeddings"), ...),
+            **{"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "expansion_ratio": 2},
+        },
+    ),
 }
 
 
