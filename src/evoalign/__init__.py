@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from evoalign.version import __version__
+
 if TYPE_CHECKING:
     from evoalign.api import Result, dry_run, evaluate, train
     from evoalign.config import Config
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from evoalign.spaces import Space
     from evoalign.tasks import Data, Task
     from evoalign.types import Generation
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Config": "evoalign.config:Config",
@@ -42,6 +42,7 @@ __all__ = [
     "Result",
     "Space",
     "Task",
+    "__version__",
     "dry_run",
     "evaluate",
     "load_config",

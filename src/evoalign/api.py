@@ -17,7 +17,7 @@ from rich.console import Console
 from evoalign import checkpoint, engines, estimate, evaluation, evolve, noise, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, EvaluationConfig, from_dict, load
 from evoalign.engines import Engine
-from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
+from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.journal import Journal
 from evoalign.report import figures
@@ -85,17 +85,20 @@ def train(
     try:
         for line in [*_gold_lines(parts), *estimate.step_lines(config, parts.layout)]:
             console.print(line, markup=False, highlight=False)
+        console.print(f"evaluating the start on {len(parts.data.test)} test examples", highlight=False)
         before = _evaluate_test(parts)
-        run.create(config, make_manifest(config, {"engine": dataclasses.asdict(parts.facts)}, command_line()),
-                   overwrite=overwrite)  # fmt: skip
+        given = "task" if task is not None else "reward" if reward is not None else None
+        facts = {"engine": dataclasses.asdict(parts.facts), "task": {"name": parts.task.name, "given_as": given}}
+        run.create(config, make_manifest(config, facts, command_line()), overwrite=overwrite)
         try:
             _write_completions(run, "before", before)
             _loop(parts, run, before, on_generation, console)
-        except EvoalignError:
+        except BaseException:
             if not run.rows:
                 run.undo()
             raise
         saved = _save(parts, run)
+        console.print(f"evaluating the result on {len(parts.data.test)} test examples", highlight=False)
         after = _evaluate_test(parts)
     finally:
         parts.engine.close()
@@ -122,6 +125,8 @@ def evaluate(
     `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds.
     """
     config, adapter = resolve_target(target, config)
+    if task is None and reward is None:
+        _refuse_lost_task(Path(target))
     settings = {**config.evaluation.model_dump(), **(overrides or {})}
     config = from_dict({**config.model_dump(), "evaluation": settings})
     chosen, data = _task_and_data(config, task, reward)
@@ -139,13 +144,15 @@ def evaluate(
         engine.close()
 
 
-def dry_run(config: ConfigLike) -> list[str]:
-    """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights."""
+def dry_run(config: ConfigLike, *, overwrite: bool = False) -> list[str]:
+    """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights, writes nothing."""
     config = as_config(config)
     _, data = _task_and_data(config, None, None)
     work = estimate.work_lines(config, len(data.train))
-    dtype = torch.bfloat16 if config.model.dtype == "auto" and torch.cuda.is_available() else torch.float32
-    dtype = dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    RunDir(Path(config.output_dir)).refuse(overwrite=overwrite)
+    on_gpu = config.engine.device.startswith("cuda") or (config.engine.device == "auto" and torch.cuda.is_available())
+    automatic = "bfloat16" if on_gpu else "float32"
+    dtype = getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
     try:
         specs = estimate.shapes(config)
     except ModelError as error:
@@ -180,8 +187,19 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_modules": sorted(peft["target_modules"]),
                 "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
         tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
-        return _with_model(from_dict(tree), peft["base_model_name_or_path"]), path
+        model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
+        return from_dict({**tree, "model": model}), path
     return _with_model(own, str(target)), None
+
+
+def _refuse_lost_task(path: Path) -> None:
+    """A run that was given a Python object knows its name only; its config would score something else."""
+    try:
+        given = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["task"]["given_as"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if given is not None:
+        raise ConfigError(f"{path} was trained with a {given} object; pass the same one as {given}=")
 
 
 def _assemble(config: Config, task: Task | None, reward: Reward | Sequence[Reward] | None) -> _Parts:
@@ -280,6 +298,7 @@ def _header(parts: _Parts) -> dict[str, Any]:
         "tokenizer_hash": hashlib.sha256(vocabulary.encode()).hexdigest(),
         "space": parts.space.name,
         "evolved_parameters": parts.layout.parameters,
+        "model_hash": parts.facts.model_hash,
         "weights_hash": parts.engine.fingerprint(),
     }
 
@@ -347,7 +366,12 @@ def _peft_config(file: Path) -> dict[str, Any]:
     """A plain LoRA's settings. Raises ModelError for a form of PEFT that would be read wrongly."""
     try:
         peft = json.loads(file.read_text(encoding="utf-8"))
-        plain = peft["peft_type"] == "LORA" and isinstance(peft["target_modules"], list) and bool(peft["r"])
+        plain = (
+            peft["peft_type"] == "LORA"
+            and "lora_alpha" in peft
+            and isinstance(peft["target_modules"], list)
+            and bool(peft["r"])
+        )
         odd = [name for name in NOT_PLAIN if peft.get(name)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error

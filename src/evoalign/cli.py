@@ -44,7 +44,7 @@ def train(
     from evoalign import api
 
     if dry_run:
-        typer.echo(to_yaml(resolved) + "\n" + "\n".join(api.dry_run(resolved)))
+        typer.echo(to_yaml(resolved) + "\n" + "\n".join(api.dry_run(resolved, overwrite=overwrite)))
         return
     api.train(resolved, overwrite=overwrite)
 
@@ -101,15 +101,18 @@ def countdown(
     count: Annotated[int, typer.Option(min=1, help="Problems.")] = 2200,
     numbers: Annotated[str, typer.Option(help="3, 4 or mixed.")] = "mixed",
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Solver-verified Countdown problems in the published form."""
+    """Solver-verified Countdown problems in the published form, from the tenth that the tiny model never saw."""
     from evoalign.errors import ConfigError
     from evoalign.tasks.generate import write_countdown
 
     sizes: dict[str, Any] = {"3": 3, "4": 4, "mixed": "mixed"}
     if numbers not in sizes:
         raise ConfigError(f"--numbers {numbers}: use 3, 4 or mixed")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} exists; choose another file, or replace it with --overwrite")
     write_countdown(output, count, sizes[numbers], seed)
     typer.echo(f"wrote {count} problems to {output}")
 
@@ -119,6 +122,11 @@ def main() -> None:
     try:
         app()
     except EvoalignError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:  # a disk that is full, a folder that may not be written
         if "--debug" in sys.argv:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
@@ -138,7 +146,10 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         return None
     extra = [f"task.name={task}"] if task else []
     if is_run:
-        return load([own, *files], [*sets, *extra])
+        ours = load([own, *files], sets)
+        if task is None or task == ours.task.name:
+            return ours
+        return from_dict({**ours.model_dump(), "task": {"name": task}})  # its data files are those of another task
     if files:
         return load(files, [*sets, *extra])
     from evoalign.config import parse_overrides

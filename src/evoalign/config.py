@@ -200,6 +200,16 @@ class EvaluationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Evaluate the mean on the test split each so many generations; 0: only before and after."""
 
+    @model_validator(mode="after")
+    def _draws(self) -> EvaluationConfig:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"evaluation.seeds {self.seeds} names a seed twice")
+        if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
+            raise ValueError(
+                "samples and seeds only repeat a greedy completion; set evaluation.temperature above 0"
+            )
+        return self
+
 
 class Config(Section):
     """The whole of a run."""

@@ -65,8 +65,11 @@ def shapes(config: Config) -> list[TensorSpec]:
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
+    except ValueError as error:
+        raise ModelError(f"model {config.model.name} ({hf.model_type}) is not a causal language model") from error
     return specs_of(model, lambda _: math.nan)
 
 
@@ -81,8 +84,16 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dt
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
         f"memory {_gib(total)}: weights {_gib(weights * dtype.itemsize)}, float32 master {_gib(master)}, "
-        f"starting weights for decay {_gib(start)}, cache up to {_gib(cache)}",
+        f"starting weights for decay {_gib(start)}, cache up to {_gib(cache)} "
+        "(engine.memory_gib; unset, half the free memory of a GPU that is not deterministic)",
+        *_left_out(config, specs, layout),
     ]  # fmt: skip
+
+
+def _left_out(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
+    names = [s.name for s in specs if s.name not in layout.by_name] if config.space.name == "full" else []
+    shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    return [f"left out: {len(names)} tensors ({shown}); full.exclude: [] takes all in"] if names else []
 
 
 def work_lines(config: Config, examples: int | None) -> list[str]:

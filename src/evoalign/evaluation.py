@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,9 @@ def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) ->
         raise RewardError(f"task {task.name} failed to score: {type(error).__name__}: {error}; mend it") from error
     if len(rewards) != len(texts):
         raise RewardError(f"task {task.name} gave {len(rewards)} rewards for {len(texts)} texts; give one for each")
+    for text, reward in zip(texts, rewards, strict=True):
+        if not math.isfinite(reward):
+            raise RewardError(f"task {task.name} gave {reward} as the reward of {text[:80]!r}; give a finite number")
     return rewards
 
 

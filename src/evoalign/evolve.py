@@ -36,8 +36,9 @@ def evolve(
     es = config.es
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     members = population(es.population_size, antithetic=es.antithetic)
+    clock = _Clock()
     for generation in range(es.num_generations):
-        clock = _Clock()
+        clock.start()
         rows = batch(len(examples), config.task.batch_size, config.seed, generation)
         plan = Plan(generation, sigma_at(config, generation), members)
         rollouts = list(engine.rollout(plan, _requests(config, rows, prompts, generation)))
@@ -131,8 +132,7 @@ def _requests(
 ) -> list[Request]:
     sampling = sampling_of(config.evaluation)
     return [
-        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i))
-        for i, row in enumerate(rows)
+        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i)) for i, row in enumerate(rows)
     ]
 
 
@@ -143,7 +143,12 @@ class _Clock:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
+    def start(self) -> None:
+        """A new generation; what the caller did since the last one, such as drawing figures, is its `other`."""
+        self.seconds = {}
+        self.mark("other")
+
     def mark(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[phase] = now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

@@ -5,7 +5,7 @@ A line's `hash` is the SHA-256 of the line without it; `previous` is the hash of
 depends on time or place, so two runs of one config and seed on one machine have identical journals. With the base
 model, the coefficients here rebuild the mean of any generation.
 
-    {"type": "header", format_version, versions and hashes, weights_hash of the start}
+    {"type": "header", format_version, hashes of config, tokenizer, noise table, model and the starting mean}
     {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay}
     {"type": "seal", index, weights_hash}
 """

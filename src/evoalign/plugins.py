@@ -34,6 +34,8 @@ def _from_name(name: str, what: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{what}: no module named {error.name!r}; is it installed or on PYTHONPATH?") from None
+    except Exception as error:  # whatever the user's own module does while it is imported
+        raise ConfigError(f"{what}: {name} fails to import: {type(error).__name__}: {error}") from error
 
 
 def _from_file(path: Path, what: str) -> ModuleType:
@@ -49,7 +51,9 @@ def _from_file(path: Path, what: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
-        raise
+        if not isinstance(error, Exception):
+            raise
+        raise ConfigError(f"{what}: {path} fails to import: {type(error).__name__}: {error}") from error
     return module

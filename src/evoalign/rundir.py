@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from evoalign import __version__
 from evoalign.checkpoint import write_text
 from evoalign.config import Config, to_yaml
 from evoalign.errors import RunExistsError
+from evoalign.version import __version__
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
 
@@ -71,6 +71,8 @@ class RunDir:
             raise RunExistsError(f"output_dir {self.path}: {there} is a file; choose another")
         if not os.access(there, os.W_OK):
             raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
+        if self.exists() and overwrite and not (self.config.is_file() or self.journal.is_file()):
+            raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
         if self.exists() and not overwrite:
             raise RunExistsError(
                 f"output_dir {self.path} is not empty; choose another, or move it aside with --overwrite"

@@ -36,7 +36,7 @@ def zscore(scores_MP: Scores) -> Scores:
 
 
 def centered(scores_MP: Scores) -> Scores:
-    """Each prompt's scores against the other members' (leave-one-out), over one std of all, averaged over prompts.
+    """Each prompt's scores against the other members' (leave-one-out), over one std of these, averaged over prompts.
 
     EGGROLL's shaping (arXiv 2511.16652, section 6) with the leave-one-out baseline of arXiv 2609.10980. Under pure
     noise it is smaller than a z-score by about 1 / sqrt(prompts): steps shrink when members cannot be told apart.

@@ -191,8 +191,9 @@ class Facts:
     device: str
     dtype: str
     deterministic: bool
+    model_hash: str
+    """`weights_hash` of all the model's tensors as they were loaded."""
     master_bytes: int
-    versions: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 
 def _failed(function: RewardFunction, error: Exception) -> RewardError:
-    return RewardError(f"reward function {function.name} failed: {type(error).__name__}: {error}; mend it and resume")
+    return RewardError(f"reward function {function.name} failed: {type(error).__name__}: {error}; mend it")
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 from evoalign import noise
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.cache import RoomCache
+from evoalign.errors import EvoalignError
 from evoalign.types import FinishReason, Request, Sampling
 
 MIN_SHARED_PREFIX = 4
@@ -177,6 +178,10 @@ class Decoder:
         return out.logits[:, -1]
 
     def _choose(self, logits: torch.Tensor, rows: _Rows, step: int, sampling: Sampling) -> torch.Tensor:
+        if bool(logits.isnan().any()):
+            raise EvoalignError(
+                "the model's logits are not numbers; lower es.sigma, or use model.dtype bfloat16 or float32"
+            )
         if sampling.temperature == 0:
             return logits.argmax(-1)
         position = torch.full_like(rows.stream, step)

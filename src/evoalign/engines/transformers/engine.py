@@ -20,7 +20,7 @@ from evoalign.config import Config
 from evoalign.engines.base import weights_hash
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
-from evoalign.errors import EvoalignError, ModelError
+from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, model_path
@@ -84,6 +84,7 @@ class TransformersEngine:
             device=str(self.device),
             dtype=layout.dtype,
             deterministic=self.deterministic,
+            model_hash=weights_hash(self._parameters.items()),
             master_bytes=sum(t.numel() * t.element_size() for t in kept),
         )
 
@@ -91,6 +92,7 @@ class TransformersEngine:
         """One completion of each request for each member. Before `start`, the mean alone answers."""
         if len({r.sampling for r in requests}) > 1:
             raise EvoalignError("the requests of a rollout differ in their sampling; ask for them one after the other")
+        self._check_length(requests)
         if self._space is None or self._space.carrier == "dense":
             try:
                 for member in plan.members:
@@ -105,6 +107,17 @@ class TransformersEngine:
             self._put_adapters(plan, members)
             yield from self._answer(members, requests)
 
+    def _check_length(self, requests: Sequence[Request]) -> None:
+        """Beyond its positions a model writes nonsense, or reads past a table."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max((len(r.prompt_ids) for r in requests), default=0)
+        room = requests[0].sampling.max_tokens if requests else 0
+        if limit is not None and longest + room > limit:
+            raise DataError(
+                f"a prompt of {longest} tokens and evaluation.max_tokens {room} exceed the model's {limit} positions; "
+                "shorten the prompt or lower evaluation.max_tokens"
+            )
+
     def rows_per_chunk(self, requests: Sequence[Request]) -> int:
         """Rows whose cache and logits fit the memory: from the config and the prompts alone when `deterministic`."""
         config, text = self._config.engine, self.model.config.get_text_config()
@@ -112,7 +125,8 @@ class TransformersEngine:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cache = 2 * text.num_hidden_layers * heads * head_dim * tokens * self.dtype.itemsize
-        logits = 3 * 4 * text.vocab_size
+        # Greedy takes the logits and a copy; sampling sorts them in float64 with their indices (measured).
+        logits = (12 if requests[0].sampling.temperature == 0 else 40) * text.vocab_size
         rows = max(1, int(self._room() / (cache + logits)))
         return min(rows, config.max_rows) if config.max_rows else rows
 
