@@ -205,9 +205,7 @@ class EvaluationConfig(Section):
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"evaluation.seeds {self.seeds} names a seed twice")
         if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
-            raise ValueError(
-                "samples and seeds only repeat a greedy completion; set evaluation.temperature above 0"
-            )
+            raise ValueError("samples and seeds only repeat a greedy completion; set evaluation.temperature above 0")
         return self
 
 

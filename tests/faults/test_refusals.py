@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Input that would mislead is refused in words, and nothing is left behind."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from evoalign import api
+from evoalign.config import from_dict
+from evoalign.engines.transformers.decode import Decoder
+from evoalign.errors import ConfigError, DataError, EvoalignError, RewardError, RunExistsError
+from evoalign.plugins import load_object
+from evoalign.types import Sampling
+
+
+def custom(tmp_path, prompt="Say a word:", **sections):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for _ in range(4)))
+    return {
+        "output_dir": str(tmp_path / "run"), "model": {"name": "tiny"},
+        "task": {"name": "custom", "train_data": str(rows), "test_data": str(rows)},
+        "es": {"sigma": 0.02, "num_generations": 2, "population_size": 4}, "evaluation": {"max_tokens": 4}, **sections,
+    }  # fmt: skip
+
+
+def length(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def quiet(tmp_path):
+    return Console(file=(tmp_path / "out.txt").open("w"))
+
+
+def test_a_prompt_beyond_the_positions(tmp_path):
+    tree = custom(tmp_path, prompt="word " * 3000)
+    with pytest.raises(DataError, match="exceed the model's 2048 positions"):
+        api.train(tree, reward=length, console=quiet(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_in_the_first_generation_leaves_nothing(tmp_path):
+    calls = []
+
+    def interrupted(prompts, completions, **columns):
+        calls.append(1)
+        if len(calls) > 1:  # the first call scores the start
+            raise KeyboardInterrupt
+        return length(prompts, completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        api.train(custom(tmp_path), reward=interrupted, console=quiet(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_no_run_stays_where_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match="something else than a run"):
+        api.train(custom(tmp_path), reward=length, overwrite=True, console=quiet(tmp_path))
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_dry_run_refuses_a_taken_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "journal.jsonl").write_text("")
+    tree = custom(tmp_path)
+    tree["task"] = {"name": "conciseness"}
+    with pytest.raises(RunExistsError, match="not empty"):
+        api.dry_run(tree)
+    assert api.dry_run(tree, overwrite=True)
+
+
+def test_a_run_with_a_reward_object_asks_for_it_again(tmp_path):
+    result = api.train(custom(tmp_path), reward=length, console=quiet(tmp_path))
+    with pytest.raises(ConfigError, match="pass the same one as reward="):
+        api.evaluate(result.path)
+    assert api.evaluate(result.path, reward=length).measures["reward"] == result.after.measures["reward"]
+    header = json.loads((result.path / "journal.jsonl").read_text().splitlines()[0])
+    manifest = json.loads((result.path / "manifest.json").read_text())
+    assert header["model_hash"] == manifest["engine"]["model_hash"] != header["weights_hash"]
+
+
+@pytest.mark.parametrize("source", ["def broken(:", "raise RuntimeError('no licence')", "import not_a_module_at_all"])
+def test_a_module_that_does_not_import(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=r"task\.rewards: .*mine\.py fails to import"):
+        load_object(f"{tmp_path / 'mine.py'}:reward", "task.rewards")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [({"samples": 20}, "only repeat|greedy"), ({"seeds": [0, 1]}, "greedy"), ({"temperature": 0.7, "seeds": [1, 1]}, "twice")],
+)  # fmt: skip
+def test_draws_that_make_no_sense(section, words):
+    with pytest.raises(ConfigError, match=words):
+        from_dict({"es": {"sigma": 0.01}, "evaluation": section})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers(temperature):
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = float("nan")
+    with pytest.raises(EvoalignError, match="logits are"):
+        Decoder._choose(None, logits, None, 0, Sampling(1, temperature))
+
+
+def test_a_nan_of_a_tasks_own_rewards(tmp_path):
+    from evoalign.tasks import create
+
+    class Careless(type(create(from_dict({"es": {"sigma": 1}}).task))):
+        def rewards(self, texts, examples):
+            return [float("nan")] * len(texts)
+
+    tree = custom(tmp_path)
+    tree["task"] = {"name": "conciseness"}
+    with pytest.raises(RewardError, match="give a finite number"):
+        api.train(tree, task=Careless(from_dict(tree).task), console=quiet(tmp_path))
+    assert not (tmp_path / "run").exists()
