@@ -3,7 +3,7 @@
 #   make demo     a small language model learns to be brief, on this machine's CPU
 #   make test     all tests
 #   make lint     style, types, import rules
-#   make bench    the figures of the README
+#   make bench    population, Conciseness, noise and grader; benchmarks/README.md has the longer ones
 #   make clean    takes away .venv and caches, never a run
 #
 # PYTHON chooses the Python (3.11 or newer), TORCH the torch (scripts/install.sh says more).
@@ -30,6 +30,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/population.py
+	$(BIN)/python benchmarks/learning.py --config configs/quickstart.yaml --measure reward --seeds 0 1 2 3 4
+	$(BIN)/python benchmarks/noise.py
+	$(BIN)/python benchmarks/grader.py
 
 # Made again when what is installed changes, or when a torch is asked for by name.
 $(STAMP): pyproject.toml scripts/install.sh $(if $(TORCH),FORCE)
