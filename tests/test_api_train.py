@@ -422,7 +422,7 @@ def test_a_space_and_a_task_by_import_path(own_parts: str, tmp_path: Path) -> No
     wide = train(tree(tmp_path / "wide", **sections) | {"space": {"name": f"{own_parts}:Wide", "gain": 4.0}})
     plain = train(tree(tmp_path / "plain", **sections))
     assert wide.saved == tmp_path / "wide/loras/generation_0001"
-    assert evoalign.evaluate(wide.path) == wide.after
+    assert evoalign.evaluate(wide.path, config=wide.path / "config.yaml") == wide.after
     assert wide.before == plain.before
     seals = [lines(r.path / "journal.jsonl")[-1]["weights_hash"] for r in (wide, plain)]
     assert seals[0] != seals[1]

@@ -136,7 +136,9 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert manifest["command"][1:3] == ["train", "config.yaml"]
 
     monkeypatch.chdir(folder)
-    assert run("eval", "runs/my_task", "--output", "out/scores.json").code == 0
+    unasked = run("eval", "runs/my_task")
+    assert unasked.code == 2 and "names code of its own (reward.py:brief)" in unasked.err
+    assert run("eval", "runs/my_task", "--config", "config.yaml", "--output", "out/scores.json").code == 0
     scores = json.loads((folder / "out/scores.json").read_text())
     results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())
     assert scores["measures"] == results["after"]

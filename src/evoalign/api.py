@@ -173,7 +173,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     """The config to evaluate with, and the adapter to load, if any. Raises ConfigError or ModelError."""
     path = Path(target)
     if (path / "config.yaml").is_file() and (path / "journal.jsonl").is_file():
-        own = load([path / "config.yaml"]) if config is None else as_config(config)
+        own = of_run(path) if config is None else as_config(config)
         saved = _last_saved(path)
         if saved.parent.name == "loras":
             return own, saved
@@ -190,6 +190,18 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
         return from_dict({**tree, "model": model}), path
     return _with_model(own, str(target)), None
+
+
+def of_run(path: Path) -> Config:
+    """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
+    own = load([path / "config.yaml"])
+    code = [name for name in (own.space.name, own.task.name, *own.task.rewards) if ":" in name]
+    if code:
+        raise ConfigError(
+            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; "
+            f"if you trust it, pass it with --config {path / 'config.yaml'}"
+        )
+    return own
 
 
 def _refuse_lost_task(path: Path) -> None:

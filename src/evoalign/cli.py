@@ -146,6 +146,10 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         return None
     extra = [f"task.name={task}"] if task else []
     if is_run:
+        if not files:
+            from evoalign.api import of_run
+
+            of_run(Path(target))
         ours = load([own, *files], sets)
         if task is None or task == ours.task.name:
             return ours

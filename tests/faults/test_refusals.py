@@ -122,3 +122,19 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
     with pytest.raises(RewardError, match="give a finite number"):
         api.train(tree, task=Careless(from_dict(tree).task), console=quiet(tmp_path))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_may_not_choose_what_is_imported(tmp_path):
+    marker = tmp_path / "imported"
+    (tmp_path / "mine.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n\n\ndef length(prompts, completions, **columns):\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    tree = custom(tmp_path)
+    tree["task"]["rewards"] = [f"{tmp_path / 'mine.py'}:length"]
+    run = api.train(tree, console=quiet(tmp_path)).path
+    marker.unlink()
+    with pytest.raises(ConfigError, match="names code of its own"):
+        api.evaluate(run)
+    assert not marker.exists()
+    assert api.evaluate(run, config=run / "config.yaml").measures["reward"] >= 0
