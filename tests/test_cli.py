@@ -138,7 +138,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(folder)
     unasked = run("eval", "runs/my_task")
     assert unasked.code == 2 and "names code of its own (reward.py:brief)" in unasked.err
-    assert run("eval", "runs/my_task", "--config", "config.yaml", "--output", "out/scores.json").code == 0
+    assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
     scores = json.loads((folder / "out/scores.json").read_text())
     results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())
     assert scores["measures"] == results["after"]
