@@ -209,6 +209,50 @@ class EvaluationConfig(Section):
         return self
 
 
+class GraderConfig(Section):
+    """How reward functions of the user's own are run. The rewards of built-in tasks are pure and run in place."""
+
+    isolated: bool = True
+    """In a worker process that can be killed. false: in this process, without a time limit."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that one call of the reward functions may take."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often a call that timed out, died or raised is made again before the run stops."""
+
+
+class CheckpointConfig(Section):
+    """What is saved on the way. The journal alone rebuilds the mean; a checkpoint makes that faster."""
+
+    every: Annotated[int, Field(ge=0)] | None = None
+    """Generations between checkpoints; 0: only at a stop and at the end. None: 10 for `lora`, whose checkpoints are
+    small, and 0 for the other spaces."""
+    keep_last: PositiveInt = 2
+    """The latest so many stay."""
+    keep_best: bool = True
+    """The best mean by `evaluation.every` is saved and stays too."""
+
+
+class TrackingConfig(Section):
+    """Who else is told what metrics.jsonl records, and which completions are kept."""
+
+    backends: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Each needs the extra of its name."""
+    project: str = "evoalign"
+    name: str | None = None
+    """The run's name there; None is the last part of `output_dir`."""
+    completions_every: Annotated[int, Field(ge=0)] = 10
+    """Generations between parquet files with the completions of the best, median and worst member; 0: none."""
+
+
+class ChecksConfig(Section):
+    """What a run asks of itself while it trains."""
+
+    canary_every: Annotated[int, Field(ge=0)] = 25
+    """Generations between canaries, which prove that members differ; one runs at the start. 0: only that one."""
+    control_every: Annotated[int, Field(ge=0)] = 10
+    """Generations between A/A controls, which score the unperturbed model twice: the noise floor. 0: none."""
+
+
 class Config(Section):
     """The whole of a run."""
 
@@ -226,6 +270,10 @@ class Config(Section):
     es: EsConfig
     engine: Annotated[EngineConfig, BeforeValidator(_named)] = Field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    grader: GraderConfig = Field(default_factory=GraderConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    checks: ChecksConfig = Field(default_factory=ChecksConfig)
 
     @model_validator(mode="after")
     def _together(self) -> Config:
