@@ -31,17 +31,21 @@ def evolve(
     tokens: Tokens,
     journal: Journal,
     evaluate_mean: Callable[[], Mapping[str, float]] | None = None,
+    first: int = 0,
 ) -> Iterator[Generation]:
-    """Train; yields what each generation came to. `evaluate_mean` is called every `evaluation.every` generations."""
+    """Train from generation `first`, which the engine's mean and the journal have to be at; yields each generation.
+
+    `evaluate_mean` is called every `evaluation.every` generations.
+    """
     es = config.es
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     members = population(es.population_size, antithetic=es.antithetic)
     clock = _Clock()
-    for generation in range(es.num_generations):
+    for generation in range(first, es.num_generations):
         clock.start()
         rows = batch(len(examples), config.task.batch_size, config.seed, generation)
         plan = Plan(generation, sigma_at(config, generation), members)
-        rollouts = list(engine.rollout(plan, _requests(config, rows, prompts, generation)))
+        rollouts = list(engine.rollout(plan, requests_of(config, rows, prompts, generation)))
         clock.mark("rollout")
         scores_MP = score(task, [examples[i] for i in rows], rollouts, len(members))
         clock.mark("score")
@@ -74,6 +78,8 @@ def evolve(
             empty_share=float(np.mean([not r.text.strip() for r in rollouts])),
             truncated_share=float(np.mean([r.finish_reason == "length" for r in rollouts])),
             seconds=clock.seconds,
+            rows=tuple(rows),
+            rollouts=tuple(rollouts),
             evaluation=evaluation,
         )
 
@@ -127,9 +133,10 @@ def _first(config: Config, generation: int) -> float:
     return config.lora.init_scale if widened else 1.0
 
 
-def _requests(
+def requests_of(
     config: Config, rows: Sequence[int], prompts: Sequence[tuple[int, ...]], generation: int
 ) -> list[Request]:
+    """One request for each row of the training examples; all members draw with its seed."""
     sampling = sampling_of(config.evaluation)
     return [
         Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i)) for i, row in enumerate(rows)

@@ -201,7 +201,9 @@ class Generation:
     """What one generation came to: handed to progress displays, figures and hooks of the user's own.
 
     `scores_MP` are the raw rewards, `seconds` the wall time by phase (rollout, score, update, other).
-    `fitness_M` is the mean over prompts. A zero-variance generation moves nothing.
+    `fitness_M` is the mean over prompts. `rows` are the training examples in the order of the requests, so that
+    `rollouts` (all members x prompts) answer the examples `rows[rollout.request]`. A zero-variance generation moves
+    nothing.
     """
 
     index: int
@@ -214,6 +216,8 @@ class Generation:
     empty_share: float
     truncated_share: float
     seconds: Mapping[str, float]
+    rows: tuple[int, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
     evaluation: Mapping[str, float] | None = None
 
     @property
