@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from evoalign.api import train
+from evoalign.training import train
 from evoalign.config import load
 from evoalign.evaluation import paired_interval
 from evoalign.rundir import versions

@@ -18,6 +18,7 @@ from evoalign.evaluation import paired_interval
 from evoalign.evolve import evolve
 from evoalign.journal import Journal, read
 from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Prompt, Request, Rollout, Update
+from families import JOURNAL_HEADER
 from test_api_train import Vowels
 
 
@@ -47,7 +48,7 @@ class Echo:
 
     def fingerprint(self) -> str:
         self.log.append("fingerprint")
-        return f"hash {len(self.updates)}"
+        return f"{len(self.updates):064x}"
 
 
 class Numbers(Vowels):
@@ -69,7 +70,7 @@ def settings(**es: Any) -> Config:
 def go(config: Config, engine: Echo, path: Path, evaluate: Any = None) -> list[Generation]:
     task: Any = Numbers([str(n) for n in range(5)])
     data = task.load_data(0)
-    log = Journal(path, {})
+    log = Journal(path, JOURNAL_HEADER)
     anything: Any = engine
     try:
         return list(evolve(config, task, data.train, anything, engine.tokens, log, evaluate))
@@ -102,16 +103,16 @@ def test_an_update_is_written_down_before_it_is_applied(loaded: tokens.Tokens, t
     apply = engine.apply
 
     def watch(update: Update) -> None:
-        written.append(len(list(read(tmp_path / "j"))))
+        written.append((tmp_path / "j").read_bytes().count(b"\n"))
         apply(update)
 
     engine.apply = watch  # type: ignore[method-assign]
     generations = go(settings(), engine, tmp_path / "j")
     assert written == [2, 4, 6, 8]
     assert engine.log == ["rollout", "apply", "fingerprint"] * 4
-    lines = list(read(tmp_path / "j"))
-    assert [line["type"] for line in lines] == ["header", *["update", "seal"] * 4]
-    assert [line["weights_hash"] for line in lines[2::2]] == [f"hash {n}" for n in range(1, 5)]
+    log = read(tmp_path / "j")
+    assert (log.sealed, log.damage) == (4, None)
+    assert [g.weights_hash for g in log.generations] == [f"{n:064x}" for n in range(1, 5)]
     assert [g.update for g in generations] == engine.updates
     plans = [plan for plan, _ in engine.calls]
     assert [(u.generation, u.sigma, u.members) for u in engine.updates] == [
@@ -144,7 +145,7 @@ def test_a_lost_completion_is_an_error_and_nothing_moves(loaded: tokens.Tokens, 
     engine = Echo(loaded, drop=1)
     with pytest.raises(EvoalignError, match="no completion for"):
         go(settings(), engine, tmp_path / "j")
-    assert engine.updates == [] and len(list(read(tmp_path / "j"))) == 1
+    assert engine.updates == [] and read(tmp_path / "j").generations == ()
 
 
 def test_a_zero_variance_generation_has_zero_coefficients(loaded: tokens.Tokens, tmp_path: Path) -> None:

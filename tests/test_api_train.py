@@ -117,15 +117,13 @@ def replay(path: Path) -> list[str]:
     """Apply a journal's updates to a fresh engine and return the hash after each; they are the sealed ones."""
     hashes: list[str] = []
     with Bench(load([path / "config.yaml"])) as bench:
-        header, *rest = journal.read(path / "journal.jsonl")
-        assert header["weights_hash"] == bench.engine.fingerprint()
-        for line in rest:
-            if line["type"] == "update":
-                bench.engine.apply(journal.to_update(line))
-                hashes.append(bench.engine.fingerprint())
-            else:
-                assert line["weights_hash"] == hashes[-1]
-    assert len(rest) == 2 * len(hashes) > 0
+        log = journal.read(path / "journal.jsonl")
+        assert log.header.weights_hash == bench.engine.fingerprint()
+        for recorded in log.generations:
+            bench.engine.apply(recorded.update)
+            hashes.append(bench.engine.fingerprint())
+            assert recorded.weights_hash == hashes[-1]
+    assert hashes
     return hashes
 
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from evoalign.version import __version__
 
 if TYPE_CHECKING:
-    from evoalign.api import Result, dry_run, evaluate, train
     from evoalign.config import Config
     from evoalign.config import load as load_config
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
+    from evoalign.replay import replay
     from evoalign.spaces import Space
+    from evoalign.targets import evaluate
     from evoalign.tasks import Data, Task
+    from evoalign.training import Result, dry_run, train
     from evoalign.types import Generation
 
 _HOMES = {
@@ -24,13 +26,14 @@ _HOMES = {
     "Evaluation": "evoalign.evaluation:Evaluation",
     "EvoalignError": "evoalign.errors:EvoalignError",
     "Generation": "evoalign.types:Generation",
-    "Result": "evoalign.api:Result",
+    "Result": "evoalign.training:Result",
     "Space": "evoalign.spaces:Space",
     "Task": "evoalign.tasks:Task",
-    "dry_run": "evoalign.api:dry_run",
-    "evaluate": "evoalign.api:evaluate",
+    "dry_run": "evoalign.training:dry_run",
+    "evaluate": "evoalign.targets:evaluate",
     "load_config": "evoalign.config:load",
-    "train": "evoalign.api:train",
+    "replay": "evoalign.replay:replay",
+    "train": "evoalign.training:train",
 }
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "load_config",
+    "replay",
     "train",
 ]
 

@@ -1,21 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all: text, PEFT adapters, Hugging Face checkpoints. Safetensors and JSON only."""
+"""Files that appear whole or not at all: text, PEFT adapters, Hugging Face checkpoints. Safetensors and JSON only.
+
+A saved mean is a plain PEFT adapter (`lora`, float32) or a Hugging Face checkpoint in the served dtype (`lowrank`,
+`full`), which any library loads. Beside it lie
+
+    evoalign.json            which generation, its weights_hash, its place in the journal, SHA-256 of each file
+    mean-NNNNN.safetensors   the mean in float32, where the plain form has rounded it
+    optimizer.safetensors    state of momentum or Adam
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evoalign.config import Config
-from evoalign.errors import ModelError
+from evoalign.config import FORMAT_VERSION, Config
+from evoalign.errors import CheckpointError, ModelError
 from evoalign.types import Layout
 
 PEFT_PREFIX = "base_model.model."
+ADAPTER = "adapter_model.safetensors"
+RECORD = "evoalign.json"
+OPTIMIZER = "optimizer.safetensors"
+MEAN = "mean-*.safetensors"
+OWN = (RECORD, OPTIMIZER, MEAN)
+"""Patterns of the files that only evoalign reads."""
+SHARD_BYTES = 5 * 10**9
+
+State = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it."""
+
+    generation: int
+    weights_hash: str
+    journal: str
 
 
 def write_text(path: Path, text: str) -> None:
@@ -26,12 +55,95 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync_folder(path.parent)
 
 
-def save_adapter(folder: Path, config: Config, layout: Layout, base: str, state: Mapping[str, torch.Tensor]) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make a new or renamed entry of a folder last."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save(
+    folder: Path,
+    mark: Mark,
+    config: Config,
+    layout: Layout,
+    base: str,
+    state: Callable[[], State],
+    optimizer: State = (),
+    *,
+    adapter: bool,
+) -> None:
+    """Save the mean that `state` gives. `base` is the folder or hub name of the model it started from."""
+    with filled(folder) as temporary:
+        if adapter:
+            _write_adapter(temporary, config, layout, base, state())
+        else:
+            _write_model(temporary, config, layout, base, state())
+            if not _is_exact(temporary, layout):
+                _write_mean(temporary, state())
+        slots = dict(optimizer)
+        if slots:
+            _save_file(slots, temporary / OPTIMIZER)
+        _seal(temporary, mark)
+
+
+def verify(folder: Path) -> Mark:
+    """What a saved mean says of itself. Raises CheckpointError naming the file that is missing or was altered."""
+    file = folder / RECORD
+    try:
+        record: Any = json.loads(file.read_text(encoding="utf-8"))
+        own = record.pop("hash")
+        digests: dict[str, str] = record["files"]
+        whole = own == _digest(record) and record["format_version"] == FORMAT_VERSION
+        mark = Mark(record["generation"], record["weights_hash"], record["journal"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
+    if not whole:
+        raise CheckpointError(f"{file} was altered, or is of another release")
+    for found in folder.glob("*.safetensors"):
+        if found.name not in digests:
+            raise CheckpointError(f"{found} does not belong there")
+    for name, digest in digests.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing")
+        if _file_digest(folder / name) != digest:
+            raise CheckpointError(f"{folder / name} was altered")
+    return mark
+
+
+def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The mean and the optimizer's state, float32 by name. `verify` the folder first. Raises CheckpointError."""
+    files = sorted(folder.glob(MEAN)) or sorted(folder.glob("*model*.safetensors"))
+    wanted = [t.name for t in (*layout.tensors, *layout.frozen)]
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in _load_file(file).items()}
+        state.update({name: named[name] for name in wanted if name in named})
+    missing = [name for name in wanted if name not in state]
+    if missing:
+        raise CheckpointError(f"{folder} has no {missing[0]}; was it saved by a run with other settings?")
+    optimizer = folder / OPTIMIZER
+    return state, _load_file(optimizer) if optimizer.is_file() else {}
+
+
+def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a PEFT adapter under evoalign's names. Raises ModelError naming a file that does not load."""
+    try:
+        return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in _load_file(folder / ADAPTER).items()}
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+
+
+def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
     """A plain PEFT adapter in float32, as `PeftModel.from_pretrained` loads it."""
     from peft import LoraConfig, TaskType
-    from safetensors.torch import save_file
 
     modules = [t.module.removesuffix(".weight") for t in layout.tensors]
     peft_config = LoraConfig(
@@ -44,43 +156,85 @@ def save_adapter(folder: Path, config: Config, layout: Layout, base: str, state:
         base_model_name_or_path=base,
         revision=config.model.revision,
     )
-    with _whole(folder) as temporary:
-        peft_config.save_pretrained(str(temporary))
-        tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state.items()}
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        (temporary / "adapter_model.safetensors").chmod(0o644)  # a server under another user reads it too
+    peft_config.save_pretrained(str(folder))
+    _save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state}, folder / ADAPTER)
 
 
-def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT adapter under evoalign's names. Raises ModelError naming a file that does not load."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = folder / "adapter_model.safetensors"
-    try:
-        return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} does not load: {error}") from error
-
-
-def save_model(
-    folder: Path, base: str, revision: str | None, dtype: torch.dtype, state: Mapping[str, torch.Tensor]
-) -> None:
+def _write_model(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
     """The base model with the evolved tensors in place, in the served dtype, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype, trust_remote_code=False)
+    revision = config.model.revision
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        base, revision=revision, dtype=layout.torch_dtype, trust_remote_code=False
+    )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in state.items():
+        for name, tensor in state:
             parameters[name].copy_(tensor)
     tokenizer: Any = AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=False)
-    with _whole(folder) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+    tokenizer.save_pretrained(folder)
 
 
-class _whole:  # noqa: N801  # reads as a verb at the `with`
+def _is_exact(folder: Path, layout: Layout) -> bool:
+    """Whether the plain checkpoint holds the float32 mean under the names it evolves by."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return layout.dtype == "float32" and all(t.name in names for t in layout.tensors)
+
+
+def _write_mean(folder: Path, state: State) -> None:
+    """Float32 tensors, in files of at most SHARD_BYTES or one tensor."""
+    shard: dict[str, torch.Tensor] = {}
+    count = size = 0
+    for name, tensor in state:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            _save_file(shard, folder / MEAN.replace("*", f"{count:05d}"))
+            shard, size, count = {}, 0, count + 1
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    _save_file(shard, folder / MEAN.replace("*", f"{count:05d}"))
+
+
+def _seal(folder: Path, mark: Mark) -> None:
+    files = {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
+    record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
+    text = json.dumps({**record, "hash": _digest(record)}, indent=2)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _save_file(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(0o644)  # a server under another user reads it too
+
+
+def _load_file(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} does not load: {error}") from error
+
+
+class filled:  # noqa: N801  # reads as a verb at the `with`
     """A folder that is filled under another name and renamed when it is complete."""
 
     def __init__(self, folder: Path) -> None:
@@ -96,13 +250,14 @@ class _whole:  # noqa: N801  # reads as a verb at the `with`
         if kind is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             return
-        _sync(self._temporary.rglob("*"))
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._temporary.replace(self._folder)
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_file():
+        for path in _below(self._temporary):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        sync_folder(self._temporary)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporary.replace(self._folder)
+        sync_folder(self._folder.parent)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())

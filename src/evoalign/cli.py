@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from evoalign.errors import EvoalignError
+from evoalign.errors import EvoalignError, StoppedError
 
 app = typer.Typer(
     help="Evolution Strategies fine-tuning of language models: only inference, any Python reward.",
@@ -29,24 +29,110 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML config.")],
+    config: Annotated[Path, typer.Argument(help="A YAML config; with --resume, also a run directory.")],
     more: More = None,
     set_: Sets = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there, or begin it.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Move an existing run aside.")] = False,
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=0, help="Evaluate the mean each so many generations; 0: never.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train, and compare the test split before and after."""
     from evoalign.config import load, to_yaml
+    from evoalign.errors import ConfigError
 
-    resolved = load([config, *(more or [])], set_ or [])
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
+    sets = [*(set_ or []), *([f"evaluation.every={evaluate_every}"] if evaluate_every is not None else [])]
+    if resume and (config / "config.yaml").is_file():
+        _quiet()
+        from evoalign.targets import of_run
+
+        of_run(config)  # refuses one that names code
+        sets = [f"output_dir={config}", *sets]
+        config = config / "config.yaml"
+    resolved = load([config, *(more or [])], sets)
     _quiet()
-    from evoalign import api
+    from evoalign import training
 
     if dry_run:
-        typer.echo(to_yaml(resolved) + "\n" + "\n".join(api.dry_run(resolved, overwrite=overwrite)))
+        lines = training.dry_run(resolved, overwrite=overwrite, resume=resume)
+        typer.echo(to_yaml(resolved) + "\n" + "\n".join(lines))
         return
-    api.train(resolved, overwrite=overwrite)
+    training.train(resolved, overwrite=overwrite, resume=resume)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
+    generation: Annotated[
+        int | None, typer.Option("--generation", "-g", min=0, help="After so many generations; default: all.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="Save the mean in this new folder.")] = None,
+    model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Rebuild the mean from the base model and the journal alone, and check its hash."""
+    _quiet()
+    from rich.progress import Progress
+
+    from evoalign.replay import replay as rebuild
+
+    with Progress(transient=True) as bar:
+        work = bar.add_task("replaying", total=None)
+        found = rebuild(
+            run,
+            generation=generation,
+            to=to,
+            model=model,
+            progress=lambda done, total: bar.update(work, completed=done, total=total),
+        )
+    typer.echo(f"weights_hash {found}, as the journal has it" + (f"; saved in {to}" if to else ""))
+
+
+@app.command("journal")
+def show_journal(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
+    debug: Debug = False,
+) -> None:
+    """Print a run's journal as a table, and whether it is whole."""
+    from rich.console import Console
+
+    from evoalign.errors import JournalError
+    from evoalign.replay import log_of
+    from evoalign.report.log import journal_table
+
+    log = log_of(run)
+    journal_table(log, Console())
+    if log.damage is not None:
+        raise JournalError(log.damage.message)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
+    to: Annotated[Path, typer.Option(help="The new folder.")],
+    generation: Annotated[
+        int | None, typer.Option("--generation", "-g", min=0, help="After so many generations; default: latest saved.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Put the adapter into its base model.")] = False,
+    push: Annotated[str | None, typer.Option(metavar="USER/NAME", help="Upload to the Hugging Face hub.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Whom a new repository is for; default: you alone.")] = False,
+    shard_size: Annotated[str, typer.Option(help="Largest file of a checkpoint.")] = "5GB",
+    model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a run's mean as PEFT and transformers load it, with a model card."""
+    _quiet()
+    from evoalign.export import export as write
+
+    folder = write(
+        run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model
+    )
+    typer.echo(f"exported to {folder}" + (f" and to {push}" if push else ""))
 
 
 @app.command("eval")
@@ -72,9 +158,9 @@ def evaluate(
     overrides = {name: value for name, value in overrides.items() if value is not None}
     tree = _evaluation_config(target, task, config or [], set_ or [])
     _quiet()
-    from evoalign import api
+    from evoalign import targets
 
-    result = api.evaluate(target, config=tree, split=chosen, overrides=overrides)
+    result = targets.evaluate(target, config=tree, split=chosen, overrides=overrides)
     _show(result.measures)
     if output is not None:
         import dataclasses
@@ -121,6 +207,9 @@ def main() -> None:
     """Run a command; an error of ours is one line and exit code 2."""
     try:
         app()
+    except StoppedError as stopped:  # after a whole generation, with the exit code that shells give a signal
+        typer.echo(str(stopped), err=True)
+        sys.exit(128 + stopped.signal)
     except EvoalignError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
@@ -147,7 +236,7 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     extra = [f"task.name={task}"] if task else []
     if is_run:
         if not files:
-            from evoalign.api import of_run
+            from evoalign.targets import of_run
 
             of_run(Path(target))
         ours = load([own, *files], sets)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error a user can meet. A message says what is wrong, which value, and how to mend it."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class EvoalignError(Exception):
     """Base of all errors of this package; the command line prints its message alone and exits with 2."""
@@ -15,7 +19,16 @@ class DataError(EvoalignError):
 
 
 class RewardError(EvoalignError):
-    """A reward function returned something that is not one finite number (or None) for each completion."""
+    """A reward function hung, died, raised, or gave something that is not one finite number (or None) a completion.
+
+    `failed`, where there is one, is what a person needs to see it happen again, as JSON has it: `reason` (hung, died,
+    raised or value), `function`, `prompt`, `completion` and `example` (None where no single completion is to blame),
+    `traceback`, `attempts` and the `seconds` they took together.
+    """
+
+    def __init__(self, message: str, failed: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.failed = failed
 
 
 class ModelError(EvoalignError):
@@ -28,3 +41,23 @@ class RunExistsError(EvoalignError):
 
 class JournalError(EvoalignError):
     """A journal line is damaged or does not follow from the line before it."""
+
+
+class CheckpointError(EvoalignError):
+    """A saved mean is missing a file, or one of its files was altered."""
+
+
+class ResumeError(EvoalignError):
+    """A run cannot go on as asked: other settings, another base model, or weights that do not come out the same."""
+
+
+class StoppedError(EvoalignError):
+    """A run was asked to stop and did, after a whole generation. `signal` is the number of the signal."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
+class CanaryError(EvoalignError):
+    """Members do not answer with their own weights, or the mean does not stay what it was."""

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from evoalign import journal
 from evoalign.checkpoint import write_text
 from evoalign.config import Config, to_yaml
 from evoalign.errors import RunExistsError
 from evoalign.version import __version__
 
+FAILED_COMPLETION = "failed_completion.json"
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
 
 
@@ -44,15 +46,34 @@ class RunDir:
         """Where the mean after so many generations is saved."""
         return self.path / ("loras" if adapter else "checkpoints") / f"generation_{generation:04d}"
 
-    def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool) -> None:
+    def completions(self, name: str) -> Path:
+        """A parquet file of completions."""
+        return self.results / "completions" / f"{name}.parquet"
+
+    def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool, resume: bool = False) -> None:
         """Make the folders and write config and manifest. Raises RunExistsError."""
         if self.exists():
-            self.refuse(overwrite=overwrite)
-            self._move_aside()
+            self.refuse(overwrite=overwrite, resume=resume)
+            if self._is_unstarted():
+                shutil.rmtree(self.path)
+            else:
+                self._move_aside()
         for folder in (self.results / "completions", self.figures, self.path / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
         write_text(self.config, to_yaml(config))
         write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+
+    def go_on(self, config: Config, manifest: Mapping[str, Any]) -> None:
+        """Make what is missing of the folders, write the config of now, and add to the manifest who goes on."""
+        for folder in (self.results / "completions", self.figures, self.path / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.config, to_yaml(config))
+        try:
+            whole = json.loads(self.manifest.read_text(encoding="utf-8"))
+            whole.setdefault("resumed", []).append(dict(manifest))
+        except (OSError, ValueError, AttributeError):  # lost or damaged: it is not needed to go on
+            whole = dict(manifest)
+        write_text(self.manifest, json.dumps(whole, indent=2) + "\n")
 
     def undo(self) -> None:
         """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
@@ -61,28 +82,57 @@ class RunDir:
             self._aside.rename(self.path)
 
     def exists(self) -> bool:
-        """Whether there is anything in the directory."""
-        return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        """Whether there is anything in the directory; what is left of a reward that failed does not count."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return any(entry.name != FAILED_COMPLETION for entry in self.path.iterdir())
 
-    def refuse(self, *, overwrite: bool) -> None:
-        """Raise RunExistsError where the directory is taken and may not be moved aside."""
+    def refuse(self, *, overwrite: bool, resume: bool = False) -> None:
+        """Raise RunExistsError where the directory is taken and may not be moved aside.
+
+        `resume` takes a run that recorded nothing yet.
+        """
         there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
         if not there.is_dir():
             raise RunExistsError(f"output_dir {self.path}: {there} is a file; choose another")
         if not os.access(there, os.W_OK):
             raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
-        if self.exists() and overwrite and not (self.config.is_file() or self.journal.is_file()):
+        if not self.exists() or (resume and self._is_unstarted()):
+            return
+        if (overwrite or resume) and not (self.config.is_file() or self.journal.is_file()):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
-        if self.exists() and not overwrite:
+        if not overwrite:
             raise RunExistsError(
-                f"output_dir {self.path} is not empty; choose another, or move it aside with --overwrite"
+                f"output_dir {self.path} is not empty; go on with its run with --resume, move it aside with "
+                "--overwrite, or choose another"
             )
+
+    def _is_unstarted(self) -> bool:
+        """Whether a run was begun here whose journal does not hold its first line yet."""
+        return self.config.is_file() and journal.is_blank(self.journal)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """One line of metrics.jsonl; also kept for the figures."""
         self.rows.append(row)
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def replace_metrics(self, rows: Sequence[dict[str, Any]]) -> None:
+        """All of metrics.jsonl anew."""
+        self.rows = list(rows)
+        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def read_metrics(self) -> dict[int, dict[str, Any]]:
+        """Rows by generation; lines that are cut or damaged are left out."""
+        rows: dict[int, dict[str, Any]] = {}
+        text = self.metrics.read_bytes() if self.metrics.is_file() else b""
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+                rows[int(row["generation"])] = row
+            except (ValueError, KeyError, TypeError):
+                continue
+        return rows
 
     def _move_aside(self) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
@@ -94,10 +144,40 @@ class RunDir:
         self._aside = self.path.rename(aside)
 
 
+def saved_folders(path: Path) -> list[Path]:
+    """The saved means of a run, the latest last."""
+    found = [*path.glob("loras/generation_*"), *path.glob("checkpoints/generation_*")]
+    return sorted((f for f in found if f.name[11:].isdecimal()), key=lambda folder: int(folder.name[11:]))
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The settings that make a run what it is: those that only say what is kept, shown or told are left out.
+
+    The number of generations is one of these too, unless a schedule depends on it: a longer run of the same settings
+    begins as the shorter one.
+    """
+    tree = config.model_dump(mode="json", exclude={"output_dir", "grader", "checkpoint", "tracking", "checks"})
+    del tree["evaluation"]["every"]
+    if config.es.sigma_schedule.name == config.es.learning_rate_schedule.name == "constant":
+        del tree["es"]["num_generations"]
+    return tree
+
+
 def config_hash(config: Config) -> str:
-    """SHA-256 of the resolved config, the output directory left out: it does not change a run."""
-    tree = config.model_dump(mode="json", exclude={"output_dir"})
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    """SHA-256 of what makes a run what it is."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
+
+
+def differences(ours: Config, theirs: Config) -> list[str]:
+    """What makes two configs different runs, in words."""
+    return sorted(_differ(identity(ours), identity(theirs), ""))
+
+
+def _differ(ours: Any, theirs: Any, name: str) -> list[str]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = sorted({*ours, *theirs}, key=str)
+        return [line for k in keys for line in _differ(ours.get(k), theirs.get(k), f"{name}.{k}" if name else str(k))]
+    return [] if ours == theirs else [f"{name} is {theirs!r} in the run and {ours!r} now"]
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +59,11 @@ class Tokens:
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; mend the row")
         return tuple(int(i) for i in ids)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the vocabulary and the chat template."""
+        found = json.dumps([sorted(self.tokenizer.get_vocab().items()), self.tokenizer.chat_template], sort_keys=True)
+        return hashlib.sha256(found.encode()).hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion, a last stop token and all special tokens left out, spaces as they are."""

@@ -216,9 +216,9 @@ class Generation:
     empty_share: float
     truncated_share: float
     seconds: Mapping[str, float]
+    evaluation: Mapping[str, float] | None = None
     rows: tuple[int, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
-    evaluation: Mapping[str, float] | None = None
 
     @property
     def zero_variance(self) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from evoalign import api
+import evoalign
 from evoalign.config import from_dict
 from evoalign.engines.transformers.decode import Decoder
 from evoalign.errors import ConfigError, DataError, EvoalignError, RewardError, RunExistsError
@@ -36,7 +36,7 @@ def quiet(tmp_path):
 def test_a_prompt_beyond_the_positions(tmp_path):
     tree = custom(tmp_path, prompt="word " * 3000)
     with pytest.raises(DataError, match="exceed the model's 2048 positions"):
-        api.train(tree, reward=length, console=quiet(tmp_path))
+        evoalign.train(tree, reward=length, console=quiet(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
@@ -50,7 +50,7 @@ def test_an_interrupt_in_the_first_generation_leaves_nothing(tmp_path):
         return length(prompts, completions)
 
     with pytest.raises(KeyboardInterrupt):
-        api.train(custom(tmp_path), reward=interrupted, console=quiet(tmp_path))
+        evoalign.train(custom(tmp_path), reward=interrupted, console=quiet(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
@@ -58,7 +58,7 @@ def test_a_folder_that_holds_no_run_stays_where_it_is(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine")
     with pytest.raises(RunExistsError, match="something else than a run"):
-        api.train(custom(tmp_path), reward=length, overwrite=True, console=quiet(tmp_path))
+        evoalign.train(custom(tmp_path), reward=length, overwrite=True, console=quiet(tmp_path))
     assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
 
 
@@ -68,15 +68,15 @@ def test_a_dry_run_refuses_a_taken_folder(tmp_path):
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
     with pytest.raises(RunExistsError, match="not empty"):
-        api.dry_run(tree)
-    assert api.dry_run(tree, overwrite=True)
+        evoalign.dry_run(tree)
+    assert evoalign.dry_run(tree, overwrite=True)
 
 
 def test_a_run_with_a_reward_object_asks_for_it_again(tmp_path):
-    result = api.train(custom(tmp_path), reward=length, console=quiet(tmp_path))
+    result = evoalign.train(custom(tmp_path), reward=length, console=quiet(tmp_path))
     with pytest.raises(ConfigError, match="pass the same one as reward="):
-        api.evaluate(result.path)
-    assert api.evaluate(result.path, reward=length).measures["reward"] == result.after.measures["reward"]
+        evoalign.evaluate(result.path)
+    assert evoalign.evaluate(result.path, reward=length).measures["reward"] == result.after.measures["reward"]
     header = json.loads((result.path / "journal.jsonl").read_text().splitlines()[0])
     manifest = json.loads((result.path / "manifest.json").read_text())
     assert header["model_hash"] == manifest["engine"]["model_hash"] != header["weights_hash"]
@@ -120,7 +120,7 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
     with pytest.raises(RewardError, match="give a finite number"):
-        api.train(tree, task=Careless(from_dict(tree).task), console=quiet(tmp_path))
+        evoalign.train(tree, task=Careless(from_dict(tree).task), console=quiet(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
@@ -132,9 +132,9 @@ def test_a_run_may_not_choose_what_is_imported(tmp_path):
     )
     tree = custom(tmp_path)
     tree["task"]["rewards"] = [f"{tmp_path / 'mine.py'}:length"]
-    run = api.train(tree, console=quiet(tmp_path)).path
+    run = evoalign.train(tree, console=quiet(tmp_path)).path
     marker.unlink()
     with pytest.raises(ConfigError, match="names code of its own"):
-        api.evaluate(run)
+        evoalign.evaluate(run)
     assert not marker.exists()
-    assert api.evaluate(run, config=run / "config.yaml").measures["reward"] >= 0
+    assert evoalign.evaluate(run, config=run / "config.yaml").measures["reward"] >= 0

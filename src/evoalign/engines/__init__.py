@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from evoalign.config import Config
-from evoalign.engines.base import Engine, weights_hash
+from evoalign.engines.base import ABSENT, Engine, weights_hash
 from evoalign.tokens import Tokens
 
-__all__ = ["Engine", "create", "weights_hash"]
+__all__ = ["ABSENT", "Engine", "create", "weights_hash"]
 
 
 def create(config: Config, tokens: Tokens) -> Engine:

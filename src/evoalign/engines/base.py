@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -12,7 +13,11 @@ import torch
 
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.types import Facts, Layout, Plan, Request, Rollout, TensorSpec, Update
+from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
+
+ABSENT = Member(index=-2, noise=1 << 32, sign=1)
+"""A member that does not exist: its noise lies outside the 32-bit word that counts members. An engine treats it like
+any other, but never makes weights or an adapter for it, so whoever answers in its name is not who was asked."""
 
 
 class Engine(Protocol):
@@ -35,7 +40,12 @@ class Engine(Protocol):
         ...
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member, in any order."""
+        """One completion of each request for each member, in any order.
+
+        A member whose adapter or weights are not there, such as `ABSENT`, is refused with ModelError and never
+        answered by the base model. An engine over a server asks the server under the name that such a member would
+        have, so that it is the server that is seen to refuse.
+        """
         ...
 
     def apply(self, update: Update) -> None:
@@ -50,8 +60,16 @@ class Engine(Protocol):
         """The mean: float32 tensors by name, on the CPU."""
         ...
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` gave."""
+    def sample(self, count: int) -> torch.Tensor:
+        """float32 [<= count] on the CPU: the mean at `sampled_places`, to follow where it goes at no cost in memory."""
+        ...
+
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The optimizer's slots: float32 tensors by name, on the CPU. None for SGD."""
+        ...
+
+    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Put back what `state` and `optimizer_state` gave. Raises ModelError where names or shapes differ."""
         ...
 
     def close(self) -> None:
@@ -59,6 +77,26 @@ class Engine(Protocol):
         ...
 
 
+def sampled_places(layout: Layout, count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Row-major places (int64, on the CPU) of `count` numbers among all that evolve, by tensor, in the layout's order.
+
+    One place in each of `count` equal strata, so that every tensor has its share; where in its stratum follows the
+    golden ratio, so that no row length is in step with it. All places where there are no more than `count`.
+    """
+    total = layout.parameters
+    index = torch.arange(min(count, total), dtype=torch.float64)
+    shift = (index * _GOLDEN_RATIO).frac() if total > count else 0.0
+    places = ((index + shift) * max(1.0, total / count)).to(torch.int64).clamp_(max=total - 1)
+    first = 0
+    for tensor in layout.tensors:
+        end = first + math.prod(tensor.shape)
+        low, high = torch.searchsorted(places, torch.tensor([first, end])).tolist()
+        if high > low:
+            yield tensor.name, places[low:high] - first
+        first = end
+
+
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX2 = 0x94D049BB133111EB - (1 << 64)
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

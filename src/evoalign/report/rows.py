@@ -3,33 +3,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from evoalign.types import Generation
+from evoalign.journal import Recorded
+from evoalign.types import Generation, Update
 
 Row = dict[str, Any]
 
 
 def metrics_row(generation: Generation) -> Row:
     """Statistics of the raw fitness over the population, in float64, with rms(c), tokens and seconds by phase."""
-    fitness_M = np.asarray(generation.fitness_M, dtype=np.float64)
-    coefficients_M = np.asarray(generation.update.coefficients, dtype=np.float64)
+    return {
+        **_fitness(generation.update, generation.fitness_M),
+        "tokens": generation.tokens,
+        "seconds": {phase: float(seconds) for phase, seconds in generation.seconds.items()},
+        "empty_share": float(generation.empty_share),
+        "truncated_share": float(generation.truncated_share),
+        "evaluation": None if generation.evaluation is None else dict(generation.evaluation),
+    }
+
+
+def rebuilt_row(recorded: Recorded) -> Row:
+    """A row made from the journal alone: what texts and clocks would say is null."""
+    unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation"))
+    return {**_fitness(recorded.update, recorded.fitness_M), **unknown, "seconds": {}}
+
+
+def _fitness(update: Update, fitness: Sequence[float]) -> Row:
+    fitness_M = np.asarray(fitness, dtype=np.float64)
+    coefficients_M = np.asarray(update.coefficients, dtype=np.float64)
     p20, p80 = np.percentile(fitness_M, [20, 80])
     return {
-        "generation": generation.index,
+        "generation": update.generation,
         "mean": float(fitness_M.mean()),
         "best": float(fitness_M.max()),
         "worst": float(fitness_M.min()),
         "p20": float(p20),
         "p80": float(p80),
         "std": float(fitness_M.std()),
-        "zero_variance": generation.zero_variance,
+        "zero_variance": not any(update.coefficients),
         "rms_c": float(np.sqrt(np.mean(coefficients_M**2))),
-        "tokens": generation.tokens,
-        "seconds": {phase: float(seconds) for phase, seconds in generation.seconds.items()},
-        "empty_share": float(generation.empty_share),
-        "truncated_share": float(generation.truncated_share),
-        "evaluation": None if generation.evaluation is None else dict(generation.evaluation),
     }

@@ -17,7 +17,7 @@ from torch import nn
 
 from evoalign import noise
 from evoalign.config import Config
-from evoalign.engines.base import weights_hash
+from evoalign.engines.base import sampled_places, weights_hash
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.errors import DataError, EvoalignError, ModelError
@@ -93,6 +93,7 @@ class TransformersEngine:
         if len({r.sampling for r in requests}) > 1:
             raise EvoalignError("the requests of a rollout differ in their sampling; ask for them one after the other")
         self._check_length(requests)
+        _check_members(plan)
         if self._space is None or self._space.carrier == "dense":
             try:
                 for member in plan.members:
@@ -162,15 +163,32 @@ class TransformersEngine:
         for name, tensor in self._master.items():
             yield name, tensor.detach().to("cpu", copy=True)
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put a master back. Raises ModelError where names or shapes differ."""
+    def sample(self, count: int) -> torch.Tensor:
+        """The master at fixed places, gathered where it lies."""
+        _, layout = self._started()
+        parts = [
+            self._master[name].flatten()[places.to(self.device)].to("cpu")
+            for name, places in sampled_places(layout, count)
+        ]
+        return torch.cat(parts)
+
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Momentum's or Adam's slots, on the CPU."""
+        for name, tensor in self._optimizer.state() if self._optimizer is not None else ():
+            yield name, tensor.detach().to("cpu", copy=True)
+
+    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Put a master back. Raises ModelError where names or shapes differ, and then changes nothing."""
         if set(state) != set(self._master):
             odd = sorted(set(state) ^ set(self._master))[0]
             raise ModelError(f"the saved mean does not fit this run: {odd} is in one and not in the other")
         for name, tensor in state.items():
             if tensor.shape != self._master[name].shape:
                 raise ModelError(f"the saved {name} is {tuple(tensor.shape)}, not {tuple(self._master[name].shape)}")
+        for name, tensor in state.items():
             self._master[name].copy_(tensor)
+        if self._optimizer is not None:
+            self._optimizer.load({name: tensor.to(self.device) for name, tensor in (optimizer or {}).items()})
         self._serve_mean()
 
     def close(self) -> None:
@@ -218,9 +236,13 @@ class TransformersEngine:
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         assert self._adapters is not None
         space, layout = self._started()
+        found = False
         for module in dict.fromkeys(t.module for t in layout.tensors):
             adapter = space.adapter(layout, module, self._look_up, plan, members)
             self._adapters.set(module, adapter)
+            found |= adapter is not None
+        if not found and not all(m.is_mean for m in members):
+            raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; mend it")
 
     def _look_up(self, name: str) -> torch.Tensor:
         return self._master[name]
@@ -243,6 +265,13 @@ class TransformersEngine:
             finish_reason=completion.finish_reason,
             logprobs=tuple(completion.logprobs) if request.logprobs else None,
         )
+
+
+def _check_members(plan: Plan) -> None:
+    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise."""
+    for member in plan.members:
+        if not 0 <= member.noise < 1 << 32:
+            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")
 
 
 def _device(wanted: str) -> str:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of completions on disk: parquet, whole or not at all, with a checksum on each page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evoalign.checkpoint import sync_folder
+from evoalign.errors import DataError
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows of equal keys, flush to disk, then rename into place."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file, write_page_checksum=True)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table. Raises DataError naming a file that is missing or damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_table(path, page_checksum_verification=True).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is missing or damaged: {str(error).splitlines()[0]}") from error

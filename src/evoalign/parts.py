@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is made of, loaded and checked in the order of cost, so that bad input is told early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
+from evoalign.config import Config, from_dict, load
+from evoalign.engines import Engine
+from evoalign.errors import ConfigError, DataError, ModelError
+from evoalign.evaluation import Evaluation
+from evoalign.spaces import Space
+from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
+from evoalign.types import Facts, Layout, TensorSpec
+
+ConfigLike = Config | Mapping[str, Any] | str | Path
+Reward = Callable[..., Any]
+Rewards = Reward | Sequence[Reward]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model in an engine that is ready for a space. `close` it."""
+
+    config: Config
+    tokens: Tokens
+    engine: Engine
+    space: Space
+    layout: Layout
+    facts: Facts
+
+    def close(self) -> None:
+        """Free the model."""
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Served):
+    """Everything a run needs. `close` it: it holds the model."""
+
+    task: Task
+    data: Data
+
+    def evaluate_test(self) -> Evaluation:
+        """The mean on the test split."""
+        return evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
+
+    def close(self) -> None:
+        """Free the model."""
+        self.engine.close()
+
+
+def as_config(config: ConfigLike) -> Config:
+    """A checked Config from any of its forms. Raises ConfigError."""
+    if isinstance(config, Config):
+        return config
+    return load([config]) if isinstance(config, str | Path) else from_dict(config)
+
+
+def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:
+    """Load and check everything, cheapest first."""
+    chosen, data = task_and_data(config, task, reward)
+    served = serve(config)
+    return Parts(**{f.name: getattr(served, f.name) for f in fields(served)}, task=chosen, data=data)
+
+
+def serve(config: Config) -> Served:
+    """Load the model and make the engine ready for the config's space."""
+    tokens_ = tokens.load(config.model)
+    engine = engines.create(config, tokens_)
+    try:
+        space, layout, facts = start(config, engine)
+    except BaseException:
+        engine.close()
+        raise
+    return Served(config, tokens_, engine, space, layout, facts)
+
+
+def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> tuple[Task, Data]:
+    """The task, its rewards in a process of their own where they are not ours, and both splits."""
+    rewards = None if reward is None else ([reward] if callable(reward) else list(reward))
+    if task is not None and rewards is not None:
+        raise ConfigError("give a task or a reward, not both: a task has its own reward")
+    chosen = task or tasks.create(config.task, rewards)
+    data = chosen.load_data(config.seed)
+    for split, examples in (("training", data.train), ("test", data.test)):
+        if not examples:
+            raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
+    return chosen, data
+
+
+def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
+    """Make an engine ready for the config's space."""
+    space = spaces.create(config)
+    layout = layout_of(space, engine.specs(), engine.dtype)
+    facts = engine.start(space, layout, optimizer.create(config.es.optimizer), config.es.decay > 0)
+    return space, layout, facts
+
+
+def layout_of(space: Space, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
+    """What evolves. Raises ModelError where that is nothing."""
+    layout = space.layout(specs, dtype)
+    if not layout.tensors:
+        raise ModelError(
+            f"space {space.name} finds nothing to evolve: the chosen layers have no nn.Linear matrix; "
+            "use space full, or another model"
+        )
+    return layout

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A journal as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from evoalign.journal import Header, Log, Recorded
+
+
+def journal_table(log: Log, console: Console) -> None:
+    """Prints what the run is, one row for each generation, and how far the journal is whole."""
+    for line in _head(log.header):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    table = Table("generation", "mean", "best", "worst", "std", "rms c", "sigma", "step", "weights_hash")
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for recorded in log.generations:
+        table.add_row(*_cells(recorded))
+    console.print(table)
+    kept = f"{log.sealed} generations, {log.size:,} bytes"
+    per = (log.size / len(log.generations)) if log.generations else 0.0
+    console.print(f"{kept}, {per:,.0f} a generation", markup=False, highlight=False)
+
+
+def _head(header: Header) -> Iterator[str]:
+    model = header.config.get("model", {})
+    yield f"model {model.get('name')}, revision {model.get('revision')}, {header.dtype}, hash {header.model_hash[:16]}"
+    yield f"space {header.space}, {header.evolved_parameters:,} numbers evolve, seed {header.config.get('seed')}"
+    yield f"made on {header.device} with {', '.join(f'{k} {v}' for k, v in header.versions.items())}"
+
+
+def _cells(recorded: Recorded) -> Iterator[str]:
+    fitness_M = np.asarray(recorded.fitness_M)
+    update = recorded.update
+    rms_c = float(np.sqrt(np.mean(np.square(update.coefficients))))
+    yield str(update.generation + 1)
+    for value in (
+        fitness_M.mean(),
+        fitness_M.max(),
+        fitness_M.min(),
+        fitness_M.std(),
+        rms_c,
+        update.sigma,
+        update.step,
+    ):
+        yield f"{value:.4g}"
+    yield recorded.weights_hash[:16] if recorded.weights_hash else "not sealed"

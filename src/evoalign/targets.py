@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `evaluate` and the other commands are pointed at: a run, a model's folder, a PEFT adapter, a hub name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from evoalign import checkpoint, engines, evaluation, tokens
+from evoalign.config import Config, from_dict, load
+from evoalign.errors import ConfigError, ModelError
+from evoalign.evaluation import Evaluation
+from evoalign.parts import ConfigLike, Rewards, as_config, start, task_and_data
+from evoalign.rundir import saved_folders
+from evoalign.tasks import Task
+from evoalign.types import Layout
+
+NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+"""Settings of PEFT that change what an adapter means."""
+
+
+def evaluate(
+    target: str | Path,
+    *,
+    config: ConfigLike | None = None,
+    task: Task | None = None,
+    reward: Rewards | None = None,
+    split: Literal["train", "test"] = "test",
+    overrides: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Score a finished run, a model folder, a PEFT adapter or a hub model on a split.
+
+    A run brings its own config; for a model, `config` says the task (its `model` section is replaced by `target`).
+    `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds.
+    """
+    config, adapter = resolve_target(target, config)
+    if task is None and reward is None:
+        _refuse_lost_task(Path(target))
+    settings = {**config.evaluation.model_dump(), **(overrides or {})}
+    config = from_dict({**config.model_dump(), "evaluation": settings})
+    chosen, data = task_and_data(config, task, reward)
+    tokens_ = tokens.load(config.model)
+    engine = engines.create(config, tokens_)
+    try:
+        if adapter is not None:
+            space, layout, _ = start(config, engine)
+            if space.evolves_model:
+                raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
+            engine.load(_checked(adapter, layout))
+        examples = data.test if split == "test" else data.train
+        return evaluation.evaluate(engine, tokens_, chosen, examples, config.evaluation)
+    finally:
+        engine.close()
+
+
+def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Config, Path | None]:
+    """The config to evaluate with, and the adapter to load, if any. Raises ConfigError or ModelError."""
+    path = Path(target)
+    if (path / "config.yaml").is_file() and (path / "journal.jsonl").is_file():
+        own = of_run(path) if config is None else as_config(config)
+        saved = last_saved(path)
+        checkpoint.verify(saved)
+        if saved.parent.name == "loras":
+            return own, saved
+        return _with_model(own, saved), None
+    if config is None:
+        raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
+    own = as_config(config)
+    if (path / "adapter_config.json").is_file():
+        peft = _peft_config(path / "adapter_config.json")
+        layers = peft.get("layers_to_transform")
+        lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_modules": sorted(peft["target_modules"]),
+                "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
+        tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
+        model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
+        return from_dict({**tree, "model": model}), path
+    return _with_model(own, str(target)), None
+
+
+def of_run(path: Path) -> Config:
+    """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
+    own = load([path / "config.yaml"])
+    code = [name for name in (own.space.name, own.task.name, *own.task.rewards) if ":" in name]
+    if code:
+        raise ConfigError(
+            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; "
+            f"if you trust it, pass it with --config {path / 'config.yaml'}"
+        )
+    return own
+
+
+def _refuse_lost_task(path: Path) -> None:
+    """A run that was given a Python object knows its name only; its config would score something else."""
+    try:
+        given = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["task"]["given_as"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if given is not None:
+        raise ConfigError(f"{path} was trained with a {given} object; pass the same one as {given}=")
+
+
+def last_saved(path: Path) -> Path:
+    """The latest saved mean of a run. Raises ModelError."""
+    found = saved_folders(path)
+    if not found:
+        raise ModelError(f"{path} holds a run that saved no weights; nothing to evaluate")
+    return found[-1]
+
+
+def _peft_config(file: Path) -> dict[str, Any]:
+    """A plain LoRA's settings. Raises ModelError for a form of PEFT that would be read wrongly."""
+    try:
+        peft = json.loads(file.read_text(encoding="utf-8"))
+        plain = (
+            peft["peft_type"] == "LORA"
+            and "lora_alpha" in peft
+            and isinstance(peft["target_modules"], list)
+            and bool(peft["r"])
+        )
+        odd = [name for name in NOT_PLAIN if peft.get(name)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
+    if not plain or odd or peft.get("bias", "none") != "none":
+        raise ModelError(f"{file} is not a plain LoRA ({', '.join(odd) or 'peft_type, target_modules or bias'}); "
+                         "merge it into the model and give the model's folder")  # fmt: skip
+    return peft
+
+
+def _with_model(config: Config, name: str | Path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(name)})})
+
+
+def _checked(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """An adapter's tensors, a frozen A among them; all that the layout has."""
+    state = checkpoint.load_adapter(adapter)
+    missing = [t.name for t in (*layout.tensors, *layout.frozen) if t.name not in state]
+    if missing:
+        raise ModelError(f"{adapter} lacks {missing[0]}; its lora settings differ from the config's")
+    return state

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`train`: a run from its config to what it leaves, and on again from wherever it was left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from evoalign import checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces
+from evoalign.checkpoint import Mark
+from evoalign.config import Config, EvaluationConfig, from_dict
+from evoalign.errors import DataError, EvoalignError, ModelError, ResumeError, StoppedError
+from evoalign.evaluation import Evaluation, Scored
+from evoalign.journal import Journal, Log
+from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
+from evoalign.report import figures
+from evoalign.report.progress import Display
+from evoalign.report.rows import metrics_row, rebuilt_row
+from evoalign.report.tables import Interval, Sample, before_after
+from evoalign.rundir import RunDir, command_line, differences, make_manifest
+from evoalign.signals import Stop
+from evoalign.tasks import Task
+from evoalign.types import Generation
+
+Hook = Callable[[Generation], None]
+SHOWN_SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to. `saved` is a PEFT adapter (`lora`) or a Hugging Face checkpoint."""
+
+    path: Path
+    saved: Path
+    before: Evaluation
+    after: Evaluation
+
+
+def train(
+    config: ConfigLike,
+    *,
+    task: Task | None = None,
+    reward: Rewards | None = None,
+    on_generation: Hook | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    console: Console | None = None,
+) -> Result:
+    """Fine-tune by Evolution Strategies and leave a run directory.
+
+    `config` is a Config, a nested mapping or a YAML file. `task` and `reward` (functions of TRL's signature, for the
+    custom task) take the place of what the config names. `on_generation` is called after each generation. `resume`
+    goes on with the run in `output_dir` as if it had never stopped, or begins it where there is none yet.
+    Raises a subclass of EvoalignError: for bad input, before anything is written; StoppedError after a signal.
+    """
+    config = as_config(config)
+    run = RunDir(Path(config.output_dir))
+    log = _log_to_resume(run, config) if resume else None
+    if log is None:
+        run.refuse(overwrite=overwrite, resume=resume)
+    given = "task" if task is not None else "reward" if reward is not None else None
+    with Stop() as stop:
+        parts = assemble(config, task, reward)
+        try:
+            training = _Training(parts, run, console or Console(), on_generation, stop, given)
+            return training.run_from(log, overwrite=overwrite, resume=resume)
+        finally:
+            parts.close()
+
+
+def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
+    """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights, writes nothing."""
+    config = as_config(config)
+    _, data = task_and_data(config, None, None)
+    work = estimate.work_lines(config, len(data.train))
+    run = RunDir(Path(config.output_dir))
+    log = _log_to_resume(run, config) if resume else None
+    if log is None:
+        run.refuse(overwrite=overwrite, resume=resume)
+    else:
+        work.insert(0, f"goes on after generation {log.sealed} of {config.es.num_generations}")
+    on_gpu = config.engine.device.startswith("cuda") or (config.engine.device == "auto" and torch.cuda.is_available())
+    automatic = "bfloat16" if on_gpu else "float32"
+    dtype = getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
+    try:
+        specs = estimate.shapes(config)
+    except ModelError as error:
+        return [*estimate.step_lines(config, None), *work, f"memory: not estimated; {error}"]
+    layout = layout_of(spaces.create(config), specs, dtype)
+    known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
+    return [*estimate.step_lines(config, known), *work, *estimate.memory_lines(config, specs, layout, dtype)]
+
+
+def _log_to_resume(run: RunDir, config: Config) -> Log | None:
+    """The journal to go on with; None where nothing was recorded yet. Raises JournalError, ResumeError."""
+    if journal.is_blank(run.journal):
+        return None
+    log = journal.read(run.journal).whole()
+    odd = differences(config, from_dict(log.header.config))
+    if odd:
+        raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
+    if log.sealed > config.es.num_generations:
+        raise ResumeError(
+            f"{run.path} has {log.sealed} generations already, es.num_generations is {config.es.num_generations}"
+        )
+    return log
+
+
+class _Training:
+    """One run in this process."""
+
+    def __init__(
+        self, parts: Parts, run: RunDir, console: Console, hook: Hook | None, stop: Stop, given: str | None
+    ) -> None:
+        self.parts, self.config, self.run = parts, parts.config, run
+        self.console, self.hook, self.stop, self.given = console, hook, stop, given
+
+    def run_from(self, log: Log | None, *, overwrite: bool, resume: bool) -> Result:
+        """All of it: to the end of the journal, the generations that are left, and the comparison."""
+        for line in [*_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
+            self.tell(line)
+        before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
+        try:
+            with self._explained(fresh=log is None):
+                self._loop(book, before)
+        finally:
+            book.close()
+        return self._finish(book, before)
+
+    def tell(self, line: str) -> None:
+        """One plain line on the console."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _begin(self, overwrite: bool, resume: bool) -> tuple[Evaluation, Journal]:
+        before = self._evaluate("start")
+        self._stop_if_asked(0, "nothing was written")
+        facts = {
+            "engine": dataclasses.asdict(self.parts.facts),
+            "task": {"name": self.parts.task.name, "given_as": self.given},
+        }
+        manifest = make_manifest(self.config, facts, command_line())
+        self.run.create(self.config, manifest, overwrite=overwrite, resume=resume)
+        _write_completions(self.run, "before", before)
+        return before, Journal(self.run.journal, saving.header(self.parts))
+
+    def _go_on(self, log: Log) -> tuple[Evaluation, Journal]:
+        saving.check_start(self.parts, log.header)
+        before = self._read_before()
+        book = Journal.resume(log)
+        try:
+            self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
+            saving.restore(self.parts, self.run, log, book.seal, self.tell)
+            self._restore_rows(log)
+        except BaseException:
+            book.close()
+            raise
+        self.tell(f"goes on after generation {len(log.generations)} of {self.config.es.num_generations}")
+        return before, book
+
+    def _read_before(self) -> Evaluation:
+        """The evaluation of the start, which the engine is at now: as it was written, or else made again."""
+        try:
+            rows = parquet.read(self.run.completions("before"))
+            scored = [Scored(**row) for row in rows]
+            return evaluation.summarise(self.parts.task, self.parts.data.test, scored)
+        except (DataError, TypeError, IndexError):
+            before = self._evaluate("start")
+            _write_completions(self.run, "before", before)
+            return before
+
+    def _restore_rows(self, log: Log) -> None:
+        """metrics.jsonl cut back to the journal; a row that was lost is made from it, as far as it goes."""
+        kept, rows = self.run.read_metrics(), []
+        for recorded in log.generations:
+            row, again = kept.get(recorded.update.generation), rebuilt_row(recorded)
+            rows.append(row if row is not None and row.get("mean") == again["mean"] else again)
+        last = len(rows) - 1
+        if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, last):
+            rows[-1]["evaluation"] = self.parts.evaluate_test().measures
+        self.run.replace_metrics(rows)
+
+    def _loop(self, book: Journal, before: Evaluation) -> None:
+        """The generations that are left; write, draw and show each as it ends."""
+        total, first = self.config.es.num_generations, len(self.run.rows)
+        if first < total:
+            self._stop_if_asked(first, self._how_to_go_on())
+        with Display(total, self.console) as display:
+            for generation in self._generations(book, first):
+                row = metrics_row(generation)
+                self.run.append_metrics(row)
+                self._draw(before)
+                display.update(row, generation)
+                if self.hook is not None:
+                    self.hook(generation)
+                self._save_if_due(generation, book)
+                if self.stop.asked is not None and generation.index + 1 < total:
+                    self._save(generation.index + 1, generation.weights_hash, book.last_hash)
+                    self._stop_if_asked(generation.index + 1, self._how_to_go_on())
+
+    def _generations(self, book: Journal, first: int) -> Iterator[Generation]:
+        parts = self.parts
+        return evolve.evolve(
+            self.config,
+            parts.task,
+            parts.data.train,
+            parts.engine,
+            parts.tokens,
+            book,
+            lambda: parts.evaluate_test().measures,
+            first,
+        )
+
+    def _draw(self, before: Evaluation) -> None:
+        title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
+        baseline = before.measures["reward"]
+        figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=baseline)
+        figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
+
+    def _save_if_due(self, generation: Generation, book: Journal) -> None:
+        count, every = generation.index + 1, saving.every(self.config)
+        is_best = (
+            self.config.checkpoint.keep_best
+            and generation.evaluation is not None
+            and saving.best_generation(self.run.rows) == count
+        )
+        if (every and count % every == 0) or is_best:
+            self._save(count, generation.weights_hash, book.last_hash)
+
+    def _save(self, count: int, weights_hash: str, place: str) -> Path:
+        folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
+        saving.save(self.parts, folder, Mark(count, weights_hash, place))
+        saving.retain(self.run, self.config)
+        return folder
+
+    def _finish(self, book: Journal, before: Evaluation) -> Result:
+        saved = self._save(self.config.es.num_generations, self.parts.engine.fingerprint(), book.last_hash)
+        after = self._evaluate("result")
+        _write_completions(self.run, "after", after)
+        change = _change(before, after)
+        _write_evaluation(self.run, self.config.evaluation, before, after, change)
+        before_after(before.measures, after.measures, self.console, _samples(before, after), change)
+        self.tell(f"saved {saved}\nrun   {self.run.path}")
+        return Result(self.run.path, saved, before, after)
+
+    def _evaluate(self, which: str) -> Evaluation:
+        self.tell(f"evaluating the {which} on {len(self.parts.data.test)} test examples")
+        return self.parts.evaluate_test()
+
+    def _stop_if_asked(self, done: int, next_: str) -> None:
+        if self.stop.asked is not None:
+            total = self.config.es.num_generations
+            raise StoppedError(f"stopped after generation {done} of {total}; {next_}", self.stop.asked)
+
+    def _how_to_go_on(self) -> str:
+        """Names the run itself, or, where it names code, the config in it."""
+        if self.given is not None:
+            return f"go on with train(..., {self.given}=..., resume=True)"
+        own = ":" in "".join([self.config.space.name, self.config.task.name, *self.config.task.rewards])
+        return f"go on with: evoalign train {self.run.path}{'/config.yaml' if own else ''} --resume"
+
+    @contextmanager
+    def _explained(self, *, fresh: bool) -> Generator[None]:
+        """A new run that fails in its first generation is taken back; later, the error says that nothing is lost."""
+        try:
+            yield
+        except StoppedError:
+            raise
+        except BaseException as error:
+            if not self.run.rows:
+                if fresh:
+                    self.run.undo()
+                raise
+            if not isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError):
+                raise
+            kept = f"{len(self.run.rows)} generations are kept; {self._how_to_go_on()}"
+            raise _with(error, kept) from error
+
+
+def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str) -> EvoalignError:
+    """The same kind of error, where it is one of ours, and more to say."""
+    line = str(error).strip().splitlines()[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return EvoalignError(f"{line} Lower engine.memory_gib or engine.max_rows; {more}")
+    return type(error)(f"{error}; {more}") if isinstance(error, EvoalignError) else EvoalignError(f"{line}; {more}")
+
+
+def _gold_lines(parts: Parts) -> list[str]:
+    """A warning where gold answers do not earn the maximum: published data has such rows, so it is no error."""
+    try:
+        parts.task.self_check([*parts.data.train, *parts.data.test])
+    except DataError as error:
+        return [f"warning: {error}"]
+    return []
+
+
+def _write_completions(run: RunDir, name: str, result: Evaluation) -> None:
+    parquet.write(run.completions(name), [dataclasses.asdict(s) for s in result.completions])
+
+
+def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
+    """Change of each measure and its paired 95 % interval over examples."""
+    return {
+        name: evaluation.paired_interval(values, after.measures_E[name])
+        for name, values in before.measures_E.items()
+        if name in after.measures_E
+    }
+
+
+def _write_evaluation(
+    run: RunDir,
+    settings: EvaluationConfig,
+    before: Evaluation,
+    after: Evaluation,
+    change: Mapping[str, Interval],
+) -> None:
+    tree = {
+        "format_version": 1,
+        "split": "test",
+        "examples": len(next(iter(before.measures_E.values()))),
+        "settings": settings.model_dump(mode="json"),
+        "before": before.measures,
+        "after": after.measures,
+        "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
+    }
+    checkpoint.write_text(run.results / "evaluation.json", json.dumps(tree, indent=2) + "\n")
+
+
+def _samples(before: Evaluation, after: Evaluation) -> list[Sample]:
+    pairs = list(zip(before.completions, after.completions, strict=True))[:SHOWN_SAMPLES]
+    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in pairs]
