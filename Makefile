@@ -3,6 +3,7 @@
 #   make demo     a small language model learns to be brief, on this machine's CPU
 #   make test     all tests
 #   make lint     style, types, import rules
+#   make docs     the documentation, strictly, into build/site; build/site/index.html opens without a server
 #   make bench    population, Conciseness, noise and grader; benchmarks/README.md has the longer ones
 #   make clean    takes away .venv and caches, never a run
 #
@@ -13,7 +14,7 @@ TORCH ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint bench clean FORCE
+.PHONY: demo test lint docs bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
@@ -27,6 +28,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/population.py

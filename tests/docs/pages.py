@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs/ as tests read them: their code blocks, snippets put in, and the words in code."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+# The documents beside the site say the same kind of thing and are held to the same.
+PAGES = sorted([*DOCS.rglob("*.md"), *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
+
+_FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_SNIPPET = re.compile(r'^( *)--8<-- "([^":]+)(?::(\d+):(\d+))?"$', re.MULTILINE)
+_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `title` is the file name that it is shown under, if any."""
+
+    page: Path
+    language: str
+    title: str | None
+    text: str
+
+    @property
+    def id(self) -> str:
+        """Page and first line, for the names of tests."""
+        return f"{self.page.relative_to(REPOSITORY)}: {self.text.strip().splitlines()[0][:40]}"
+
+
+def text_of(page: Path) -> str:
+    """A page with its snippets in place."""
+    return _SNIPPET.sub(_snippet, page.read_text(encoding="utf-8"))
+
+
+def blocks(*languages: str) -> list[Block]:
+    """All fenced blocks of these languages."""
+    found = [
+        Block(page, match[2], _title(match[3]), match[4]) for page in PAGES for match in _FENCE.finditer(text_of(page))
+    ]
+    return [block for block in found if block.language in languages]
+
+
+def words(page: Path) -> set[str]:
+    """What stands in code in the running text of a page."""
+    return set(_CODE.findall(_FENCE.sub("", text_of(page))))
+
+
+def _snippet(match: re.Match[str]) -> str:
+    lines = (REPOSITORY / match[2]).read_text(encoding="utf-8").splitlines()
+    chosen = lines[int(match[3]) - 1 : int(match[4])] if match[3] else lines
+    return "\n".join(match[1] + line for line in chosen)
+
+
+def _title(rest: str) -> str | None:
+    found = re.search(r'title="([^"]+)"', rest)
+    return found[1] if found else None

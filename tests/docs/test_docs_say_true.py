@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation shows is held against the code: commands, settings, configs, Python, names, files."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer.main
+import yaml
+from pages import PAGES, REPOSITORY, Block, blocks, words
+
+import evoalign
+from evoalign import cli
+from evoalign.config import Config, from_dict, parse_overrides
+
+WIDTH = {"es": {"sigma": 0.01}}
+"""What a config that shows one section leaves to the reader."""
+
+
+def by_page(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command line that a page shows, with its page."""
+    lines = [(b, line.strip()) for b in blocks("sh", "", "bash") for line in b.text.replace("\\\n", " ").splitlines()]
+    return [(by_page(b.page), line) for b, line in lines if re.match(r"(\w+=\S+ )*evoalign ", line)]
+
+
+def leaf(parts: list[str]) -> tuple[Any, list[str]]:
+    """The command that the words name, and the words that are left for it."""
+    command: Any = typer.main.get_command(cli.app)
+    rest = parts[1:]
+    while hasattr(command, "commands"):
+        assert rest and rest[0] in command.commands, f"no command {' '.join(parts)}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    return command, rest
+
+
+@pytest.mark.parametrize(("page", "line"), commands(), ids=lambda value: str(value)[:60])
+def test_a_command_line_is_one_that_the_command_line_takes(page: str, line: str) -> None:
+    parts = shlex.split(line, comments=True)
+    while "=" in parts[0]:
+        parts = parts[1:]
+    command, rest = leaf(parts)
+    context = command.make_context(command.name, rest)
+    for override in context.params.get("set_") or []:
+        from_dict(parse_overrides(WIDTH, [override]))
+    for word in rest:
+        if word.startswith(("configs/", "data/", "examples/")):
+            assert (REPOSITORY / word).exists(), f"{page} names {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_commands_and_options_in_running_text_exist(page: Path) -> None:
+    tree: Any = typer.main.get_command(cli.app)
+    known = {name for command in _commands(tree) for p in command.params for name in [*p.opts, *p.secondary_opts]}
+    for word in words(page):
+        if word.startswith("evoalign "):
+            leaf(word.split())
+        if re.fullmatch(r"--[a-z][a-z-]*( \S+)?", word) and by_page(page) != "CONTRIBUTING.md":
+            assert word.split()[0] in {*known, "--help", "--strict"}, f"{by_page(page)}: no option {word}"
+
+
+def _commands(command: Any) -> list[Any]:
+    below = getattr(command, "commands", None)
+    return [command] if below is None else [leaf for inner in below.values() for leaf in _commands(inner)]
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda b: b.id)
+def test_a_config_is_one_that_evoalign_takes(block: Block) -> None:
+    tree = yaml.safe_load(block.text)
+    from_dict(tree if "es" in tree else {**tree, **WIDTH})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_a_setting_in_running_text_exists(page: Path) -> None:
+    known = set(settings(Config.model_json_schema()))
+    sections = {name.split(".")[0] for name in known if "." in name}
+    for word in words(page):
+        name, _, value = word.partition(": ")
+        if name.split(".")[0] in sections and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name):
+            assert name in known, f"{by_page(page)}: no setting {name}"
+            if value:
+                from_dict(parse_overrides(WIDTH, [f"{name}={value}"]))
+
+
+def settings(schema: dict[str, Any]) -> list[str]:
+    """All dotted names, sections included."""
+
+    def walk(section: dict[str, Any], prefix: str) -> list[str]:
+        found: list[str] = []
+        for name, field in section["properties"].items():
+            found.append(prefix + name)
+            if "$ref" in field:
+                found += walk(schema["$defs"][field["$ref"].rsplit("/", 1)[-1]], f"{prefix}{name}.")
+        return found
+
+    return walk(schema, "")
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda b: b.id)
+def test_python_compiles_and_what_it_imports_of_evoalign_exists(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "evoalign":
+            for name in node.names:
+                assert exists(f"{node.module}:{name.name}"), f"{node.module} has no {name.name}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "evoalign":
+            assert node.attr in evoalign.__all__, f"evoalign has no {node.attr}"
+
+
+def exists(path: str) -> bool:
+    """Whether `module:name` is there; the name may be a submodule."""
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    return hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_names_and_files_in_running_text_exist(page: Path) -> None:
+    for word in words(page):
+        if re.fullmatch(r"evoalign(\.\w+)+:\w+", word):
+            assert exists(word), f"{by_page(page)}: no {word}"
+        if re.fullmatch(r"(src|configs|scripts|examples|benchmarks|recipes|tests|docs)/[\w./-]+", word):
+            assert (REPOSITORY / word).exists(), f"{by_page(page)}: no file {word}"
+
+
+def imported(title: str, folder: Path) -> ModuleType:
+    """The block of Python that a page shows as a file of this name, as a module."""
+    file = folder / title
+    file.write_text(next(b.text for b in blocks("python") if b.title == title), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"docs_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_space_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
+    from evoalign.testing import spaces
+
+    module = imported("my_spaces.py", tmp_path)
+    tree = next(yaml.safe_load(b.text) for b in blocks("yaml") if "my_spaces:Norms" in b.text)
+    spaces.check_space(module.Norms(from_dict(tree)))
+
+
+def test_the_readers_of_the_file_formats_read_what_a_run_leaves(tmp_path: Path) -> None:
+    from evoalign.engines.base import weights_hash
+    from evoalign.journal import Journal
+    from evoalign.types import Update, population
+
+    ours = {"b": torch.randn(3, 5), "a": torch.tensor([-0.0, 1.0, 3e38])}
+    theirs = imported("weights_hash.py", tmp_path)
+    found = weights_hash(ours.items())
+    assert theirs.weights_hash({name: np.asarray(t) for name, t in ours.items()}) == found
+    header = {"space": "lora \u00e9", "weights_hash": found}
+    journal = Journal(tmp_path / "journal.jsonl", header)
+    journal.append(Update(0, 0, population(2), (1e-7, -0.1), 0.01, 0.005), [1 / 3, 1e22])
+    journal.seal(0, found)
+    journal.close()
+    reader = imported("read_journal.py", tmp_path)
+    assert [line["type"] for line in reader.read_journal(tmp_path / "journal.jsonl")] == ["header", "update", "seal"]
+    text = (tmp_path / "journal.jsonl").read_text().replace("-0.1", "-0.2")
+    (tmp_path / "journal.jsonl").write_text(text)
+    with pytest.raises(AssertionError, match="line 2 was altered"):
+        reader.read_journal(tmp_path / "journal.jsonl")
+
+
+def fields_under(heading: str) -> set[str]:
+    """The names in the first column of the tables under a heading of the page on file formats."""
+    text = (REPOSITORY / "docs/reference/files.md").read_text(encoding="utf-8")
+    part = re.split(r"^## ", text.split(f"## {heading}\n", 1)[1], flags=re.MULTILINE)[0]
+    rows = re.findall(r"^\| (`[^|]+) \|", part, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two generations with the tiny model."""
+    tree = {
+        "output_dir": str(tmp_path_factory.mktemp("docs") / "run"),
+        "lora": {"target_layers": [3], "target_modules": ["down_proj"]},
+        "es": {"num_generations": 2, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025},
+        "evaluation": {"max_tokens": 8, "every": 1},
+        "tracking": {"completions_every": 1},
+    }
+    return evoalign.train(tree).path
+
+
+def test_the_file_formats_name_every_field_that_a_run_writes(small_run: Path) -> None:
+    journal = [json.loads(line) for line in (small_run / "journal.jsonl").read_text().splitlines()]
+    assert {name for line in journal for name in line} - {"previous", "hash"} == fields_under("journal.jsonl")
+    rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
+    assert {name for row in rows for name in row} == fields_under("metrics.jsonl")
+    record = json.loads((small_run / "loras/generation_0002/evoalign.json").read_text())
+    text = (REPOSITORY / "docs/reference/files.md").read_text(encoding="utf-8")
+    saved = next(line for line in text.splitlines() if line.startswith("| `evoalign.json` |"))
+    assert set(record) - {"format_version"} == set(re.findall(r"`(\w+)`", saved))
+    manifest = text.split("## manifest.json\n")[1].split("## ")[0]
+    assert all(f"`{name}`" in manifest for name in json.loads((small_run / "manifest.json").read_text()))
+    report = text.split("## results/evaluation.json\n")[1].split("## ")[0]
+    names = set(json.loads((small_run / "results/evaluation.json").read_text())) - {"format_version"}
+    assert all(f"`{name}`" in report for name in names)
+
+
+def test_the_file_formats_name_every_column_of_completions(small_run: Path) -> None:
+    from pyarrow import parquet
+
+    for file in (small_run / "results/completions").glob("*.parquet"):
+        columns = set(parquet.read_schema(file).names)
+        assert columns <= fields_under("results/completions"), file.name
+
+
+def test_the_citation_is_that_of_this_version() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == evoalign.__version__
+    assert citation["authors"] == [{"name": "The evoalign authors"}]
+    assert {"message", "title"} <= citation.keys()

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site as it is built: strict, complete, without a broken link or anything from elsewhere; and in a browser."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag
+
+import pytest
+import typer.main
+from pages import REPOSITORY
+
+import evoalign
+from evoalign import cli
+from evoalign.config import from_dict
+
+pytest.importorskip("material", reason="the site needs the dependency group docs")
+
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """Ids, links and what a page loads."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids.update(given[name] for name in ("id", "name") if name in given)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in ("script", "img", "iframe", "source") and "src" in given:
+            self.loads.append(given["src"])
+        if tag == "link" and "href" in given and given.get("rel") != "canonical":
+            self.loads.append(given["href"])
+
+
+@pytest.fixture(scope="session")
+def parsed(site: Path) -> dict[Path, Page]:
+    return {file: Page(file) for file in site.rglob("*.html") if file.name != "404.html"}
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Path, parsed: dict[Path, Page]) -> None:
+    assert len(parsed) > 15
+    for file, page in parsed.items():
+        for link in page.links:
+            if link.startswith(("https://", "http://")):
+                continue  # tested below: there are few
+            address, anchor = urldefrag(link)
+            target = (file.parent / unquote(address)).resolve() if address else file
+            target = target / "index.html" if target.is_dir() else target
+            assert target in parsed, f"{file.relative_to(site)} links {link}"
+            assert not anchor or unquote(anchor) in parsed[target].ids, f"{file.relative_to(site)} links {link}"
+
+
+def test_nothing_comes_from_elsewhere(site: Path, parsed: dict[Path, Page]) -> None:
+    for file, page in parsed.items():
+        for address in page.loads:
+            assert "//" not in address, f"{file.relative_to(site)} loads {address}"
+            assert (file.parent / unquote(urldefrag(address)[0])).is_file(), f"{file.name} loads {address}"
+        foreign = [link for link in page.links if "//" in link and not link.startswith("https://squidfunk.github.io")]
+        assert not foreign, f"{file.relative_to(site)} links {foreign}"
+
+
+def test_the_reference_has_every_setting_with_type_and_description(parsed: dict[Path, Page], site: Path) -> None:
+    page = parsed[site / "reference/configuration.html"]
+    text = (site / "reference/configuration.html").read_text(encoding="utf-8")
+    keys = leaves(from_dict({"es": {"sigma": 1.0}}).model_dump())
+    assert len(keys) > 60
+    for key in keys:
+        assert key in page.ids, f"no {key}"
+        entry = re.search(rf'id="{re.escape(key)}">.*?</dt>\s*<dd>(.*?)</dd>', text, re.DOTALL)
+        assert entry, f"no description of {key}"
+        kind, meaning = re.findall(r"<p>(.*?)</p>", entry[1], re.DOTALL)
+        assert "default" in kind and len(meaning) > 5, f"{key}: {entry[1]}"
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    return [
+        leaf
+        for name, value in tree.items()
+        for leaf in (leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name])
+    ]
+
+
+def test_no_description_is_left_over() -> None:
+    sys.path.insert(0, str(REPOSITORY / "scripts/docs"))
+    import hooks
+
+    known = {f"{s['section']}.{s['key'].rsplit('.', 1)[-1]}" for s in hooks.settings()}
+    assert set(hooks.more()) <= known - set(hooks.docstrings())
+
+
+def test_the_reference_has_every_command_and_option(site: Path, parsed: dict[Path, Page]) -> None:
+    text = (site / "reference/commands.html").read_text(encoding="utf-8")
+
+    def walk(path: str, command: Any) -> None:
+        below = getattr(command, "commands", None)
+        if below is not None:
+            for name, inner in below.items():
+                walk(f"{path}-{name}", inner)
+            return
+        assert path in parsed[site / "reference/commands.html"].ids
+        part = text.split(f'id="{path}"', 1)[1].split("<h2", 1)[0]
+        for parameter in command.params:
+            shown = parameter.opts[-1] if parameter.param_type_name == "option" else parameter.name.upper()
+            assert shown in part, f"{path}: {shown}"
+
+    walk("evoalign", typer.main.get_command(cli.app))
+
+
+def test_the_reference_has_every_public_name(site: Path, parsed: dict[Path, Page]) -> None:
+    assert set(evoalign.__all__) - {"__version__"} <= parsed[site / "reference/python.html"].ids
+
+
+# In a browser
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    """The site on the loopback address."""
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, the one that is installed."""
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        if "EVOALIGN_NEEDS_BROWSER" in os.environ:
+            pytest.fail("no chromium; apt-get install chromium")
+        pytest.skip("no chromium here")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Visit:
+    """A tab that keeps what went wrong in it and what it asked for."""
+
+    def __init__(self, browser: Any, **settings: Any) -> None:
+        self.context = browser.new_context(**settings)
+        self.page = self.context.new_page()
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("requestfailed", self._failed)
+
+    def _failed(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # the page was left before it was there
+            self.errors.append(f"{request.url}: {request.failure}")
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Any]:
+    """Makes tabs and closes them."""
+    made: list[Visit] = []
+
+    def make(**settings: Any) -> Visit:
+        made.append(Visit(browser, **settings))
+        return made[-1]
+
+    yield make
+    for tab in made:
+        tab.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_page_renders(visit: Any, site: Path, address: str, size: dict[str, int], scheme: str) -> None:
+    tab = visit(viewport=size, color_scheme=scheme)
+    for file in sorted(site.rglob("*.html")):
+        tab.page.goto(f"{address}/{file.relative_to(site)}")
+        assert tab.page.locator("article h1").first.is_visible(), file.name
+        body = tab.page.evaluate("[document.body.dataset.mdColorScheme, document.documentElement.scrollWidth]")
+        assert body[0] == {"light": "default", "dark": "slate"}[scheme]
+        assert body[1] <= size["width"], f"{file.name} is {body[1]} wide"
+    assert not tab.errors
+    assert all(url.startswith((address, "data:", "blob:")) for url in tab.asked)
+
+
+@pytest.mark.parametrize("way", ["server", "file"])
+def test_search_works_offline(visit: Any, site: Path, address: str, way: str) -> None:
+    tab = visit(viewport=DESKTOP)
+    tab.page.goto(f"{address}/index.html" if way == "server" else (site / "index.html").as_uri())
+    tab.page.locator("label.md-search__icon, input.md-search__input").first.click()
+    tab.page.keyboard.type("zscore")
+    results = tab.page.locator(".md-search-result__item a")
+    results.first.wait_for(timeout=20_000)
+    found = [str(results.nth(i).get_attribute("href")) for i in range(results.count())]
+    assert any("concepts/step.html" in link for link in found), found
+    assert not tab.errors
+    allowed = (address, "data:", "blob:", site.as_uri())
+    assert all(url.startswith(allowed) for url in tab.asked)
+
+
+def test_the_palette_can_be_switched(visit: Any, address: str) -> None:
+    tab = visit(viewport=DESKTOP, color_scheme="light")
+    tab.page.goto(f"{address}/index.html")
+    tab.page.locator("form.md-header__option label:visible").first.click()
+    assert tab.page.evaluate("document.body.dataset.mdColorScheme") == "slate"
+
+
+def test_code_can_be_copied(visit: Any, address: str) -> None:
+    tab = visit(viewport=DESKTOP)
+    tab.page.goto(f"{address}/quickstart.html")
+    assert tab.page.locator("pre button, .md-code__button").count() >= 5
