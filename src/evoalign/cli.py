@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from evoalign.errors import EvoalignError, StoppedError
+
+if TYPE_CHECKING:
+    from evoalign.doctor import Finding
 
 app = typer.Typer(
     help="Evolution Strategies fine-tuning of language models: only inference, any Python reward.",
@@ -133,6 +138,31 @@ def export(
         run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model
     )
     typer.echo(f"exported to {folder}" + (f" and to {push}" if push else ""))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="A YAML config; without one, this machine alone.")] = None,
+    more: More = None,
+    set_: Sets = None,
+    debug: Debug = False,
+) -> None:
+    """Check this machine, and whether a config will train on it. Exit code 1 where something failed."""
+    from evoalign.config import load
+    from evoalign.errors import ConfigError
+
+    if config is None and (more or set_):
+        raise ConfigError("--config and --set change a config: give one first, as in `evoalign doctor config.yaml`")
+    _quiet()
+    from evoalign import doctor as checks
+
+    try:
+        found = checks.findings(load([config, *(more or [])], set_ or []) if config is not None else None)
+    except ConfigError as error:
+        found = [*checks.environment(), checks.refused(error)]
+    line, code = checks.verdict(_show_findings(found))
+    typer.echo(line)
+    raise typer.Exit(code)
 
 
 @app.command("eval")
@@ -269,6 +299,26 @@ def _show(measures: dict[str, float]) -> None:
     for name, value in measures.items():
         table.add_row(name, f"{value:.4f}")
     Console().print(table)
+
+
+def _show_findings(found: Iterable[Finding]) -> list[Finding]:
+    """Each as soon as it is known: rows of a table on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: list[Finding] = []
+    console, table = Console(), Table("check", "", "finding")
+    colours = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+    with Live(table, console=console, vertical_overflow="visible") if console.is_terminal else nullcontext():
+        for finding in found:
+            shown.append(finding)
+            text = f"{finding.detail}; {finding.mend}" if finding.mend else finding.detail
+            table.add_row(finding.name, Text(finding.status, colours[finding.status]), Text(text))
+            if not console.is_terminal:
+                typer.echo(f"{finding.status:<8} {finding.name}: {text}")
+    return shown
 
 
 def _quiet() -> None:

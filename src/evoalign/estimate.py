@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,16 +56,34 @@ def _effective(config: Config, layout: Layout) -> str:
     return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
 
 
-def shapes(config: Config) -> list[TensorSpec]:
-    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def model_config(config: Config) -> Any:
+    """The model's own configuration as transformers has it. Raises ModelError."""
+    from transformers import AutoConfig
 
+    path = model_path(config.model)
     try:
-        hf: Any = AutoConfig.from_pretrained(
-            model_path(config.model), revision=config.model.revision, trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(path, revision=config.model.revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
+
+
+def on_gpu(config: Config) -> bool:
+    """Whether the engine will serve from a GPU."""
+    device = config.engine.device
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def served_dtype(config: Config) -> torch.dtype:
+    """The dtype that `model.dtype` comes to on this machine."""
+    automatic = "bfloat16" if on_gpu(config) else "float32"
+    return getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
+
+
+def shapes(config: Config) -> list[TensorSpec]:
+    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    hf = model_config(config)
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
@@ -73,18 +92,39 @@ def shapes(config: Config) -> list[TensorSpec]:
     return specs_of(model, lambda _: math.nan)
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by what they hold. `start`: the starting weights, for decay; `cache`: at most, with one chunk's logits."""
+
+    weights: int
+    master: int
+    start: int
+    cache: float
+
+    @property
+    def kept(self) -> int:
+        """What is held from the start of a run to its end."""
+        return self.weights + self.master + self.start
+
+
+def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> Memory:
+    """What a run holds on its device."""
+    return Memory(
+        weights=sum(math.prod(s.shape) for s in specs) * dtype.itemsize,
+        master=_master_bytes(config, layout, dtype),
+        start=4 * layout.parameters if config.es.decay else 0,
+        cache=(config.engine.memory_gib or DEFAULT_MEMORY_GIB) * 2**30,
+    )
+
+
 def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> list[str]:
     """Bytes of weights, master and cache, in words."""
-    weights = sum(math.prod(s.shape) for s in specs)
-    master = _master_bytes(config, layout, dtype)
-    start = 4 * layout.parameters if config.es.decay else 0
-    cache = (config.engine.memory_gib or DEFAULT_MEMORY_GIB) * 2**30
-    total = weights * dtype.itemsize + master + start + cache
+    need, weights = memory(config, specs, layout, dtype), sum(math.prod(s.shape) for s in specs)
     return [
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
-        f"memory {_gib(total)}: weights {_gib(weights * dtype.itemsize)}, float32 master {_gib(master)}, "
-        f"starting weights for decay {_gib(start)}, cache up to {_gib(cache)} "
+        f"memory {gib(need.kept + need.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
+        f"starting weights for decay {gib(need.start)}, cache up to {gib(need.cache)} "
         "(engine.memory_gib; unset, half the free memory of a GPU that is not deterministic)",
         *_left_out(config, specs, layout),
     ]  # fmt: skip
@@ -117,5 +157,6 @@ def _master_bytes(config: Config, layout: Layout, dtype: torch.dtype) -> int:
     return 0 if shared else 4 * everything
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes as people read them."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

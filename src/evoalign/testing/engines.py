@@ -16,9 +16,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from evoalign import optimizer, spaces, tokens
+from evoalign import canary, optimizer, spaces, tokens
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
+from evoalign.engines.base import sampled_places
+from evoalign.errors import CanaryError
 from evoalign.spaces import Factors, Space
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN, MEAN_PLAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, Update, population
@@ -242,6 +244,32 @@ def check_state(bench: Bench) -> None:
     _same_answers(answers, _greedy(bench, MEAN_PLAN), "load does not bring the answers back")
 
 
+def check_sample(bench: Bench) -> None:
+    """A sample holds the evolved numbers of the mean at `sampled_places`, and all of them where they are few."""
+    bench.engine.apply(bench.update())
+    state, total = dict(bench.engine.state()), bench.layout.parameters
+    for count in (total // 3, total + 1):
+        want = torch.cat([state[name].flatten()[places] for name, places in sampled_places(bench.layout, count)])
+        got = bench.engine.sample(count)
+        assert got.dtype == torch.float32 and got.device.type == "cpu", f"a sample is {got.dtype} on {got.device}"
+        assert torch.equal(got, want), f"a sample of {count} of {total} numbers is not the mean at sampled_places"
+    bench.engine.apply(dataclasses.replace(bench.update(), index=1))
+    assert not torch.equal(bench.engine.sample(total), want), "an update does not change the sample"
+    assert torch.equal(got, want), "an update changes a sample that was taken before"
+
+
+def check_canary(bench: Bench) -> None:
+    """The canary of a training sings: members differ, the mean is restored, what does not exist is refused."""
+    prompt, exact = bench.requests[0].prompt_ids, bench.facts.deterministic
+    for generation in range(2):
+        try:
+            canary.check(bench.engine, bench.space, bench.layout, prompt,
+                         generation=generation, width=bench.config.es.width, exact=exact)  # fmt: skip
+        except CanaryError as error:
+            raise AssertionError(str(error)) from error
+        bench.engine.apply(bench.update())
+
+
 CHECKS: tuple[Check, ...] = (
     check_specs,
     check_facts,
@@ -255,6 +283,8 @@ CHECKS: tuple[Check, ...] = (
     check_apply,
     check_zero_coefficients,
     check_state,
+    check_sample,
+    check_canary,
 )
 
 Answers: TypeAlias = Mapping[tuple[int, int], Rollout]

@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign doctor`: whether this machine, and this config on it, will train; told check by check, with what mends it.
+
+Every check that can still run does: one that failed hides none but those that need what it could not make. Nothing is
+trained, and nothing is left behind: what is written to the output directory is one file that is deleted at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
+
+import torch
+
+from evoalign import canary, engines, estimate, evolve, parts, saving, spaces, tokens
+from evoalign.config import Config, from_dict
+from evoalign.engines import Engine
+from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
+from evoalign.estimate import gib
+from evoalign.rundir import RunDir, versions
+from evoalign.spaces import Space
+from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
+from evoalign.types import Example, Facts, Layout, Messages, Plan, TensorSpec, population
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+PROBE_BYTES = 1 << 20
+PROMPT = "Solve: 3 + 5 ="
+"""What the canary asks where there is no task."""
+TRIED_PROMPTS = 2
+OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check came to; `mend` says what to do about it, where `detail` does not."""
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+def examine(config: Config | None) -> list[Finding]:
+    """All findings, in order. Without a config: this machine, and the shipped model end to end."""
+    return list(findings(config))
+
+
+def findings(config: Config | None) -> Iterator[Finding]:
+    """As `examine`, each as soon as it is known."""
+    yield from environment()
+    case = _Case(config or from_dict({"es": {"sigma": 0.001}}))
+    try:
+        for name, check in SHIPPED if config is None else CONFIGURED:
+            yield _run(name, lambda check=check: check(case))
+    finally:
+        case.close()
+
+
+def environment() -> Iterator[Finding]:
+    """What does not depend on a config."""
+    for name, check in (("versions", _versions), ("accelerators", _accelerators), ("extras", _extras)):
+        yield _run(name, check)
+
+
+def refused(error: ConfigError) -> Finding:
+    """A config that is not valid, with all that is wrong in it."""
+    return Finding("config", "failed", str(error))
+
+
+def verdict(found: Sequence[Finding]) -> tuple[str, int]:
+    """One line, and the exit code: 1 where something failed; warnings are allowed."""
+    of: dict[str, list[str]] = {}
+    for finding in found:
+        of.setdefault(finding.status, []).append(finding.name)
+    failed, warned = of.get("failed", []), of.get("warning", [])
+    notes = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
+    if failed:
+        return f"verdict: not ready; {len(failed)} failed: {', '.join(failed)}{notes}", 1
+    return f"verdict: ready; {len(of.get('ok', []))} checks passed{notes}", 0
+
+
+class _SkippedError(Exception):
+    """A check needs what an earlier one could not make."""
+
+
+class _Case:
+    """A config and what the checks have made of it so far; None is what failed or was not reached."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.task: Task | None = None
+        self.data: Data | None = None
+        self.tokens: Tokens | None = None
+        self.specs: Sequence[TensorSpec] | None = None
+        self.planned: Layout | None = None
+        self.engine: Engine | None = None
+        self.fits = True
+        self.served: tuple[Space, Layout, Facts] | None = None
+
+    def close(self) -> None:
+        """Free the model and end the task's worker."""
+        if self.engine is not None:
+            self.engine.close()
+        if self.task is not None:
+            self.task.close()
+
+
+_T = TypeVar("_T")
+
+
+def _need(value: _T | None, what: str) -> _T:
+    if value is None:
+        raise _SkippedError(what)
+    return value
+
+
+def _run(name: str, check: Callable[[], Finding]) -> Finding:
+    """A check's finding, whatever it raises."""
+    try:
+        return check()
+    except _SkippedError as missing:
+        return Finding(name, "skipped", f"needs {missing}, which failed")
+    except torch.OutOfMemoryError as error:
+        mend = "lower engine.memory_gib or engine.max_rows, or choose space lora or a smaller model"
+        return Finding(name, "failed", _line(error), mend)
+    except EvoalignError as error:  # says itself how to mend it
+        return Finding(name, "failed", str(error))
+    except Exception as error:  # of a library, or of a task, space or reward of the user's own
+        return Finding(name, "failed", f"{type(error).__name__}: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --- this machine ---
+
+
+def _versions() -> Finding:
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions().items()))
+
+
+def _accelerators() -> Finding:
+    """Names and memory; a build of torch that does not fit the machine; a kernel that does not run."""
+    built, count = torch.version.cuda, torch.cuda.device_count()
+    if built is None or not count or not torch.cuda.is_available():
+        return _no_accelerator(built)
+    shown: list[str] = []
+    for i in range(count):
+        free, total = torch.cuda.mem_get_info(i)
+        major, minor = torch.cuda.get_device_capability(i)
+        shown.append(f"cuda:{i} {torch.cuda.get_device_name(i)} ({major}.{minor}), {gib(free)} of {gib(total)} free")
+        try:
+            torch.ones(8, device=f"cuda:{i}").sum().item()
+        except RuntimeError as error:
+            mend = f"torch is built for CUDA {built}; install a build for this GPU and its driver"
+            return Finding("accelerators", "failed", f"{shown[-1]}: no kernel runs: {_line(error)}", mend)
+    return Finding("accelerators", "ok", f"{'; '.join(shown)}; torch is built for CUDA {built}")
+
+
+def _no_accelerator(built: str | None) -> Finding:
+    cpu = f"none: the CPU serves ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+    has_card = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if has_card and built is None:
+        mend = "install a CUDA build of torch to use the GPU"
+        return Finding("accelerators", "warning", f"{cpu}; an NVIDIA driver is there, and torch is a CPU build", mend)
+    if built is not None:
+        mend = "if there is a GPU, check nvidia-smi, CUDA_VISIBLE_DEVICES and that the driver is new enough for it"
+        return Finding("accelerators", "warning", f"{cpu}; torch is built for CUDA {built} and sees no GPU", mend)
+    return Finding("accelerators", "ok", f"{cpu}; torch is a CPU build")
+
+
+def _extras() -> Finding:
+    """The optional parts of this package, and whether what they need is installed."""
+    needed: dict[str, list[str]] = {}
+    for line in importlib.metadata.requires("evoalign") or []:
+        name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        if name and extra:
+            needed.setdefault(extra[1], []).append(name[0])
+    shown = [f"{extra} {'installed' if all(map(_installed, of)) else 'not installed'}" for extra, of in needed.items()]
+    return Finding("extras", "ok", ", ".join(shown) or "none offered")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# --- a config, no weights loaded ---
+
+
+def _config(case: _Case) -> Finding:
+    config, es = case.config, case.config.es
+    lines = estimate.step_lines(config, None)
+    detail = (
+        f"space {config.space.name}, task {config.task.name}, model {config.model.name}, engine {config.engine.name}, "
+        f"{es.num_generations} generations of {es.population_size} members; {lines[0]}"
+    )
+    warnings = [line.removeprefix("warning: ") for line in lines if line.startswith("warning")]
+    return Finding("config", "warning" if warnings else "ok", detail, " ".join(warnings))
+
+
+def _trackers(case: _Case) -> Finding:
+    wanted = case.config.tracking.backends
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        mend = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
+        return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", mend)
+    return Finding("trackers", "ok", ", ".join(wanted) or "none but metrics.jsonl")
+
+
+def _output(case: _Case) -> Finding:
+    """Really write, for permissions do not tell of a full disk or a quota."""
+    path = Path(case.config.output_dir)
+    there = _existing(path)
+    if not there.is_dir():
+        return Finding("output", "failed", f"output_dir {path}: {there} is a file", "choose another output_dir")
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".evoalign-doctor-") as file:
+            write_probe(file)
+    except OSError as error:
+        detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {there}: {error.strerror}"
+        return Finding("output", "failed", detail, "free space, raise the quota, or choose another output_dir")
+    try:
+        RunDir(path).refuse(overwrite=False)
+    except RunExistsError as error:
+        return Finding("output", "warning", str(error))
+    return Finding("output", "ok", f"{path} can be written")
+
+
+def write_probe(file: BinaryIO | Any) -> None:
+    """Write as much as a small checkpoint and wait until it is on the disk. Raises OSError."""
+    file.write(os.urandom(PROBE_BYTES))  # random, for a file system may compress
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def _task(case: _Case) -> Finding:
+    case.task, case.data = parts.task_and_data(case.config, None, None)
+    train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
+    detail = f"{case.task.name}: {train} training and {test} test examples, {min(batch or train, train)} a generation"
+    return Finding("task", "ok", detail)
+
+
+def _gold(case: _Case) -> Finding:
+    """A warning, as in training: published data has rows whose gold answer falls short."""
+    task, examples = _need(case.task, "task"), _examples(case)
+    missing = sum(task.gold(example) is None for example in examples)
+    told = f"{missing} of {len(examples)} examples have no gold answer" if missing else f"all {len(examples)} have one"
+    try:
+        task.self_check(examples)
+    except DataError as error:
+        return Finding("gold answers", "warning", str(error))
+    return Finding("gold answers", "ok", told)
+
+
+def _examples(case: _Case) -> list[Example]:
+    data = _need(case.data, "task")
+    return [*data.train, *data.test]
+
+
+def _tokenizer(case: _Case) -> Finding:
+    case.tokens = tokens.load(case.config.model)
+    size, stops = len(case.tokens.tokenizer), case.tokens.stop_ids
+    detail = f"{size:,} tokens, stops at {', '.join(repr(_token(case.tokens, i)) for i in stops) or 'none'}"
+    if not stops:
+        mend = "completions always run to evaluation.max_tokens; set eos_token in the model's tokenizer_config.json"
+        return Finding("tokenizer", "warning", detail, mend)
+    return Finding("tokenizer", "ok", detail)
+
+
+def _token(tokens_: Tokens, token: int) -> str:
+    return str(tokens_.tokenizer.convert_ids_to_tokens(token))
+
+
+def _chat_template(case: _Case) -> Finding:
+    task, tokens_ = _need(case.task, "task"), _need(case.tokens, "tokenizer")
+    chats = [p for p in map(task.prompt, _examples(case)) if not isinstance(p, str)]
+    if not chats:
+        return Finding("chat template", "ok", "not needed: the prompts are raw texts")
+    if not tokens_.tokenizer.chat_template:
+        told = f"{len(chats)} prompts are messages and the tokenizer has no chat template"
+        detail = f"{told}: the model would read {_joined(chats[0])}"
+        mend = "set task.prompt: raw, or choose a model that was trained to chat"
+        return Finding("chat template", "failed", detail, mend)
+    tokens_.encode(chats[0])
+    return Finding("chat template", "ok", f"turns {len(chats)} prompts of messages into text")
+
+
+def _joined(messages: Messages) -> str:
+    text = "\n".join(m["content"] for m in messages)
+    return f"the bare text {text[:60]!r}"
+
+
+def _lengths(case: _Case) -> Finding:
+    task, tokens_ = _need(case.task, "task"), _need(case.tokens, "tokenizer")
+    longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
+    room = case.config.evaluation.max_tokens
+    text = estimate.model_config(case.config).get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    detail = f"longest prompt {longest} tokens and evaluation.max_tokens {room}"
+    if limit is not None and longest + room > limit:
+        mend = "lower evaluation.max_tokens, or shorten the prompts"
+        return Finding("prompt length", "failed", f"{detail} exceed the model's {limit} positions", mend)
+    return Finding("prompt length", "ok", f"{detail} fit the model's {limit or 'unbounded'} positions")
+
+
+def _targets(case: _Case) -> Finding:
+    """What evolves; an unknown layer or module is an error that names those of the model."""
+    config = case.config
+    specs = estimate.shapes(config)
+    space = spaces.create(config)
+    case.planned = parts.layout_of(space, specs, estimate.served_dtype(config))
+    case.specs = specs
+    modules = sorted({t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in case.planned.tensors})
+    shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
+    detail = f"{case.planned.parameters:,} numbers in {len(case.planned.tensors)} tensors evolve: {shown}"
+    return Finding("targets", "ok", detail)
+
+
+def _memory(case: _Case) -> Finding:
+    config, specs, layout = case.config, _need(case.specs, "targets"), _need(case.planned, "targets")
+    need = estimate.memory(config, specs, layout, estimate.served_dtype(config))
+    free = _free_memory(config)
+    detail = f"{gib(need.kept)} for weights and mean, up to {gib(need.cache)} for a chunk's cache and logits"
+    if free is None:
+        return Finding("memory", "ok", f"{detail}; how much is free is not known")
+    detail = f"{detail}; {gib(free)} free"
+    if need.kept > free:
+        case.fits = False  # to load it may have the whole process killed, and the verdict with it
+        mend = "choose space lora, model.dtype bfloat16 or a smaller model"
+        return Finding("memory", "failed", detail, mend)
+    if need.kept + need.cache > free:
+        mend = f"set engine.memory_gib to at most {0.8 * (free - need.kept) / 2**30:.2g}"
+        return Finding("memory", "warning", detail, mend)
+    return Finding("memory", "ok", detail)
+
+
+def _free_memory(config: Config) -> int | None:
+    """Bytes free where the engine will serve."""
+    if not estimate.on_gpu(config):
+        return _free_on_host()
+    if not torch.cuda.is_available():
+        return None
+    device = config.engine.device
+    return torch.cuda.mem_get_info("cuda" if device == "auto" else device)[0]
+
+
+def _free_on_host() -> int | None:
+    """What Linux calls available, or less where a control group allows less. None elsewhere."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    free = int(found[1]) * 1024 if found else None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["active_file"]) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit, which is written "max", or no such group
+        return free
+    return limit - used if free is None else min(free, limit - used)
+
+
+def _disk(case: _Case) -> Finding:
+    """Room for the checkpoints that a run keeps at once, and one more while it is written."""
+    config, specs, layout = case.config, _need(case.specs, "targets"), _need(case.planned, "targets")
+    size = _checkpoint_bytes(config, specs, layout)
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best if saving.every(config) else 1
+    wanted = size * (kept + 1)
+    there = _existing(Path(config.output_dir))
+    free = shutil.disk_usage(there).free
+    detail = f"{gib(wanted)} for {kept + 1} checkpoints of {gib(size)}; {gib(free)} free in {there}"
+    if wanted > free:
+        mend = "free space, lower checkpoint.keep_last, or choose another output_dir"
+        return Finding("disk", "failed", detail, mend)
+    return Finding("disk", "ok", detail)
+
+
+def _checkpoint_bytes(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> int:
+    """An adapter and its optimizer in float32; or the model as served, and the mean where that has rounded it."""
+    mean = 4 * sum(_count(t.shape) for t in (*layout.tensors, *layout.frozen))
+    if config.space.name == "lora":
+        return mean * (1 + OPTIMIZER_SLOTS[config.es.optimizer.name])
+    dtype = estimate.served_dtype(config)
+    return sum(_count(s.shape) for s in specs) * dtype.itemsize + (0 if dtype == torch.float32 else mean)
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+# --- the model at work ---
+
+
+def _engine(case: _Case) -> Finding:
+    tokens_ = _need(case.tokens, "tokenizer")
+    _need(case.planned, "targets")
+    _need(case.fits or None, "memory")
+    began = time.perf_counter()
+    case.engine = engines.create(case.config, tokens_)
+    case.served = parts.start(case.config, case.engine)
+    facts = case.served[2]
+    promise = (
+        "deterministic: scores can be repeated to the bit"
+        if facts.deterministic
+        else "not deterministic: a replay from the journal is exact, texts may differ"
+    )
+    ready = _seconds(time.perf_counter() - began)
+    detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}"
+    return Finding("engine", "ok", detail)
+
+
+def _canary(case: _Case) -> Finding:
+    space, layout, facts = _need(case.served, "engine")
+    engine, tokens_ = _need(case.engine, "engine"), _need(case.tokens, "tokenizer")
+    prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
+    began = time.perf_counter()
+    canary.check(
+        engine, space, layout, tokens_.encode(prompt), generation=0, width=case.config.es.width,
+        exact=facts.deterministic,
+    )  # fmt: skip
+    took = _seconds(time.perf_counter() - began)
+    return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")
+
+
+def _generation(case: _Case) -> Finding:
+    """Two members on a prompt or two, scored by the task: a small generation end to end, with noise no run uses."""
+    _need(case.served, "engine")
+    engine, tokens_ = _need(case.engine, "engine"), _need(case.tokens, "tokenizer")
+    task, data, config = _need(case.task, "task"), _need(case.data, "task"), case.config
+    examples = data.train[:TRIED_PROMPTS]
+    rows, prompts = range(len(examples)), [tokens_.encode(task.prompt(e)) for e in examples]
+    members = population(2, antithetic=config.es.antithetic)
+    plan = Plan(canary.address(0), evolve.sigma_at(config, 0), members)
+    began = time.perf_counter()
+    rollouts = list(engine.rollout(plan, evolve.requests_of(config, rows, prompts, 0)))
+    scores_MP = evolve.score(task, examples, rollouts, len(members))
+    took = time.perf_counter() - began
+    work = config.es.population_size * min(config.task.batch_size or len(data.train), len(data.train))
+    estimated = _seconds(took * max(1.0, work / scores_MP.size))
+    detail = (
+        f"{scores_MP.size} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {_seconds(took)}; a "
+        f"generation of {work} takes about {estimated} at that pace, less where more rows share a batch"
+    )
+    if all(not r.text.strip() for r in rollouts):
+        mend = "does the model fit the form of the prompts, task.prompt?"
+        return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
+    return Finding("generation", "ok", detail)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+Check = Callable[[_Case], Finding]
+SHIPPED: tuple[tuple[str, Check], ...] = (
+    ("tokenizer", _tokenizer),
+    ("targets", _targets),
+    ("memory", _memory),
+    ("engine", _engine),
+    ("canary", _canary),
+)
+"""The shipped model end to end."""
+CONFIGURED: tuple[tuple[str, Check], ...] = (
+    ("config", _config),
+    ("trackers", _trackers),
+    ("output", _output),
+    ("task", _task),
+    ("gold answers", _gold),
+    ("tokenizer", _tokenizer),
+    ("chat template", _chat_template),
+    ("prompt length", _lengths),
+    ("targets", _targets),
+    ("memory", _memory),
+    ("disk", _disk),
+    ("engine", _engine),
+    ("canary", _canary),
+    ("generation", _generation),
+)
+"""Cheapest first."""
