@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor has to catch: each fault is a finding that says how to mend it, and hides no other check."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evoalign import doctor, engines
+from evoalign.engines.transformers import TransformersEngine
+from evoalign.models import tiny
+from evoalign.types import Member, Plan
+from test_doctor import DATA, config, of, statuses
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny(), tmp_path / "model"))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def task_of(tmp_path: Path, reward: str) -> dict[str, Any]:
+    """A custom task whose reward function has this body."""
+    (tmp_path / "mine.py").write_text(f"def reward(prompts, completions, **columns):\n    {reward}\n")
+    rows = [{"prompt": f"Solve: {i} + 1 ="} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "name": "custom", "rewards": [f"{tmp_path / 'mine.py'}:reward"], "train_data": str(tmp_path / "rows.jsonl"),
+        "test_data": None,
+    }  # fmt: skip
+
+
+# --- the adapter ---
+
+
+class Ignores(TransformersEngine):
+    def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
+        return
+
+
+def test_an_ignored_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "create", Ignores)
+    found = doctor.examine(config(tmp_path))
+    assert of(found, "canary").status == "failed"
+    assert "the engine ignores the members' adapters" in of(found, "canary").detail
+    assert statuses(found)["engine"] == statuses(found)["generation"] == "ok"
+    assert doctor.verdict(found) == ("verdict: not ready; 1 failed: canary", 1)
+
+
+def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "create", Ignores)
+    assert of(doctor.examine(None), "canary").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"target_modules": ["query"]}, "no module 'query'; the model has down_proj, gate_proj, k_proj"),
+        ({"target_layers": [99]}, "no layer 99; the model has layers 0 to 3"),
+    ],
+)
+def test_modules_and_layers_that_the_model_lacks(tmp_path: Path, lora: dict[str, Any], message: str) -> None:
+    found = doctor.examine(config(tmp_path, lora=lora))
+    assert of(found, "targets").status == "failed" and message in of(found, "targets").detail
+    assert {of(found, name).status for name in ("memory", "disk", "engine", "canary", "generation")} == {"skipped"}
+    assert of(found, "prompt length").status == "ok"
+
+
+# --- the tokenizer ---
+
+
+def test_a_missing_chat_template(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    finding = of(found, "chat template")
+    assert finding.status == "failed" and "has no chat template: the model would read the bare text" in finding.detail
+    assert "task.prompt: raw" in finding.mend
+    assert statuses(found)["canary"] == "ok"
+    raw = doctor.examine(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
+    assert of(raw, "chat template").status == "ok" and doctor.verdict(raw)[1] == 0
+
+
+def test_a_chat_template_that_refuses_the_messages(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template="{{ raise_exception('no users here') }}")
+    finding = of(doctor.examine(config(tmp_path, model={"name": str(folder)})), "chat template")
+    assert finding.status == "failed" and "no users here" in finding.detail
+
+
+def test_no_stop_token_is_a_warning(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=None)
+    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    assert of(found, "tokenizer").status == "warning" and "evaluation.max_tokens" in of(found, "tokenizer").mend
+    assert doctor.verdict(found)[1] == 0
+
+
+def test_prompts_beyond_the_models_positions(tmp_path: Path) -> None:
+    found = doctor.examine(config(tmp_path, evaluation={"max_tokens": 2040}))
+    assert of(found, "prompt length").status == "failed"
+    assert "exceed the model's 2048 positions" in of(found, "prompt length").detail
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    assert of(found, "tokenizer").status == "failed"
+    assert of(found, "engine").status == "skipped" and "needs tokenizer" in of(found, "engine").detail
+    assert of(found, "targets").status == of(found, "disk").status == "ok"
+
+
+def test_damaged_weights(tmp_path: Path, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\0" * 100)
+    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    assert of(found, "engine").status == "failed" and "does not load" in of(found, "engine").detail
+    assert of(found, "canary").status == "skipped"
+
+
+# --- the task ---
+
+
+def test_lost_data(tmp_path: Path) -> None:
+    found = doctor.examine(config(tmp_path, task={"train_data": "nowhere.json"}))
+    assert of(found, "task").status == "failed" and "no data file nowhere.json" in of(found, "task").detail
+    assert of(found, "gold answers").status == of(found, "generation").status == "skipped"
+    assert of(found, "canary").status == "ok"
+
+
+def test_gold_answers_that_fall_short_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign.tasks.conciseness import Conciseness
+
+    monkeypatch.setattr(Conciseness, "gold", lambda self, example: "x" * 500)
+    found = doctor.examine(config(tmp_path))
+    assert of(found, "gold answers").status == "warning" and "earns -4" in of(found, "gold answers").detail
+
+
+def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign.tasks.conciseness import Conciseness
+
+    monkeypatch.setattr(Conciseness, "gold", lambda self, example: None)
+    finding = of(doctor.examine(config(tmp_path)), "gold answers")
+    assert finding.status == "ok" and finding.detail == "10 of 10 examples have no gold answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('answer')", "KeyError"),
+        ("return [float('nan')] * len(completions)", "nan"),
+        ("return [1.0]", "1 values for 4 completions"),
+    ],
+)
+def test_a_reward_that_fails(tmp_path: Path, body: str, message: str) -> None:
+    found = doctor.examine(config(tmp_path, task=task_of(tmp_path, body), grader={"isolated": False}))
+    assert of(found, "generation").status == "failed" and message in of(found, "generation").detail
+    assert of(found, "canary").status == "ok"
+
+
+def test_a_good_reward_of_ones_own(tmp_path: Path) -> None:
+    found = doctor.examine(config(tmp_path, task=task_of(tmp_path, "return [float(len(c)) for c in completions]")))
+    assert set(statuses(found).values()) == {"ok"}, found
+
+
+def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    assert finding.status == "failed" and "evoalign[wandb]" in finding.mend
+
+
+# --- memory and disk ---
+
+
+def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_free_memory", lambda config: 1000)
+    found = doctor.examine(config(tmp_path, "full"))
+    assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").mend
+    assert of(found, "engine").status == "skipped" and "needs memory" in of(found, "engine").detail
+
+
+def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_free_memory", lambda config: 2**30)
+    finding = of(doctor.examine(config(tmp_path)), "memory")
+    assert finding.status == "warning" and finding.mend == "set engine.memory_gib to at most 0.8"
+
+
+def test_free_memory_of_this_machine() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = doctor._free_on_host()
+    assert free is not None and 0 < free <= total
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    finding = of(doctor.examine(config(tmp_path, engine={"device": "cuda"})), "engine")
+    assert finding.status == "failed" and "cuda is not there; use cpu or auto" in finding.detail
+
+
+def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    finding = doctor._accelerators()
+    assert finding.status == "warning" and "built for CUDA 13.0 and sees no GPU" in finding.detail
+    assert "driver" in finding.mend
+
+
+def test_the_probe_meets_a_full_disk() -> None:
+    with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as file:
+        doctor.write_probe(file)
+
+
+def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
+    """A limit that no file system statistic shows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (doctor.PROBE_BYTES // 2, hard))
+    try:
+        finding = doctor._output(doctor._Case(config(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert finding.status == "failed" and "1.0 MiB cannot be written" in finding.detail
+    assert "raise the quota" in finding.mend
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    found = doctor.examine(config(tmp_path, "full", output_dir=str(small_disk / "run")))
+    assert of(found, "output").status == "failed" and "No space left" in of(found, "output").detail
+    assert of(found, "disk").status == "failed" and "free in" in of(found, "disk").detail
+    assert of(found, "canary").status == of(found, "generation").status == "ok"
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 << 20))
+    made = config(tmp_path, "full", checkpoint={"every": 1, "keep_last": 2})
+    finding = of(doctor.examine(made), "disk")
+    assert finding.status == "failed" and "for 4 checkpoints" in finding.detail
+    assert "checkpoint.keep_last" in finding.mend
+
+
+def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = doctor.examine(config(tmp_path, output_dir=str(tmp_path / "file/run")))
+    assert of(found, "output").status == "failed" and "is a file" in of(found, "output").detail
+
+
+# --- the whole command ---
+
+
+def test_several_faults_are_all_told_with_exit_code_1(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    file = tmp_path / "c.yaml"
+    tree = {
+        "output_dir": "/dev/full/run", "task": DATA, "model": {"name": str(folder)},
+        "lora": {"target_modules": ["qkv"]}, "es": {"sigma": 0.05, "learning_rate": 0.025},
+    }  # fmt: skip
+    file.write_text(json.dumps(tree))
+    done = subprocess.run(
+        [sys.executable, "-m", "evoalign.cli", "doctor", str(file)], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1 and not done.stderr, done.stderr
+    assert done.stdout.splitlines()[-1] == "verdict: not ready; 3 failed: output, chat template, targets"
