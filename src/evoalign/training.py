@@ -158,11 +158,18 @@ class _Training:
             self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
             saving.restore(self.parts, self.run, log, book.seal, self.tell)
             self._restore_rows(log)
+            self._save_what_was_due(len(log.generations), book)
         except BaseException:
             book.close()
             raise
         self.tell(f"goes on after generation {len(log.generations)} of {self.config.es.num_generations}")
         return before, book
+
+    def _save_what_was_due(self, count: int, book: Journal) -> None:
+        """The run may have died before, or while, it saved its last generation."""
+        folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
+        if count and not folder.exists():
+            self._save_if_due(count, self.parts.engine.fingerprint(), book.last_hash)
 
     def _read_before(self) -> Evaluation:
         """The evaluation of the start, which the engine is at now: as it was written, or else made again."""
@@ -199,7 +206,7 @@ class _Training:
                 display.update(row, generation)
                 if self.hook is not None:
                     self.hook(generation)
-                self._save_if_due(generation, book)
+                self._save_if_due(generation.index + 1, generation.weights_hash, book.last_hash)
                 if self.stop.asked is not None and generation.index + 1 < total:
                     self._save(generation.index + 1, generation.weights_hash, book.last_hash)
                     self._stop_if_asked(generation.index + 1, self._how_to_go_on())
@@ -223,15 +230,13 @@ class _Training:
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
 
-    def _save_if_due(self, generation: Generation, book: Journal) -> None:
-        count, every = generation.index + 1, saving.every(self.config)
-        is_best = (
-            self.config.checkpoint.keep_best
-            and generation.evaluation is not None
-            and saving.best_generation(self.run.rows) == count
-        )
+    def _save_if_due(self, count: int, weights_hash: str, place: str) -> None:
+        """Save the mean after `count` generations where that is a checkpoint, or the best by its evaluation."""
+        every = saving.every(self.config)
+        evaluated = bool(self.run.rows[-1].get("evaluation"))
+        is_best = self.config.checkpoint.keep_best and evaluated and saving.best_generation(self.run.rows) == count
         if (every and count % every == 0) or is_best:
-            self._save(count, generation.weights_hash, book.last_hash)
+            self._save(count, weights_hash, place)
 
     def _save(self, count: int, weights_hash: str, place: str) -> Path:
         folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
