@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoalign.config import TaskConfig
+from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
+from evoalign.tasks import isolation
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.countdown import Countdown
 from evoalign.tasks.custom import Custom
 
-__all__ = ["TASKS", "Data", "Task", "create"]
+__all__ = ["TASKS", "Data", "Task", "create", "isolate"]
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Conciseness, Countdown, Custom)}
 
@@ -28,9 +30,24 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     """
     if (rewards is not None or config.rewards) and config.name != Custom.name:
         raise ConfigError(f"task {config.name} has a reward of its own; rewards go with task.name: custom")
-    if config.name == Custom.name:
-        return Custom(config, rewards)
-    return _named(config.name)(config)
+    task = Custom(config, rewards) if config.name == Custom.name else _named(config.name)(config)
+    # What a script defines is in no module that another process could import.
+    task.from_config = rewards is None and not any(p.startswith("__main__:") for p in (config.name, *config.rewards))
+    return task
+
+
+def isolate(task: Task, grader: GraderConfig) -> Task:
+    """The task with its scoring in a process that can be killed, where that is the user's own code; else the task.
+
+    Take it before `load_data`, and load the data before the engine: that starts the worker. `close` it at the end.
+    """
+    builtin = type(task) in TASKS.values() and not isinstance(task, Custom)
+    if builtin or not grader.isolated or isinstance(task, isolation.Isolated):
+        return task
+    if not isolation.SUPPORTED:
+        warnings.warn("this system cannot isolate reward functions: one that hangs will hang the run", stacklevel=2)
+        return task
+    return isolation.Isolated(task, grader)
 
 
 def _named(name: str) -> type[Task]:

@@ -7,10 +7,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, RewardError
+from evoalign.tasks.rewards import failure, finite
 from evoalign.types import Example, Prompt
 
 
@@ -25,9 +25,11 @@ class Data:
 class Task(ABC):
     """Base of all tasks. A task of one's own defines `load_data`, `prompt` and `compute_reward`."""
 
-    name: ClassVar[str]
+    name: str
     max_reward: float = math.inf
     """What a perfect answer earns; infinite where there is no such thing."""
+    from_config: bool = False
+    """Set by `create`: the config alone makes the same task again, in another process too."""
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
@@ -58,13 +60,27 @@ class Task(ABC):
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """Rewards of completions, one example each, checked to be finite numbers. Raises RewardError."""
-        rewards = [self.compute_reward(self.clean(t), e) for t, e in zip(texts, examples, strict=True)]
-        for text, reward in zip(texts, cast("list[object]", rewards), strict=True):
-            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise RewardError(
-                    f"task {self.name} gave {reward!r} as the reward of {text[:80]!r}; a reward is one finite number"
-                )
-        return [float(r) for r in rewards]
+        return self.checked(
+            [self.compute_reward(self.clean(t), e) for t, e in zip(texts, examples, strict=True)], texts, examples
+        )
+
+    def checked(self, rewards: Sequence[object], texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        """The rewards as floats. Raises RewardError unless there is one finite number for each text."""
+        if len(rewards) != len(texts):
+            raise RewardError(
+                f"task {self.name} gave {len(rewards)} rewards for {len(texts)} texts; give one for each",
+                failure("value", f"task {self.name}"),
+            )
+        return [self._number(*row) for row in zip(rewards, texts, examples, strict=True)]
+
+    def _number(self, reward: object, text: str, example: Example) -> float:
+        number = finite(reward)
+        if number is None:
+            raise RewardError(
+                f"task {self.name} gave {reward!r} as the reward of {text[:80]!r}; a reward is one finite number",
+                failure("value", f"task {self.name}", (self.prompt(example), text, example)),
+            )
+        return number
 
     def self_check(self, examples: Sequence[Example]) -> None:
         """Every gold answer must earn the maximum, where there is one. Raises DataError naming the first that fails."""
@@ -80,3 +96,6 @@ class Task(ABC):
                     f"task {self.name}: the gold answer {answer!r} of row {row} earns {reward}, not {self.max_reward}; "
                     "mend the row or the reward"
                 )
+
+    def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
+        """Give back what the task holds, such as a worker process. Nothing here."""

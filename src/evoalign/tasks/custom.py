@@ -12,7 +12,7 @@ from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import load_object
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
-from evoalign.tasks.rewards import Batch, Completion, RewardFunction, call_all
+from evoalign.tasks.rewards import Batch, Calling, Completion, RewardFunction, call_all, failure
 from evoalign.types import Example, Prompt
 
 
@@ -32,6 +32,7 @@ class Custom(Task):
             raise ConfigError("task.prompt: custom has raw and chat, not short")
         functions = [load_object(path, "task.rewards") for path in config.rewards] if rewards is None else rewards
         self.functions = [RewardFunction(function) for function in functions]
+        self.calling: Calling | None = None
         if not self.functions:
             raise ConfigError("task.rewards is empty; name at least one function, such as my_rewards.py:accuracy")
         self.weights = config.reward_weights or [1.0] * len(self.functions)
@@ -73,20 +74,27 @@ class Custom(Task):
             return []
         prompts = [cast(Prompt, example["prompt"]) for example in examples]
         completions = [_completion(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
-        by_function = call_all(self.functions, Batch(prompts, completions, texts, examples))
-        return [self._sum(values, text) for values, text in zip(zip(*by_function, strict=True), texts, strict=True)]
+        batch = Batch(prompts, completions, texts, examples)
+        by_function = call_all(self.functions, batch, self.calling)
+        return [self._sum(values, batch, row) for row, values in enumerate(zip(*by_function, strict=True))]
 
-    def _sum(self, values: Sequence[float | None], text: str) -> float:
+    def _sum(self, values: Sequence[float | None], batch: Batch, row: int) -> float:
+        text, names = batch.texts[row], ", ".join(function.name for function in self.functions)
+        failed = (batch.prompts[row], text, batch.examples[row])
         terms = [w * value for w, value in zip(self.weights, values, strict=True) if value is not None]
         if not terms:
-            names = ", ".join(function.name for function in self.functions)
             raise RewardError(
                 f"every reward function ({names}) returned None for the completion {text[:80]!r}; "
-                "at least one has to return a number"
+                "at least one has to return a number",
+                failure("value", names, failed),
             )
         total = sum(terms)
         if not math.isfinite(total):
-            raise RewardError(f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum")
+            raise RewardError(
+                f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum; "
+                "return smaller numbers",
+                failure("value", names, failed),
+            )
         return total
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:

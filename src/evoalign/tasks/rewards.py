@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from evoalign.types import Example, Messages, Prompt
 
 Completion: TypeAlias = str | Messages
 Values: TypeAlias = list[float | None]
+Calling: TypeAlias = Callable[[str], None]
+"""Told the name of the function that is called next, so that one that never returns can be named."""
 
 _OURS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Columns that would hide what TRL passes under, or keeps from, these names."""
@@ -102,38 +106,73 @@ class RewardFunction:
         """One finite number or None a completion. Raises RewardError."""
         values: Any = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, list | tuple):
-            raise RewardError(f"reward function {self.name} returned {values!r}; return a list of numbers")
+            raise RewardError(
+                f"reward function {self.name} returned {values!r}; return a list of numbers",
+                failure("value", self.name),
+            )
         values = cast("Sequence[Any]", values)
         if len(values) != len(batch.texts):
             raise RewardError(
                 f"reward function {self.name} returned {len(values)} values for {len(batch.texts)} completions; "
-                "return one number, or None, for each"
+                "return one number, or None, for each",
+                failure("value", self.name),
             )
-        return [self._number(value, text) for value, text in zip(values, batch.texts, strict=True)]
+        return [self._number(value, batch, row) for row, value in enumerate(values)]
 
-    def _number(self, value: Any, text: str) -> float | None:
-        if value is None:
-            return None
-        plain: Any = value.item() if hasattr(value, "item") else value
-        if isinstance(plain, bool) or not isinstance(plain, int | float) or not math.isfinite(plain):
+    def _number(self, value: Any, batch: Batch, row: int) -> float | None:
+        number = None if value is None else finite(value)
+        if value is not None and number is None:
             raise RewardError(
-                f"reward function {self.name} gave {value!r} for the completion {text[:80]!r}; "
-                "return a finite number, float(x) of a truth value, or None where the function does not apply"
+                f"reward function {self.name} gave {value!r} for the completion {batch.texts[row][:80]!r}; "
+                "return a finite number, float(x) of a truth value, or None where the function does not apply",
+                failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
             )
-        return float(plain)
+        return number
 
 
-def call_all(functions: Sequence[RewardFunction], batch: Batch) -> list[Values]:
+def finite(value: Any) -> float | None:
+    """The value as a float where it is one finite number (of Python, numpy or torch) and no truth value; else None."""
+    try:
+        plain: Any = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # an array of several numbers
+        return None
+    if isinstance(plain, bool) or not isinstance(plain, int | float) or not math.isfinite(plain):
+        return None
+    return float(plain)
+
+
+def failure(
+    reason: str, function: str, where: tuple[Prompt, str, Example] | None = None, trace: str | None = None
+) -> dict[str, Any]:
+    """What `RewardError.failed` holds; `where` is the prompt, the completion and the example to blame, if one is."""
+    prompt, completion, example = where or (None, None, None)
+    failed = {
+        "reason": reason,
+        "function": function,
+        "prompt": prompt,
+        "completion": completion,
+        "example": None if example is None else {str(name): value for name, value in example.items()},
+        "traceback": trace,
+        "attempts": 1,
+        "seconds": None,
+    }
+    return json.loads(json.dumps(failed, default=repr, skipkeys=True))
+
+
+def call_all(functions: Sequence[RewardFunction], batch: Batch, calling: Calling | None = None) -> list[Values]:
     """The values of every function, in order. Async functions are awaited together. Raises RewardError.
 
     Works inside a running event loop too (a notebook): the awaiting then happens on a thread of its own.
     """
+    tell = calling or _log_nothing
     results: dict[int, Any] = {}
     for index, function in enumerate(functions):
         if not function.is_async:
+            tell(function.name)
             results[index] = _guarded(function, batch)
     waiting = [i for i, f in enumerate(functions) if f.is_async]
     if waiting:
+        tell(" or ".join(functions[i].name for i in waiting))
         results |= zip(waiting, _run(_together([functions[i] for i in waiting], batch)), strict=True)
     return [function.checked(results[i], batch) for i, function in enumerate(functions)]
 
@@ -166,8 +205,11 @@ def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 
 def _failed(function: RewardFunction, error: Exception) -> RewardError:
-    return RewardError(f"reward function {function.name} failed: {type(error).__name__}: {error}; mend it")
+    return RewardError(
+        f"reward function {function.name} failed: {type(error).__name__}: {error}; mend it",
+        failure("raised", function.name, trace="".join(traceback.format_exception(error))),
+    )
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for TRL's `log_extra` and `log_metric`."""
+    """Stands for TRL's `log_extra` and `log_metric`, and for nobody who wants to know what is called."""

@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks whose scoring is the user's own code, run in a process that can be killed.
+
+A call that hangs, dies or raises is made again `grader.retries` times, in a new worker where the old one is gone; then
+RewardError stops the run and names the completion that does it. A wrong value (NaN, the wrong length) is a mistake of
+the function and stops at once. Nothing of this is ever a score.
+
+A task that its config alone can make again gets a fresh interpreter. A task or function that was handed over as a
+Python object cannot travel, so its worker is a fork, which has the object already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+
+from evoalign import errors
+from evoalign.config import GraderConfig
+from evoalign.errors import DataError, EvoalignError, RewardError
+from evoalign.tasks import worker
+from evoalign.tasks.base import Data, Task
+from evoalign.tasks.custom import Custom
+from evoalign.tasks.rewards import failure
+from evoalign.types import Example, Prompt
+
+SUPPORTED = hasattr(os, "fork")
+"""Everywhere but on Windows."""
+START_LIMIT = 600.0
+"""Seconds for a worker to start (import the user's modules, load the data), and for a task's own `self_check`."""
+CLOSE_LIMIT = 2.0
+"""Seconds for an idle worker to leave by itself."""
+TICK = 0.05
+"""Seconds between looks at whether the worker still lives. Its end of the socket says nothing: children share it."""
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from evoalign import tasks; from evoalign.tasks import worker; worker.main(int(sys.argv[2]), tasks.create)"
+)
+
+
+class Isolated(Task):
+    """A task that scores in a worker process. `load_data` starts it: call that before the engine is loaded.
+
+    Data and prompts are made here, as before. `close` it; it also ends with the object, and with this process.
+    """
+
+    def __init__(self, task: Task, grader: GraderConfig) -> None:
+        super().__init__(task.config)
+        self.name = task.name
+        self.max_reward = task.max_reward
+        self.from_config = task.from_config
+        self.task = task
+        self._grader = grader
+        self._worker = _Worker(task)
+        self._lock = threading.Lock()
+        self._place: dict[int, tuple[str, int]] = {}
+        weakref.finalize(self, self._worker.close)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "task":  # asked by copy, before there is one
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+    def load_data(self, seed: int) -> Data:
+        """The task's own, in this process. Starts the worker."""
+        data = self.task.load_data(seed)
+        splits = (("train", data.train), ("test", data.test))
+        self._place = {id(row): (split, i) for split, rows in splits for i, row in enumerate(rows)}
+        # A Task may keep what it loads, and some rows do not fit JSON: then the worker loads the data as well.
+        wanted = not isinstance(self.task, Custom) or any(
+            len(_exact_columns(row)) < len(row) for _, rows in splits for row in rows
+        )
+        self._worker.load(data, seed if wanted else None)
+        return data
+
+    def prompt(self, example: Example) -> Prompt:
+        """The task's own, in this process."""
+        return self.task.prompt(example)
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        """The task's own, in the worker. Raises RewardError."""
+        return self._ask("compute_reward", [text], [example])
+
+    def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        """All completions in one call in the worker. Raises RewardError."""
+        return self._ask("rewards", texts, examples) if texts else []
+
+    def gold(self, example: Example) -> str | None:
+        """The task's own; in the worker where the task defines it."""
+        return self._ask("gold", [""], [example]) if self._defines("gold") else super().gold(example)
+
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """The task's own; in the worker where the task defines them."""
+        return (
+            self._ask("measures", [text], [example]) if self._defines("measures") else super().measures(text, example)
+        )
+
+    def clean(self, text: str) -> str:
+        """The task's own; in the worker where the task defines it."""
+        return self._ask("clean", [text], []) if self._defines("clean") else super().clean(text)
+
+    def self_check(self, examples: Sequence[Example]) -> None:
+        """The task's own in one call, where it defines one; else each example's gold and reward are calls."""
+        if self._defines("self_check"):
+            self._ask("self_check", [], examples, max(START_LIMIT, self._grader.timeout))
+        else:
+            super().self_check(examples)
+
+    def close(self) -> None:
+        """End the worker. Scoring again would start another."""
+        with self._lock:
+            self._worker.close()
+        self.task.close()
+
+    def _defines(self, method: str) -> bool:
+        return getattr(type(self.task), method) is not getattr(Task, method)
+
+    def _ask(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float | None = None) -> Any:
+        """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError."""
+        limit = self._grader.timeout if limit is None else limit
+        started = time.monotonic()
+        attempt = 0
+        with self._lock:
+            while True:
+                attempt += 1
+                try:
+                    return self._attempt(op, texts, examples, limit)
+                except RewardError as error:  # a wrong value: no use to ask again
+                    error.failed = (error.failed or {}) | _effort(attempt, started)
+                    raise
+                except _NoAnswerError as problem:
+                    if attempt > self._grader.retries:
+                        effort = _effort(attempt, started)
+                        self._refuse(problem, effort, lambda t, e: self._attempt(op, t, e, limit), texts, examples)
+                    if problem.reason == "raised":
+                        time.sleep(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
+
+    def _attempt(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float) -> Any:
+        unique = {id(example): example for example in examples}
+        number = {key: i for i, key in enumerate(unique)}
+        request = {
+            "op": op,
+            "texts": list(texts),
+            "rows": [self._sent(row) for row in unique.values()],
+            "row_of": [number[id(example)] for example in examples],
+        }
+        return self._worker.ask(request, limit)
+
+    def _sent(self, example: Example) -> dict[str, Any]:
+        """An example as JSON has it, or its place in the data where JSON would change it. Raises DataError."""
+        exact = _exact_columns(example)
+        if len(exact) == len(example):
+            return {"columns": exact}
+        if id(example) in self._place:
+            return {"at": self._place[id(example)], "columns": exact}
+        column, value = next(item for item in example.items() if item[0] not in exact)
+        raise DataError(
+            f"column {column!r} holds a {type(value).__name__}, which cannot be sent to the reward's own process; "
+            "score rows that load_data gave, convert the column, or set grader.isolated to false"
+        )
+
+    def _refuse(
+        self,
+        problem: _NoAnswerError,
+        effort: dict[str, Any],
+        attempt: Callable[[Sequence[str], Sequence[Example]], Any],
+        texts: Sequence[str],
+        examples: Sequence[Example],
+    ) -> NoReturn:
+        """Find the completion that does it, and stop."""
+        if problem.function is None or not texts:
+            blame, where = "", None
+        elif (found := culprit(problem, attempt, texts, examples)) is None:
+            blame, where = f"; none of the {len(texts)} completions does it alone, only the batch as a whole", None
+        else:
+            row, problem, others = found
+            example = examples[row] if examples else {}
+            where = (self.task.prompt(example) if examples else "", texts[row], example)
+            blame = f"; the completion {texts[row][:80]!r} does it alone" + (", and so do others" if others else "")
+        tries = "1 attempt" if effort["attempts"] == 1 else f"{effort['attempts']} attempts"
+        failed = failure(problem.reason, problem.function or "worker", where, problem.trace) | effort
+        mend = " or raise grader.timeout" if problem.reason == "hung" else ""
+        if not self.from_config:
+            mend += ", or let it run in this process with grader.isolated: false"
+        raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; mend it{mend}", failed)
+
+
+class _NoAnswerError(Exception):
+    """A call hung, died or raised. `function` is None where the worker had not even started."""
+
+    def __init__(self, message: str, reason: str, function: str | None, trace: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.function = function
+        self.trace = trace
+
+
+def culprit(
+    problem: _NoAnswerError,
+    attempt: Callable[[Sequence[str], Sequence[Example]], Any],
+    texts: Sequence[str],
+    examples: Sequence[Example],
+) -> tuple[int, _NoAnswerError, bool] | None:
+    """The completion that fails alone, how it did, and whether the rest fails too; None where only the whole does.
+
+    Halves the batch that failed, so it takes at most two calls a halving, each under the time limit.
+    """
+
+    def failing(rows: Sequence[int]) -> _NoAnswerError | None:
+        try:
+            attempt([texts[i] for i in rows], [examples[i] for i in rows if examples])
+        except _NoAnswerError as found:
+            return found
+        except EvoalignError:
+            return None
+        return None
+
+    suspects = range(len(texts))
+    while len(suspects) > 1:
+        half = len(suspects) // 2
+        for part in (suspects[:half], suspects[half:]):
+            if found := failing(part):
+                suspects, problem = part, found
+                break
+        else:
+            return None
+    rest = [i for i in range(len(texts)) if i != suspects[0]]
+    return suspects[0], problem, bool(rest) and failing(rest) is not None
+
+
+def is_exact(value: object) -> bool:
+    """Whether JSON gives the value back as it was: no tuples, numpy numbers, bytes, dates or keys but strings."""
+    if isinstance(value, dict):
+        return type(value) is dict and all(type(k) is str and is_exact(v) for k, v in value.items())
+    if isinstance(value, list):
+        return type(value) is list and all(map(is_exact, value))
+    if isinstance(value, int):  # Python refuses to read integers of more than 4300 digits
+        return type(value) in (int, bool) and value.bit_length() < 10_000
+    return value is None or type(value) in (str, float)
+
+
+def _exact_columns(example: Example) -> dict[str, Any]:
+    return {name: value for name, value in example.items() if is_exact(name) and is_exact(value)}
+
+
+class _Child(Protocol):
+    """What is needed of a process, started or forked."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit status (minus the signal that killed it), None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """The exit status, once it has ended."""
+        ...
+
+
+class _Forked:
+    """A forked child, with the face of a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        status = self._reap(0)
+        return -signal.SIGKILL if status is None else status
+
+    def _reap(self, options: int) -> int | None:
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # SIGCHLD is ignored here: nobody knows how it ended
+                self._status = -signal.SIGKILL
+            else:
+                self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+
+_OPEN: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+class _Worker:
+    """One worker at a time: started when needed, killed with all that it has started, and then started again."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._data: Data | None = None
+        self._seed: int | None = None
+        self._folder = Path.cwd()
+        self._owner = os.getpid()
+        self._child: _Child | None = None
+        self._end: socket.socket | None = None
+        self._is_ready = False
+        self._unread = b""
+        _OPEN.add(self)
+
+    def load(self, data: Data, seed: int | None) -> None:
+        """Start, with the data: a fork has them, a fresh process loads them itself where `seed` is not None."""
+        self.close()
+        self._data, self._seed = data, seed
+        self._start()
+
+    def ask(self, request: Mapping[str, Any], limit: float) -> Any:
+        """The value of one call. Raises _NoAnswerError, or the EvoalignError that the task raised."""
+        message = worker.encode(request)
+        if self._is_ready and self._child is not None and self._child.poll() is not None:
+            self.kill()  # died between two calls: no call has failed
+        try:
+            if not self._is_ready:
+                self._start()
+                self._value(self._exchange(b"", START_LIMIT, None))
+                self._is_ready = True
+            return self._value(self._exchange(message, limit, f"task {self._task.name}"))
+        except _NoAnswerError as problem:
+            if problem.reason != "raised" or not self._is_ready:  # after an exception it lives on, with what it keeps
+                self.kill()
+            raise
+        except EvoalignError:
+            if not self._is_ready:
+                self.kill()
+            raise
+        except BaseException:  # Ctrl-C in the middle of a call: the answer must not meet the next question
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the worker and its process group, now. Nothing where there is none, or in a fork of this process."""
+        child, end = self._child, self._end
+        self._child, self._end, self._is_ready, self._unread = None, None, False, b""
+        if end is not None:
+            end.close()
+        if child is None or self._owner != os.getpid():
+            return
+        _quietly(os.killpg, child.pid)
+        if child.poll() is None:  # a fork that has no group yet
+            _quietly(os.kill, child.pid)
+        child.wait()
+
+    def close(self) -> None:
+        """Let an idle worker leave by itself, with its exit handlers, and then end what is left of it."""
+        if self._is_ready and self._child is not None and self._end is not None and self._owner == os.getpid():
+            try:
+                self._end.settimeout(CLOSE_LIMIT)
+                self._end.sendall(worker.encode({"op": "close"}))
+                deadline = time.monotonic() + CLOSE_LIMIT
+                while self._child.poll() is None and time.monotonic() < deadline:
+                    time.sleep(TICK / 10)
+            except OSError:
+                pass
+        self.kill()
+
+    def _start(self) -> None:
+        if self._child is not None:
+            return
+        self._end, theirs = socket.socketpair()
+        with theirs:
+            self._child = self._fresh(theirs) if self._task.from_config else self._fork(theirs)
+        config = self._task.config.model_dump(mode="json")
+        self._end.sendall(worker.encode({"op": "start", "config": config, "seed": self._seed}))
+
+    def _fresh(self, theirs: socket.socket) -> _Child:
+        path = json.dumps([entry for entry in cast("list[object]", sys.path) if isinstance(entry, str)])
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, path, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _fork(self, theirs: socket.socket) -> _Child:
+        pid = os.fork()
+        if pid:
+            return _Forked(pid)
+        status = 1
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM):  # the trainer's handlers are not the worker's
+                signal.signal(number, signal.SIG_DFL)
+            for other in _OPEN:  # an end that a sibling holds open would never hang up
+                if other._end is not None:
+                    other._end.close()
+            torch.set_num_threads(1)  # the threads of the parent's pool are not here: waiting for them would never end
+            worker.run(theirs, lambda start: (self._task, self._data))
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _exchange(self, message: bytes, limit: float, function: str | None) -> Any:
+        """Send one request and read its answer within `limit` seconds. Raises _NoAnswerError."""
+        assert self._end is not None
+        deadline = time.monotonic() + limit
+        self._end.settimeout(TICK)
+        left = memoryview(message)
+        while True:
+            try:
+                if left:
+                    left = left[self._end.send(left) :]
+                    continue
+                answer = self._read(self._end)
+            except TimeoutError:
+                self._look(deadline, limit, function)
+                continue
+            except OSError:
+                answer = None
+            if answer is None:
+                raise _died(self._status(), function)
+            if "calling" not in answer:
+                return answer | {"function": function}
+            function = answer["calling"]
+
+    def _read(self, end: socket.socket) -> dict[str, Any] | None:
+        """The next line; None where the worker has closed its end."""
+        parts = [self._unread]
+        self._unread = b""
+        while b"\n" not in parts[-1]:
+            try:
+                part = end.recv(1 << 20)
+            except TimeoutError:
+                self._unread = b"".join(parts)
+                raise
+            if not part:
+                return None
+            parts.append(part)
+        line, _, self._unread = b"".join(parts).partition(b"\n")
+        return worker.decode(line)
+
+    def _look(self, deadline: float, limit: float, function: str | None) -> None:
+        assert self._child is not None
+        status = self._child.poll()
+        if status is not None:
+            raise _died(status, function)
+        if time.monotonic() > deadline:
+            raise _NoAnswerError(f"{_who(function)} hung: no answer within {limit:g} s", "hung", function)
+
+    def _status(self) -> int | None:
+        """How a worker ended whose socket is closed; None where it lives on without it."""
+        assert self._child is not None
+        for _ in range(20):
+            if (status := self._child.poll()) is not None:
+                return status
+            time.sleep(TICK)
+        return None
+
+    def _value(self, answer: dict[str, Any]) -> Any:
+        if "error" not in answer:
+            return answer["value"]
+        message, failed = answer["error"], answer["failed"]
+        if failed is not None and failed["reason"] == "raised":
+            function = None if answer["function"] is None else failed["function"]
+            raise _NoAnswerError(message.removesuffix("; mend it"), "raised", function, failed["traceback"])
+        kind = getattr(errors, answer["kind"], RewardError)
+        raise RewardError(message, failed) if kind is RewardError else kind(message)
+
+
+def _effort(attempts: int, started: float) -> dict[str, Any]:
+    return {"attempts": attempts, "seconds": time.monotonic() - started}
+
+
+def _who(function: str | None) -> str:
+    if function is None:
+        return "the worker of the reward functions, as it started,"
+    return function if function.startswith("task ") else f"reward function {function}"
+
+
+def _died(status: int | None, function: str | None) -> _NoAnswerError:
+    if status is None:
+        how = "it closed its connection"
+    elif status < 0:
+        how = f"killed by {signal.Signals(-status).name}"
+    else:
+        how = f"exit status {status}"
+    return _NoAnswerError(f"{_who(function)} died: {how}", "died", function)
+
+
+def _quietly(kill: Callable[[int, int], None], pid: int) -> None:
+    try:
+        kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        return
