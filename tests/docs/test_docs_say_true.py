@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -189,6 +190,11 @@ def fields_under(heading: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
+def sha256(tree: object) -> str:
+    """As the page says that the config and the record of a saved mean are hashed."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two generations with the tiny model."""
@@ -205,12 +211,14 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_file_formats_name_every_field_that_a_run_writes(small_run: Path) -> None:
     journal = [json.loads(line) for line in (small_run / "journal.jsonl").read_text().splitlines()]
     assert {name for line in journal for name in line} - {"previous", "hash"} == fields_under("journal.jsonl")
+    assert journal[0]["config_hash"] == sha256(journal[0]["config"])
     rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
     assert {name for row in rows for name in row} == fields_under("metrics.jsonl")
     record = json.loads((small_run / "loras/generation_0002/evoalign.json").read_text())
+    assert record.pop("hash") == sha256(record)
     text = (REPOSITORY / "docs/reference/files.md").read_text(encoding="utf-8")
     saved = next(line for line in text.splitlines() if line.startswith("| `evoalign.json` |"))
-    assert set(record) - {"format_version"} == set(re.findall(r"`(\w+)`", saved))
+    assert {*record, "hash"} - {"format_version"} == set(re.findall(r"`(\w+)`", saved))
     manifest = text.split("## manifest.json\n")[1].split("## ")[0]
     assert all(f"`{name}`" in manifest for name in json.loads((small_run / "manifest.json").read_text()))
     report = text.split("## results/evaluation.json\n")[1].split("## ")[0]
