@@ -98,10 +98,11 @@ def verify(folder: Path) -> Mark:
     """What a saved mean says of itself. Raises CheckpointError naming the file that is missing or was altered."""
     file = folder / RECORD
     try:
-        record: Any = json.loads(file.read_text(encoding="utf-8"))
-        own = record.pop("hash")
+        text = file.read_text(encoding="utf-8")
+        record: Any = json.loads(text)
         digests: dict[str, str] = record["files"]
-        whole = own == _digest(record) and record["format_version"] == FORMAT_VERSION
+        del record["hash"]
+        whole = text == _record_text(record) and record["format_version"] == FORMAT_VERSION
         mark = Mark(record["generation"], record["weights_hash"], record["journal"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
@@ -204,12 +205,13 @@ def _write_mean(folder: Path, state: State) -> None:
 def _seal(folder: Path, mark: Mark) -> None:
     files = {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
-    text = json.dumps({**record, "hash": _digest(record)}, indent=2)
-    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(_record_text(record), encoding="utf-8")
 
 
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def _record_text(record: Mapping[str, Any]) -> str:
+    """The one way to write a record down, with its own hash."""
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**record, "hash": digest}, indent=2, sort_keys=True) + "\n"
 
 
 def _file_digest(file: Path) -> str:

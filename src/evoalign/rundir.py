@@ -54,7 +54,7 @@ class RunDir:
         """Make the folders and write config and manifest. Raises RunExistsError."""
         if self.exists():
             self.refuse(overwrite=overwrite, resume=resume)
-            if self._is_unstarted():
+            if self.is_unstarted():
                 shutil.rmtree(self.path)
             else:
                 self._move_aside()
@@ -97,7 +97,7 @@ class RunDir:
             raise RunExistsError(f"output_dir {self.path}: {there} is a file; choose another")
         if not os.access(there, os.W_OK):
             raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
-        if not self.exists() or (resume and self._is_unstarted()):
+        if not self.exists() or (resume and self.is_unstarted()):
             return
         if (overwrite or resume) and not (self.config.is_file() or self.journal.is_file()):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
@@ -107,9 +107,13 @@ class RunDir:
                 "--overwrite, or choose another"
             )
 
-    def _is_unstarted(self) -> bool:
-        """Whether a run was begun here whose journal does not hold its first line yet."""
-        return self.config.is_file() and journal.is_blank(self.journal)
+    def is_unstarted(self) -> bool:
+        """Whether a run was begun here that has not come as far as the first line of its journal."""
+        return self.config.is_file() and journal.is_blank(self.journal) and not self.has_progress()
+
+    def has_progress(self) -> bool:
+        """Whether generations have left anything beside the journal."""
+        return self.metrics.is_file() or bool(saved_folders(self.path))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """One line of metrics.jsonl; also kept for the figures."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from evoalign import checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, EvaluationConfig, from_dict
-from evoalign.errors import DataError, EvoalignError, ModelError, ResumeError, StoppedError
+from evoalign.errors import DataError, EvoalignError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.journal import Journal, Log
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
@@ -62,7 +62,7 @@ def train(
     """
     config = as_config(config)
     run = RunDir(Path(config.output_dir))
-    log = _log_to_resume(run, config) if resume else None
+    log = log_to_resume(run, config) if resume else None
     if log is None:
         run.refuse(overwrite=overwrite, resume=resume)
     given = "task" if task is not None else "reward" if reward is not None else None
@@ -81,7 +81,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     _, data = task_and_data(config, None, None)
     work = estimate.work_lines(config, len(data.train))
     run = RunDir(Path(config.output_dir))
-    log = _log_to_resume(run, config) if resume else None
+    log = log_to_resume(run, config) if resume else None
     if log is None:
         run.refuse(overwrite=overwrite, resume=resume)
     else:
@@ -98,9 +98,14 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     return [*estimate.step_lines(config, known), *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 
-def _log_to_resume(run: RunDir, config: Config) -> Log | None:
+def log_to_resume(run: RunDir, config: Config) -> Log | None:
     """The journal to go on with; None where nothing was recorded yet. Raises JournalError, ResumeError."""
     if journal.is_blank(run.journal):
+        if run.has_progress():
+            raise JournalError(
+                f"{run.journal} is missing or cut in its first line, though the run has generations; put it back, or "
+                "move the run aside with --overwrite"
+            )
         return None
     log = journal.read(run.journal).whole()
     odd = differences(config, from_dict(log.header.config))
