@@ -165,6 +165,40 @@ def doctor(
     raise typer.Exit(code)
 
 
+@app.command()
+def probe(
+    config: Annotated[Path, typer.Argument(help="A YAML config.")],
+    more: More = None,
+    set_: Sets = None,
+    sigmas: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as 1e-4,1e-3; default: the config's, times 1/16 to 16.")
+    ] = None,
+    members: Annotated[int, typer.Option(help="Members at each sigma.")] = 32,
+    examples: Annotated[int, typer.Option(help="Training examples that all of them answer.")] = 32,
+    json_: Annotated[Path | None, typer.Option("--json", help="Also write what was measured as JSON.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure before training how wide the noise should be, and recommend sigma and learning rate."""
+    from evoalign.config import load
+
+    resolved, widths = load([config, *(more or [])], set_ or []), _numbers(sigmas)
+    _quiet()
+    from rich.console import Console
+
+    from evoalign import probe as measure
+
+    result = measure.probe(resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo)
+    Console().print(measure.table(result))
+    typer.echo("\n".join(measure.lines(result)))
+    if json_ is not None:
+        import json
+
+        from evoalign.checkpoint import write_text
+
+        json_.parent.mkdir(parents=True, exist_ok=True)
+        write_text(json_, json.dumps(result.to_dict(), indent=2) + "\n")
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(help="A run directory, a model folder, a PEFT adapter or a hub name.")],
@@ -289,6 +323,17 @@ def _integers(text: str | None) -> list[int] | None:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise ConfigError(f"--seeds {text!r}: expected integers such as 0,1,2,3") from None
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    from evoalign.errors import ConfigError
+
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ConfigError(f"--sigmas {text!r}: expected numbers such as 1e-4,1e-3") from None
 
 
 def _show(measures: dict[str, float]) -> None:
