@@ -127,9 +127,9 @@ def exists(path: str) -> bool:
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
+        return hasattr(found, name) or bool(importlib.import_module(f"{module}.{name}"))
     except ModuleNotFoundError:
         return False
-    return hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
@@ -182,10 +182,10 @@ def test_the_readers_of_the_file_formats_read_what_a_run_leaves(tmp_path: Path) 
         reader.read_journal(tmp_path / "journal.jsonl")
 
 
-def fields_under(heading: str) -> set[str]:
+def fields_under(heading: str, until: str = "## ") -> set[str]:
     """The names in the first column of the tables under a heading of the page on file formats."""
     text = (REPOSITORY / "docs/reference/files.md").read_text(encoding="utf-8")
-    part = re.split(r"^## ", text.split(f"## {heading}\n", 1)[1], flags=re.MULTILINE)[0]
+    part = re.split(f"^{until}", text.split(f"## {heading}\n", 1)[1], flags=re.MULTILINE)[0]
     rows = re.findall(r"^\| (`[^|]+) \|", part, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
@@ -204,6 +204,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "es": {"num_generations": 2, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025},
         "evaluation": {"max_tokens": 8, "every": 1},
         "tracking": {"completions_every": 1},
+        "checks": {"control_every": 1},
     }
     return evoalign.train(tree).path
 
@@ -213,7 +214,8 @@ def test_the_file_formats_name_every_field_that_a_run_writes(small_run: Path) ->
     assert {name for line in journal for name in line} - {"previous", "hash"} == fields_under("journal.jsonl")
     assert journal[0]["config_hash"] == sha256(journal[0]["config"])
     rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
-    assert {name for row in rows for name in row} == fields_under("metrics.jsonl")
+    assert {name for row in rows for name in row} == fields_under("metrics.jsonl", "### ")
+    assert {name for row in rows for name in row["diagnosis"]} == fields_under("diagnosis")
     record = json.loads((small_run / "loras/generation_0002/evoalign.json").read_text())
     assert record.pop("hash") == sha256(record)
     text = (REPOSITORY / "docs/reference/files.md").read_text(encoding="utf-8")
