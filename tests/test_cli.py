@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -296,6 +297,10 @@ def test_bad_input(name: str, run: Run, folder: Path, monkeypatch: pytest.Monkey
     assert done.code == 2
     assert done.err.startswith("error: ") and message in done.err
     assert done.err.count("\n") == 1, "one line"
+    told = folder / "run/failed_completion.json"
+    if "completion is in" in done.err:
+        assert json.loads(told.read_text())["reason"]
+        shutil.rmtree(told.parent)
     assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
 
 
@@ -312,6 +317,11 @@ def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, r
     words = [word for value in sets for word in ("-s", value)]
     done = run("train", "base.yaml", *words, *(["--overwrite"] if overwrite else []))
     assert done.code == 2 and "reward function late gave inf" in done.err
+    told = tmp_path / "run/failed_completion.json"
+    assert json.loads(told.read_text())["reason"] == "value"
+    told.unlink()
+    if not overwrite:
+        told.parent.rmdir()
     assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*") if "__pycache__" not in p.parts} == before
 
 

@@ -43,7 +43,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Served):
-    """Everything a run needs. `close` it: it holds the model."""
+    """Everything a run needs. `close` it: it holds the model and, for the user's own rewards, a worker process."""
 
     task: Task
     data: Data
@@ -53,8 +53,9 @@ class Parts(Served):
         return evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
 
     def close(self) -> None:
-        """Free the model."""
+        """Free the model and end the worker."""
         self.engine.close()
+        self.task.close()
 
 
 def as_config(config: ConfigLike) -> Config:
@@ -67,7 +68,11 @@ def as_config(config: ConfigLike) -> Config:
 def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:
     """Load and check everything, cheapest first."""
     chosen, data = task_and_data(config, task, reward)
-    served = serve(config)
+    try:
+        served = serve(config)
+    except BaseException:
+        chosen.close()
+        raise
     return Parts(**{f.name: getattr(served, f.name) for f in fields(served)}, task=chosen, data=data)
 
 
@@ -84,15 +89,19 @@ def serve(config: Config) -> Served:
 
 
 def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> tuple[Task, Data]:
-    """The task, its rewards in a process of their own where they are not ours, and both splits."""
+    """The task, scoring in a process of its own where the code is the user's, and both splits. Close the task."""
     rewards = None if reward is None else ([reward] if callable(reward) else list(reward))
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
-    chosen = task or tasks.create(config.task, rewards)
-    data = chosen.load_data(config.seed)
-    for split, examples in (("training", data.train), ("test", data.test)):
-        if not examples:
-            raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
+    chosen = tasks.isolate(task or tasks.create(config.task, rewards), config.grader)
+    try:
+        data = chosen.load_data(config.seed)
+        for split, examples in (("training", data.train), ("test", data.test)):
+            if not examples:
+                raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
+    except BaseException:
+        chosen.close()
+        raise
     return chosen, data
 
 

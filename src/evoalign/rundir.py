@@ -115,6 +115,13 @@ class RunDir:
         """Whether generations have left anything beside the journal."""
         return self.metrics.is_file() or bool(saved_folders(self.path))
 
+    def keep_failure(self, failed: Mapping[str, Any]) -> Path:
+        """Write down the completion that a reward failed on; a run need not have begun."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / FAILED_COMPLETION
+        write_text(file, json.dumps(dict(failed), indent=2) + "\n")
+        return file
+
     def append_metrics(self, row: dict[str, Any]) -> None:
         """One line of metrics.jsonl; also kept for the figures."""
         self.rows.append(row)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from evoalign.evaluation import Evaluation
 from evoalign.parts import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.rundir import saved_folders
 from evoalign.tasks import Task
-from evoalign.types import Layout
+from evoalign.types import Example, Layout
 
 NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
 """Settings of PEFT that change what an adapter means."""
@@ -43,6 +44,11 @@ def evaluate(
     settings = {**config.evaluation.model_dump(), **(overrides or {})}
     config = from_dict({**config.model_dump(), "evaluation": settings})
     chosen, data = task_and_data(config, task, reward)
+    with closing(chosen):
+        return _evaluate(config, adapter, chosen, data.test if split == "test" else data.train)
+
+
+def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequence[Example]) -> Evaluation:
     tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:
@@ -51,8 +57,7 @@ def evaluate(
             if space.evolves_model:
                 raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
             engine.load(_checked(adapter, layout))
-        examples = data.test if split == "test" else data.train
-        return evaluation.evaluate(engine, tokens_, chosen, examples, config.evaluation)
+        return evaluation.evaluate(engine, tokens_, task, examples, config.evaluation)
     finally:
         engine.close()
 

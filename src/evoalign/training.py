@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from evoalign import checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces
+from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, EvaluationConfig, from_dict
-from evoalign.errors import DataError, EvoalignError, JournalError, ModelError, ResumeError, StoppedError
+from evoalign.errors import DataError, EvoalignError, JournalError, ModelError, ResumeError, RewardError, StoppedError
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.journal import Journal, Log
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
@@ -67,10 +67,15 @@ def train(
         run.refuse(overwrite=overwrite, resume=resume)
     given = "task" if task is not None else "reward" if reward is not None else None
     with Stop() as stop:
-        parts = assemble(config, task, reward)
+        try:
+            parts = assemble(config, task, reward)
+        except RewardError as error:
+            raise _kept(error, run) from error
         try:
             training = _Training(parts, run, console or Console(), on_generation, stop, given)
             return training.run_from(log, overwrite=overwrite, resume=resume)
+        except RewardError as error:
+            raise _kept(error, run) from error
         finally:
             parts.close()
 
@@ -78,7 +83,8 @@ def train(
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
     """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights, writes nothing."""
     config = as_config(config)
-    _, data = task_and_data(config, None, None)
+    task, data = task_and_data(config, None, None)
+    task.close()
     work = estimate.work_lines(config, len(data.train))
     run = RunDir(Path(config.output_dir))
     log = log_to_resume(run, config) if resume else None
@@ -131,6 +137,7 @@ class _Training:
         """All of it: to the end of the journal, the generations that are left, and the comparison."""
         for line in [*_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
             self.tell(line)
+        self._canary(log.sealed if log else 0)
         before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
         try:
             with self._explained(fresh=log is None):
@@ -212,9 +219,24 @@ class _Training:
                 if self.hook is not None:
                     self.hook(generation)
                 self._save_if_due(generation.index + 1, generation.weights_hash, book.last_hash)
+                if self.config.checks.canary_every and (generation.index + 1) % self.config.checks.canary_every == 0:
+                    self._canary(generation.index)
                 if self.stop.asked is not None and generation.index + 1 < total:
                     self._save(generation.index + 1, generation.weights_hash, book.last_hash)
                     self._stop_if_asked(generation.index + 1, self._how_to_go_on())
+
+    def _canary(self, generation: int) -> None:
+        """Raise CanaryError where members do not answer with their own weights."""
+        parts = self.parts
+        canary.check(
+            parts.engine,
+            parts.space,
+            parts.layout,
+            parts.tokens.encode(parts.task.prompt(parts.data.train[0])),
+            generation=generation,
+            width=evolve.sigma_at(self.config, generation),
+            exact=parts.facts.deterministic,
+        )
 
     def _generations(self, book: Journal, first: int) -> Iterator[Generation]:
         parts = self.parts
@@ -294,11 +316,20 @@ class _Training:
 
 
 def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str) -> EvoalignError:
-    """The same kind of error, where it is one of ours, and more to say."""
+    """The same error, where it is one of ours, with more to say."""
+    if isinstance(error, EvoalignError):
+        error.args = (f"{error}; {more}",)
+        return error
     line = str(error).strip().splitlines()[0]
-    if isinstance(error, torch.OutOfMemoryError):
-        return EvoalignError(f"{line} Lower engine.memory_gib or engine.max_rows; {more}")
-    return type(error)(f"{error}; {more}") if isinstance(error, EvoalignError) else EvoalignError(f"{line}; {more}")
+    mend = " Lower engine.memory_gib or engine.max_rows" if isinstance(error, torch.OutOfMemoryError) else ""
+    return EvoalignError(f"{line}{mend}; {more}")
+
+
+def _kept(error: RewardError, run: RunDir) -> RewardError:
+    """Where a completion is to blame, it is written down."""
+    if error.failed is not None:
+        error.args = (f"{error}; the completion is in {run.keep_failure(error.failed)}",)
+    return error
 
 
 def _gold_lines(parts: Parts) -> list[str]:

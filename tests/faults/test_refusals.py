@@ -50,7 +50,7 @@ def test_an_interrupt_in_the_first_generation_leaves_nothing(tmp_path):
         return length(prompts, completions)
 
     with pytest.raises(KeyboardInterrupt):
-        evoalign.train(custom(tmp_path), reward=interrupted, console=quiet(tmp_path))
+        evoalign.train(custom(tmp_path, grader={"isolated": False}), reward=interrupted, console=quiet(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
@@ -119,9 +119,9 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
 
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
-    with pytest.raises(RewardError, match="give a finite number"):
+    with pytest.raises(RewardError, match="gave nan as the reward"):
         evoalign.train(tree, task=Careless(from_dict(tree).task), console=quiet(tmp_path))
-    assert not (tmp_path / "run").exists()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["failed_completion.json"]
 
 
 def test_a_run_may_not_choose_what_is_imported(tmp_path):
