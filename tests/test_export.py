@@ -90,13 +90,13 @@ def plain(folder: Path, base: Path | None = None) -> Any:
 
 def of_plain(model: Any, folder: Path, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Greedy tokens of plain `generate`, the stop token included, padding on the right left out."""
-    settings = GenerationConfig.from_pretrained(folder)
+    settings = GenerationConfig.from_pretrained(folder, max_new_tokens=TOKENS)
     stop = settings.eos_token_id
     assert isinstance(stop, list)
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, max_new_tokens=TOKENS)
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
     rows: list[list[int]] = output[:, width:].tolist()
     ends = [next((i + 1 for i, token in enumerate(row) if token in stop), len(row)) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]

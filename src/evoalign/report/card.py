@@ -190,11 +190,10 @@ def _load(facts: Facts) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained({source})",
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={dtype})",
         *(["model = PeftModel.from_pretrained(model, here)"] if adapter else []),
-        "settings = GenerationConfig.from_pretrained(here)",
+        f"settings = GenerationConfig.from_pretrained(here, max_new_tokens={facts.config.evaluation.max_tokens})",
         "",
         *_prompt(facts),
-        f"output = model.generate(**inputs, generation_config=settings, "
-        f"max_new_tokens={facts.config.evaluation.max_tokens})",
+        "output = model.generate(**inputs, generation_config=settings)",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     stop = ", ".join(map(str, facts.stop_ids))
