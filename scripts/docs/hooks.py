@@ -170,7 +170,8 @@ def _argument(parameter: Any) -> str:
 
 def _option(parameter: Any) -> str:
     names = ", ".join([*parameter.opts, *parameter.secondary_opts])
-    return names if parameter.is_flag else f"{names} {parameter.metavar or parameter.name.rstrip('_').upper()}"
+    value = parameter.metavar or parameter.opts[0].rsplit("-", 1)[-1].upper()
+    return names if parameter.is_flag else f"{names} {value}"
 
 
 def _option_default(parameter: Any) -> str:
