@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tracker is told, and what happens to one that fails."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from evoalign.config import Config
+
+logger = logging.getLogger("evoalign.tracking")
+
+
+class Tracker(Protocol):
+    """Told of a run as it goes. `log` may raise: a run goes on without the tracker then."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One row of metrics.jsonl; its step is `row["generation"]`."""
+        ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run is complete: measures before and after training."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left and let go. Without `finish` before it, the run was cut short."""
+        ...
+
+
+class Guarded:
+    """A tracker that never stops a run: at its first failure it is left out, with one warning."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self._tracker: Tracker | None = tracker
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """As the tracker's own, or nothing once it failed."""
+        self._attempt(lambda tracker: tracker.log(row))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """As the tracker's own, or nothing once it failed."""
+        self._attempt(lambda tracker: tracker.finish(summary))
+
+    def close(self) -> None:
+        """As the tracker's own, or nothing once it failed or was closed."""
+        self._attempt(lambda tracker: tracker.close())
+        self._tracker = None
+
+    def _attempt(self, tell: Callable[[Tracker], None]) -> None:
+        tracker = self._tracker
+        if tracker is None:
+            return
+        try:
+            tell(tracker)
+        except Exception as error:  # a full disk, a lost connection, a fault of the library: none is worth the run
+            self._tracker = None
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning("%s failed and is left out; metrics.jsonl has every row (%s)", self.name, reason)
+            with suppress(Exception):
+                tracker.close()
+
+
+def values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of nested mappings under slash-joined names; booleans are 0 or 1, null and text are left out."""
+    found: dict[str, float] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= values(cast("Mapping[str, Any]", value), f"{prefix}{key}/")
+        elif isinstance(value, numbers.Real):
+            found[f"{prefix}{key}"] = float(value)
+    return found
+
+
+def step_and_values(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The step of a metrics row, and its other numbers."""
+    return row["generation"], values({key: value for key, value in row.items() if key != "generation"})
+
+
+def run_name(config: Config, run: Path) -> str:
+    """What the run is called in a tracker."""
+    return config.tracking.name or run.resolve().name
+
+
+@contextmanager
+def environment(name: str, value: str | None) -> Generator[None]:
+    """An environment variable for as long as a library reads it."""
+    old = os.environ.get(name)
+    _set(name, value)
+    try:
+        yield
+    finally:
+        _set(name, old)
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

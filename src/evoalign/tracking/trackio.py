@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""trackio, in `<run>/logs/trackio`: `TRACKIO_DIR=<run>/logs/trackio trackio show` opens its dashboard.
+
+Nothing is sent anywhere unless the user's own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says so; where somebody is
+logged in to the Hugging Face hub, trackio asks it for their name.
+"""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+import sys
+from collections.abc import Mapping
+from contextlib import closing, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from evoalign.config import Config
+from evoalign.tracking.base import environment, run_name, step_and_values, values
+
+
+class Trackio:
+    """One trackio run, the same one after a resume. trackio's own words on standard output are swallowed."""
+
+    def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
+        folder = (run / "logs" / "trackio").absolute()
+        with environment("TRACKIO_DIR", str(folder)):
+            import trackio
+            from trackio import context_vars, utils
+            from trackio.sqlite_storage import SQLiteStorage
+
+        self._end = config.es.num_generations
+        self._current = context_vars.current_run
+        self._before = utils.TRACKIO_DIR
+        _point(folder)
+        if resumed_at is not None:
+            _forget(SQLiteStorage.get_project_db_path(config.tracking.project), resumed_at)
+        with redirect_stdout(io.StringIO()):
+            self._run = trackio.init(
+                project=config.tracking.project,
+                name=run_name(config, run),
+                config=config.model_dump(mode="json"),
+                resume="never" if resumed_at is None else "allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """One row; a thread of trackio writes it within a second."""
+        step, scalars = step_and_values(row)
+        self._run.log(scalars, step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The measures, at the step after the last generation."""
+        self._run.log(values(summary), step=self._end)
+
+    def close(self) -> None:
+        """Write what is left and end the thread."""
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
+        if self._current.get() is self._run:  # or trackio would finish it once more as Python ends
+            self._current.set(None)
+        _point(self._before)
+
+
+def _point(folder: Path) -> None:
+    """Let trackio write into a folder: it reads TRACKIO_DIR once, and each of its modules has a copy."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
+            setattr(module, "TRACKIO_DIR", folder)  # noqa: B010  # pyright knows no such attribute of a module
+
+
+def _forget(database: Path, generation: int) -> None:
+    """Take out the generations that are done again; the database is this run's own."""
+    if database.is_file():
+        with closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute("DELETE FROM metrics WHERE step >= ?", (generation,))
