@@ -122,6 +122,14 @@ def test_a_wild_step_and_a_run_that_is_there_are_warnings_and_exit_code_0(run: R
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
+def test_extras_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["numpy>=2", "pytest>=8; extra == 'there'", "numpy; extra == 'half'", 'no-such-thing>=1 ; extra == "half"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
+    assert doctor._extras() == Finding("extras", "ok", "there installed, half not installed")
+    monkeypatch.setattr(doctor, "_installed", lambda name: False)
+    assert "not known" in doctor._extras().detail
+
+
 def test_on_a_terminal_it_is_a_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

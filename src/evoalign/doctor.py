@@ -183,6 +183,8 @@ def _no_accelerator(built: str | None) -> Finding:
 def _extras() -> Finding:
     """The optional parts of this package, and whether what they need is installed."""
     needed: dict[str, list[str]] = {}
+    if not _installed("evoalign"):
+        return Finding("extras", "ok", "not known: evoalign runs from its source, not installed")
     for line in importlib.metadata.requires("evoalign") or []:
         name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
         if name and extra:

@@ -19,6 +19,7 @@ import torch
 from evoalign import doctor, engines
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
+from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
 from test_doctor import DATA, config, of, statuses
 
@@ -55,7 +56,7 @@ def test_an_ignored_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(engines, "create", Ignores)
     found = doctor.examine(config(tmp_path))
     assert of(found, "canary").status == "failed"
-    assert "the engine ignores the members' adapters" in of(found, "canary").detail
+    assert of(found, "canary").detail.startswith("canary: member 0 answers as the unperturbed model does: the engine")
     assert statuses(found)["engine"] == statuses(found)["generation"] == "ok"
     assert doctor.verdict(found) == ("verdict: not ready; 1 failed: canary", 1)
 
@@ -140,17 +141,23 @@ def test_lost_data(tmp_path: Path) -> None:
     assert of(found, "canary").status == "ok"
 
 
-def test_gold_answers_that_fall_short_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign.tasks.conciseness import Conciseness
+def test_an_error_that_nobody_foresaw_hides_no_other_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, seed: int) -> Any:
+        raise ValueError("a bug of the user's own\nand more")
 
+    monkeypatch.setattr(Conciseness, "load_data", broken)
+    found = doctor.examine(config(tmp_path))
+    assert of(found, "task") == doctor.Finding("task", "failed", "ValueError: a bug of the user's own")
+    assert of(found, "canary").status == "ok"
+
+
+def test_gold_answers_that_fall_short_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: "x" * 500)
     found = doctor.examine(config(tmp_path))
     assert of(found, "gold answers").status == "warning" and "earns -4" in of(found, "gold answers").detail
 
 
 def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign.tasks.conciseness import Conciseness
-
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: None)
     finding = of(doctor.examine(config(tmp_path)), "gold answers")
     assert finding.status == "ok" and finding.detail == "10 of 10 examples have no gold answer"
