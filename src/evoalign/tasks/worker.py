@@ -9,6 +9,7 @@ has started, and comes when the *thread* that started the worker ends.)
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -54,6 +55,8 @@ def main(fd: int, create: Callable[[TaskConfig], Task]) -> None:
         return task, None if start["seed"] is None else task.load_data(start["seed"])
 
     run(socket.socket(fileno=fd), build)
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    os._exit(0)  # taking torch down in order takes the interpreter a second
 
 
 def run(end: socket.socket, build: Build) -> None:
@@ -114,7 +117,9 @@ def _redirect() -> None:
     with contextlib.suppress(OSError):  # a trainer without a stderr
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
-        sys.stdout = sys.stderr = open(  # noqa: SIM115 (for good)
+        # Not what a fork has here: a notebook's, or a test runner's.
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (for good)
+        sys.stdout = sys.stderr = open(  # noqa: SIM115
             2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
 

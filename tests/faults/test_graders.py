@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions that hang, die, raise or answer nonsense: the run stops or asks again, and nothing becomes a score.
+
+Real processes throughout. Each function writes down the pids it ran in, so that orphans are seen.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evoalign import tasks
+from evoalign.config import GraderConfig, TaskConfig
+from evoalign.errors import RewardError
+from evoalign.plugins import load_object
+from evoalign.tasks import Task
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
+
+GRADERS = '''
+import ctypes, os, re, signal, subprocess, sys, time
+
+def note(log):
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+def bombed(completions):
+    return any("bomb" in c for c in completions)
+
+def good(completions, log, **kwargs):
+    note(log[0])
+    return [float(len(c)) for c in completions]
+
+def sleeps(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        time.sleep(1000)
+    return [1.0 for _ in completions]
+
+def holds_the_gil(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        re.match("(a+)+$", "a" * 60 + "b")
+    return [1.0 for _ in completions]
+
+def ignores_sigterm(completions, log, **kwargs):
+    note(log[0])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while bombed(completions):
+        pass
+    return [1.0 for _ in completions]
+
+async def awaits(completions, log, **kwargs):
+    import asyncio
+    note(log[0])
+    if bombed(completions):
+        await asyncio.sleep(1000)
+    return [1.0 for _ in completions]
+
+def leaves_a_child(completions, log, **kwargs):
+    note(log[0])
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(log[0], "a") as file:
+        file.write(f"{child.pid}\\n")
+    while bombed(completions):
+        time.sleep(1)
+    return [1.0 for _ in completions]
+
+def exits(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        os._exit(0)
+    return [1.0 for _ in completions]
+
+def leaves(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        sys.exit(3)
+    return [1.0 for _ in completions]
+
+def kills_itself(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0 for _ in completions]
+
+def segfaults(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        ctypes.string_at(0)
+    return [1.0 for _ in completions]
+
+def raises(completions, log, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        raise ConnectionError("the judge is away")
+    return [1.0 for _ in completions]
+
+def comes_back(completions, log, how, **kwargs):
+    """Fails the first time and then works."""
+    first = not os.path.exists(log[0])
+    note(log[0])
+    if first and how[0] == "raise":
+        raise ConnectionError("the judge is away")
+    if first and how[0] == "hang":
+        time.sleep(1000)
+    if first:
+        os._exit(1)
+    return [float(len(c)) for c in completions]
+
+def big_batches_hang(completions, log, **kwargs):
+    note(log[0])
+    if len(completions) > 2:
+        time.sleep(1000)
+    return [1.0 for _ in completions]
+
+def wrong(completions, log, values, **kwargs):
+    note(log[0])
+    return [float(v) if isinstance(v, str) else v for v in values[0]]
+'''
+
+Make = Callable[..., Task]
+both = pytest.mark.parametrize("make", ["fork", pytest.param("fresh", marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """A task with functions by name: handed over as Python objects (a fork), or as import paths (a fresh process).
+
+    The fork is the default, since a fresh process takes seconds to import torch.
+    """
+    kind = getattr(request, "param", "fork")
+    source = tmp_path / "graders.py"
+    source.write_text(GRADERS, encoding="utf-8")
+    made: list[Task] = []
+
+    def make(*names: str, **grader: Any) -> Task:
+        paths = [f"{source}:{name}" for name in names]
+        if kind == "fresh":
+            task = tasks.create(TaskConfig(name="custom", rewards=paths))
+        else:
+            task = tasks.create(TaskConfig(name="custom"), [load_object(path, "rewards") for path in paths])
+        made.append(tasks.isolate(task, GraderConfig(**{"timeout": 60.0, "retries": 1} | grader)))
+        return made[-1]
+
+    yield make
+    for task in made:
+        task.close()
+
+
+def pids(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    """A zombie has ended: whoever should have waited for it is gone, or slow."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+def assert_gone(numbers: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in numbers if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
+
+
+def group_of(pid: int) -> list[int]:
+    """All processes of a process group."""
+    lines = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout.split("\n")
+    rows = [[int(word) for word in line.split()] for line in lines if line.strip()]
+    return [member for member, group in rows if group == pid]
+
+
+def row(log: Path, **columns: Any) -> dict[str, Any]:
+    return {"prompt": "Say it:", "log": str(log)} | columns
+
+
+def refused(task: Task, texts: list[str], example: dict[str, Any]) -> RewardError:
+    """The call raises, which is to say that it gives no score."""
+    with pytest.raises(RewardError) as caught:
+        task.rewards(texts, [example] * len(texts))
+    assert caught.value.failed is not None
+    json.dumps(caught.value.failed)
+    return caught.value
+
+
+# --- hangs and deaths -----------------------------------------------------------------------------------------------
+
+
+HUNG = "no answer within 1 s"
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason", "message"),
+    [
+        ("fork", "sleeps", "hung", HUNG),
+        ("fork", "holds_the_gil", "hung", HUNG),
+        ("fork", "ignores_sigterm", "hung", HUNG),
+        ("fork", "awaits", "hung", HUNG),
+        ("fork", "leaves_a_child", "hung", HUNG),
+        ("fork", "exits", "died", "died: exit status 0"),
+        ("fork", "leaves", "died", "died: exit status 3"),
+        ("fork", "kills_itself", "died", "died: killed by SIGKILL"),
+        ("fork", "segfaults", "died", "died: killed by SIGSEGV"),
+        ("fork", "raises", "raised", "failed: ConnectionError: the judge is away"),
+        pytest.param("fresh", "leaves_a_child", "hung", HUNG, marks=pytest.mark.slow),
+        pytest.param("fresh", "leaves", "died", "died: exit status 3", marks=pytest.mark.slow),
+        pytest.param("fresh", "segfaults", "died", "died: killed by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("fresh", "raises", "raised", "failed: ConnectionError: the judge is", marks=pytest.mark.slow),
+    ],
+    indirect=["make"],
+)
+def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, reason: str, message: str) -> None:
+    task = make(name, retries=0, timeout=1.0 if reason == "hung" else 60.0)
+    error = refused(task, ["a", "bomb it", "c"], row(log, id=7))
+    assert f"reward function {name} " in str(error)
+    assert message in str(error)
+    assert "the completion 'bomb it' does it alone; mend it" in str(error)
+    assert "\n" not in str(error)
+    failed = error.failed or {}
+    seconds, trace = failed.pop("seconds"), failed.pop("traceback")
+    assert failed == {
+        "reason": reason, "function": name, "prompt": "Say it:", "completion": "bomb it",
+        "example": row(log, id=7), "attempts": 1,
+    }  # fmt: skip
+    assert seconds > 0
+    assert ("ConnectionError" in trace) if reason == "raised" else trace is None
+    assert task.rewards(["fine"], [row(log)]) == [1.0]  # a new worker
+    task.close()
+    assert_gone(pids(log))
+
+
+@both
+@pytest.mark.parametrize("how", ["raise", "hang", "die"])
+def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None:
+    task = make("comes_back", timeout=1.0 if how == "hang" else 60.0)
+    assert task.rewards(["four", "to"], [row(log, how=how)] * 2) == [4.0, 2.0]
+    first, second = pids(log)
+    assert (first == second) == (how == "raise")  # an exception leaves the worker, and what it keeps, in place
+    if how != "raise":
+        assert not is_running(first)
+
+
+def test_attempts_are_counted(make: Make, log: Path) -> None:
+    error = refused(make("exits", retries=2), ["bomb"], row(log))
+    assert len(pids(log)) == 3
+    assert "3 attempts" in str(error)
+    assert (error.failed or {})["attempts"] == 3
+
+
+def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
+    error = refused(make("big_batches_hang", retries=0, timeout=1.0), ["a", "b", "c", "d"], row(log))
+    assert "none of the 4 completions does it alone, only the batch as a whole" in str(error)
+    assert "raise grader.timeout" in str(error)
+    assert (error.failed or {})["completion"] is None
+
+
+def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
+    assert "'bomb 1' does it alone, and so do others" in str(
+        refused(make("exits", retries=0), ["a", "bomb 1", "b", "bomb 2"], row(log))
+    )
+    assert "and so do others" not in str(refused(make("exits", retries=0), ["a", "bomb 1", "b"], row(log)))
+
+
+def test_the_function_that_hangs_is_the_one_named(make: Make, log: Path) -> None:
+    error = refused(make("good", "sleeps", "raises", retries=0, timeout=1.0), ["bomb"], row(log))
+    assert str(error).startswith("reward function sleeps hung")
+
+
+@both
+def test_a_worker_that_dies_between_calls_is_no_failure(make: Make, log: Path) -> None:
+    task = make("good", retries=0)
+    assert task.rewards(["abc"], [row(log)]) == [3.0]
+    os.kill(pids(log)[0], signal.SIGKILL)
+    assert_gone(pids(log))
+    assert task.rewards(["abcd"], [row(log)]) == [4.0]
+    first, second = pids(log)
+    assert first != second
+
+
+# --- wrong values ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message", "completion"),
+    [
+        ([1.0, "nan"], "gave nan for the completion 'two'", "two"),
+        (["-inf", 1.0], "gave -inf for the completion 'one'", "one"),
+        ([1.0, True], "gave True for the completion 'two'", "two"),
+        ([1.0, [2.0]], "for the completion 'two'", "two"),
+        ([1.0], "returned 1 values for 2 completions", None),
+        ([1.0, 2.0, 3.0], "returned 3 values for 2 completions", None),
+        ([None, 1.0], "returned None for the completion 'one'", "one"),
+    ],
+)
+def test_a_wrong_value_stops_at_once(
+    make: Make, log: Path, values: list[Any], message: str, completion: str | None
+) -> None:
+    task = make("wrong", retries=3)
+    error = refused(task, ["one", "two"], row(log, values=values))
+    assert message in str(error)
+    failed = error.failed or {}
+    assert (failed["reason"], failed["function"]) == ("value", "wrong")
+    assert (failed["completion"], failed["attempts"]) == (completion, 1)
+    assert task.rewards(["one"], [row(log, values=[2.0])]) == [2.0]
+    assert len(pids(log)) == 2
+    assert len(set(pids(log))) == 1  # asked once, and the worker lives on
+
+
+# --- no orphans -----------------------------------------------------------------------------------------------------
+
+
+@both
+def test_the_worker_is_kept_and_closing_ends_it(make: Make, log: Path) -> None:
+    task = make("good")
+    for _ in range(3):
+        task.rewards(["a"], [row(log)])
+    assert len(set(pids(log))) == 1
+    assert pids(log)[0] != os.getpid()
+    members = group_of(pids(log)[0])
+    assert len(members) == 2  # the worker and its guard
+    task.close()
+    assert_gone(members)
+
+
+@both
+def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
+    task = make("leaves_a_child")
+    task.rewards(["a"], [row(log)])
+    worker, child = pids(log)
+    assert is_running(child)
+    task.close()
+    assert_gone([worker, child])
+
+
+def test_the_worker_ends_with_the_task_object(make: Make, tmp_path: Path, log: Path) -> None:
+    task = tasks.isolate(
+        tasks.create(TaskConfig(name="custom"), [load_object(f"{tmp_path / 'graders.py'}:good", "rewards")]),
+        GraderConfig(),
+    )
+    task.rewards(["a"], [row(log)])
+    del task
+    assert_gone(pids(log))
+
+
+TRAINER = """
+import os, signal, sys, time
+from evoalign import tasks
+from evoalign.config import GraderConfig, TaskConfig
+from evoalign.plugins import load_object
+
+source, kind, name, text, log, then = sys.argv[1:]
+path = f"{source}:{name}"
+config = TaskConfig(name="custom", rewards=[path] if kind == "fresh" else [])
+task = tasks.create(config, None if kind == "fresh" else [load_object(path, "rewards")])
+task = tasks.isolate(task, GraderConfig())
+row = {"prompt": "?", "log": log}
+try:
+    task.rewards([text], [row])
+    if then == "exit":
+        sys.exit()
+    if then == "fork" and os.fork() == 0:
+        time.sleep(1000)  # a child that holds all the trainer's files open, as engines have them
+    print("idle", flush=True)
+    time.sleep(1000)
+except KeyboardInterrupt:
+    print(task.rewards(["abc"], [row]), flush=True)
+"""
+
+
+def trainer(tmp_path: Path, kind: str, name: str, text: str, log: Path, then: str) -> "subprocess.Popen[str]":
+    script = tmp_path / "trainer.py"
+    script.write_text(textwrap.dedent(TRAINER), encoding="utf-8")
+    (tmp_path / "graders.py").write_text(GRADERS, encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "graders.py"), kind, name, text, str(log), then],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for(log: Path, lines: int) -> list[int]:
+    deadline = time.monotonic() + 120
+    while not log.exists() or log.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, "the reward function was never called"
+        time.sleep(0.05)
+    return pids(log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fork", "fresh"])
+@pytest.mark.parametrize(
+    ("name", "text", "then"),
+    [
+        ("leaves_a_child", "bomb", "-"),  # in the middle of a call
+        ("holds_the_gil", "bomb", "-"),
+        ("leaves_a_child", "a", "wait"),  # between calls
+        ("leaves_a_child", "a", "fork"),
+    ],
+)
+def test_kill_9_of_the_trainer_leaves_nothing(
+    tmp_path: Path, log: Path, kind: str, name: str, text: str, then: str
+) -> None:
+    process = trainer(tmp_path, kind, name, text, log, then)
+    try:
+        started = wait_for(log, 2 if name == "leaves_a_child" else 1)
+        if then != "-":
+            assert process.stdout is not None
+            assert process.stdout.readline() == "idle\n"
+        members = group_of(started[0])
+        assert set(started) < set(members)  # and the guard
+    finally:
+        process.kill()
+        process.wait()
+    try:
+        assert_gone(members)
+    finally:
+        for pid in group_of(process.pid):  # the trainer's own fork
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fork", "fresh"])
+def test_the_worker_ends_with_a_trainer_that_exits(tmp_path: Path, log: Path, kind: str) -> None:
+    process = trainer(tmp_path, kind, "leaves_a_child", "a", log, "exit")
+    assert process.wait(timeout=120) == 0
+    assert_gone(pids(log))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fork", "fresh"])
+def test_ctrl_c_reaches_the_trainer_and_not_the_worker(tmp_path: Path, log: Path, kind: str) -> None:
+    process = trainer(tmp_path, kind, "good", "a", log, "wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "idle\n"
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to the whole foreground group
+    assert process.stdout.readline() == "[3.0]\n"
+    assert process.wait(timeout=60) == 0
+    first, second = pids(log)
+    assert first == second
+    assert_gone([first])
