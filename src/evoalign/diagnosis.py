@@ -31,7 +31,7 @@ SAMPLE = 65536
 WINDOW = 10
 """Generations that a warning looks back on: one unlucky batch is a tenth of it."""
 PEAK = 5
-"""Generations of the best stretch that a fall is measured from; a run can collapse within ten."""
+"""Generations of the best stretch that a fall is measured from, beside the first one: a run can collapse within two."""
 USELESS = 0.5
 """Share of generations that move nothing which is warned about. Published runs that learnt had 0.21 to 0.43."""
 FEW_CHANGES = 0.05
@@ -41,12 +41,16 @@ SIGNAL_TO_NOISE = 1.2
 """Spread over noise floor: at 1.2, 70 % of the variance that members are ranked by is noise."""
 LOST = 0.5
 """Share of its fitness, above the lowest score seen, that the population has lost when it counts as broken."""
+CONTROLS = 3
+"""Controls whose mean says what the population has lost: one has a generation's few prompts."""
 OPPOSED = -0.1
 """Mean cosine of successive updates below which they undo each other; independent ones have 0."""
 SURE = 2.0
 """Standard errors of a rise."""
 VERY_SURE = 4.0
-"""Standard errors of a fall: it is measured from the best of many stretches, so two would often be luck."""
+"""Standard errors of a fall from the best of many stretches, where two would often be luck."""
+FIRST_SURE = 3.0
+"""Standard errors of a fall from the first generation: one comparison, looked at again each generation."""
 MATERIAL = 0.25
 """A fall below this share of all that fitness has ranged over is none: a run that is done still jitters."""
 RISEN = 0.25
@@ -216,10 +220,12 @@ class Diagnosis:
             "cut off": self._cut_off,
         }
         found = {name: line for name, check in checks.items() if (line := check())}
-        if {"solved", "sigma too large", "learning rate too large"} & set(found):
-            found.pop("no signal", None)
-            found.pop("noise", None)
-        return found
+        follow = ["no signal", "noise"] if "solved" in found else []
+        if "learning rate too large" in found:
+            follow = ["sigma too large", "no signal", "noise", "cut off"]
+        elif "sigma too large" in found:
+            follow = ["no signal", "noise", "cut off"]
+        return {name: line for name, line in found.items() if name not in follow}
 
     def _nothing_to_learn(self) -> str | None:
         solved = _mean(self._rows[:WINDOW], "solved_share")
@@ -231,11 +237,12 @@ class Diagnosis:
         )
 
     def _sigma_too_large(self) -> str | None:
-        kept = [row["kept_share"] for row in self._rows if row.get("kept_share") is not None]
-        if not kept or kept[-1] >= LOST or self._rises():
+        kept = _values(self._rows, "kept_share")[-CONTROLS:]
+        share = float(np.mean(kept)) if kept else 1.0
+        if share >= LOST or self._rises():
             return None
         return (
-            f"members keep {max(0.0, kept[-1]):.0%} of the unperturbed model's fitness above the lowest score: the "
+            f"members keep {max(0.0, share):.0%} of the unperturbed model's fitness above the lowest score: the "
             f"noise breaks the model; try {self._width(0.25)}"
         )
 
@@ -260,7 +267,7 @@ class Diagnosis:
 
     def _no_signal(self) -> str | None:
         window = self._rows[-WINDOW:]
-        if len(window) < WINDOW:
+        if len(self._rows) <= WINDOW:  # one more, to see first whether it fell
             return None
         useless = float(np.mean([row["zero_variance"] for row in window]))
         changed, solved = _mean(window, "changed_share"), _mean(window, "solved_share")
@@ -269,7 +276,7 @@ class Diagnosis:
         if changed is not None and changed < FEW_CHANGES and not self._rises():
             return (
                 f"only {changed:.1%} of the completions differ between members: the noise is too narrow; try "
-                f"{self._width(3)}"
+                f"{self._width(10 if changed < FEW_CHANGES / 10 else 3)}, or measure it with evoalign probe"
             )
         if useless < USELESS or self._at_best():
             return None
@@ -306,17 +313,18 @@ class Diagnosis:
         for name, words in HACKS.items():
             before, now = (_mean(rows, f"{name}_share") for rows in (self._rows[:WINDOW], self._rows[-WINDOW:]))
             if before is not None and now is not None and now - before > RISEN:
+                nearer = self._slower() if self.config.es.eta > LARGE_ETA else "es.decay 0.01"
                 return (
                     f"the reward rises while completions become {words} ({before:.0%} to {now:.0%}): it is likely "
                     "hacked; read the completions, mend the reward (task.rewards), or hold the model nearer to its "
-                    "start with es.decay 0.01"
+                    f"start with {nearer}"
                 )
         return None
 
     def _cut_off(self) -> str | None:
         window = self._rows[-WINDOW:]
         share, before = _mean(window[len(window) // 2 :], "truncated_share"), _mean(window, "truncated_share")
-        if len(window) < WINDOW or share is None or before is None or share < CUT_OFF:
+        if len(self._rows) <= WINDOW or share is None or before is None or share < CUT_OFF:
             return None
         if share < before - 0.05 and self._rises():  # it is learning to be shorter
             return None
@@ -340,19 +348,23 @@ class Diagnosis:
         return trend is not None and trend[2] > SURE * trend[3] and trend[2] > 0
 
     def _fall(self) -> float | None:
-        """Fitness of the best stretch before the last window, where that is surely lower; None where it is not."""
-        means = np.array(_values(self._rows, "mean"))
-        last = self._rows[-WINDOW:]
-        if len(means) < PEAK + WINDOW:
+        """Fitness that the last window is surely and materially below, with the model further away; None if nowhere."""
+        means, last = np.array(_values(self._rows, "mean")), self._rows[-WINDOW:]
+        earlier = len(means) - WINDOW
+        if earlier < 1:
             return None
-        stretches = np.convolve(means, np.full(PEAK, 1 / PEAK), "valid")[: len(means) - WINDOW - PEAK + 1]
-        k = int(stretches.argmax())
-        peak, fall = float(stretches[k]), float(stretches[k] - means[-WINDOW:].mean())
-        error = math.hypot(_error(self._rows[k : k + PEAK]), _error(last))
-        material = fall > MATERIAL * float(means.max() - means.min())
-        was, now = self._rows[k + PEAK - 1].get("distance"), last[-1].get("distance")
-        went_on = was is None or now is None or now > was
-        return peak if material and went_on and fall > VERY_SURE * error else None
+        stretches = [(self._rows[:1], FIRST_SURE)]
+        if earlier >= PEAK:
+            k = int(np.convolve(means[:earlier], np.ones(PEAK), "valid").argmax())
+            stretches.append((self._rows[k : k + PEAK], VERY_SURE))
+        least = MATERIAL * float(means.max() - means.min())
+        for rows, sure in stretches:
+            peak = float(np.mean(_values(rows, "mean")))
+            fall, error = peak - float(means[-WINDOW:].mean()), math.hypot(_error(rows), _error(last))
+            was, now = rows[-1].get("distance"), last[-1].get("distance")
+            if fall > max(least, sure * error) and (was is None or now is None or now > was):
+                return peak
+        return None
 
     def _width(self, factor: float) -> str:
         """The config's width, changed, with the learning rate that keeps eta."""
