@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from evoalign import checkpoint, parts, tokens
 from evoalign.config import Config, from_dict
-from evoalign.export import export
+from evoalign.exporting import export
 from evoalign.rundir import saved_folders, versions
 from evoalign.training import train
 from evoalign.types import MEAN_PLAN, Request, Sampling

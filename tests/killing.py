@@ -111,6 +111,10 @@ def _mid_save(g: int) -> None:
     _at_call(checkpoint, "_seal", g, lambda folder, mark: [_half_a_file({}, f) for f in folder.glob("*.safetensors")])
 
 
+START: dict[str, Patch] = {
+    "before the journal": lambda g: _at_call(Journal, "__init__", g),
+    "mid-journal-line (header)": lambda g: _at_call(Journal, "_write", g, _half_a_line),
+}
 POINTS: dict[str, Patch] = {
     "mid-generation": _mid_generation,
     "after sampling": lambda g: _at_call(evolve, "score", g),
@@ -125,13 +129,13 @@ POINTS: dict[str, Patch] = {
 }
 
 
-def killed(space: str, point: str, generation: int, output: Path) -> None:
+def killed(space: str, point: str, generation: int, output: Path, *, resume: bool = False) -> None:
     """A run in a process of its own that dies at that point. Raises AssertionError where it did not get there."""
     child = os.fork()
     if not child:
         try:
-            POINTS[point](generation)
-            train(space, output)
+            {**START, **POINTS}[point](generation)
+            train(space, output, resume=resume)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)

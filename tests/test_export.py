@@ -27,7 +27,7 @@ import evoalign
 from evoalign import checkpoint, journal
 from evoalign.config import load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
-from evoalign.export import export
+from evoalign.exporting import export
 from evoalign.models import tiny
 from evoalign.rundir import saved_folders
 from evoalign.types import MEAN_PLAN, Request, Sampling
@@ -450,7 +450,7 @@ def test_the_card_says_what_the_run_was(tiny_run: Path, tmp_path: Path) -> None:
 
 
 def test_the_records_rebuild_the_mean(tiny_run: Path, tmp_path: Path) -> None:
-    from evoalign.replay import replay
+    from evoalign.replaying import replay
 
     folder = export(tiny_run, tmp_path / "out")
     found = replay(folder / "run/journal.jsonl", generation=2)

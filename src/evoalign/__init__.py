@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from evoalign.config import load as load_config
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
-    from evoalign.replay import replay
+    from evoalign.exporting import export
+    from evoalign.replaying import replay
     from evoalign.spaces import Space
     from evoalign.targets import evaluate
     from evoalign.tasks import Data, Task
@@ -31,8 +32,9 @@ _HOMES = {
     "Task": "evoalign.tasks:Task",
     "dry_run": "evoalign.training:dry_run",
     "evaluate": "evoalign.targets:evaluate",
+    "export": "evoalign.exporting:export",
     "load_config": "evoalign.config:load",
-    "replay": "evoalign.replay:replay",
+    "replay": "evoalign.replaying:replay",
     "train": "evoalign.training:train",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "__version__",
     "dry_run",
     "evaluate",
+    "export",
     "load_config",
     "replay",
     "train",

@@ -84,7 +84,7 @@ def replay(
     _quiet()
     from rich.progress import Progress
 
-    from evoalign.replay import replay as rebuild
+    from evoalign.replaying import replay as rebuild
 
     with Progress(transient=True) as bar:
         work = bar.add_task("replaying", total=None)
@@ -107,7 +107,7 @@ def show_journal(
     from rich.console import Console
 
     from evoalign.errors import JournalError
-    from evoalign.replay import log_of
+    from evoalign.replaying import log_of
     from evoalign.report.log import journal_table
 
     log = log_of(run)
@@ -132,7 +132,7 @@ def export(
 ) -> None:
     """Write a run's mean as PEFT and transformers load it, with a model card."""
     _quiet()
-    from evoalign.export import export as write
+    from evoalign.exporting import export as write
 
     folder = write(
         run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model

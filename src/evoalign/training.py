@@ -92,9 +92,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         run.refuse(overwrite=overwrite, resume=resume)
     else:
         work.insert(0, f"goes on after generation {log.sealed} of {config.es.num_generations}")
-    on_gpu = config.engine.device.startswith("cuda") or (config.engine.device == "auto" and torch.cuda.is_available())
-    automatic = "bfloat16" if on_gpu else "float32"
-    dtype = getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
+    dtype = estimate.served_dtype(config)
     try:
         specs = estimate.shapes(config)
     except ModelError as error:
@@ -234,7 +232,7 @@ class _Training:
             parts.layout,
             parts.tokens.encode(parts.task.prompt(parts.data.train[0])),
             generation=generation,
-            width=evolve.sigma_at(self.config, generation),
+            width=evolve.sigma_at(self.config, min(generation, self.config.es.num_generations - 1)),
             exact=parts.facts.deterministic,
         )
 

@@ -34,7 +34,7 @@ from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.journal import Log
 from evoalign.parts import task_and_data
-from evoalign.replay import replay
+from evoalign.replaying import replay
 from evoalign.report import card
 from evoalign.rundir import saved_folders
 from evoalign.tasks.data import HUB, locate
