@@ -232,6 +232,7 @@ def test_the_file_formats_name_every_column_of_completions(small_run: Path) -> N
     from pyarrow import parquet
 
     for file in (small_run / "results/completions").glob("*.parquet"):
+        assert re.fullmatch(r"before|after|generation_\d{4}", file.stem), f"the page does not know {file.name}"
         columns = set(parquet.read_schema(file).names)
         assert columns <= fields_under("results/completions"), file.name
 
