@@ -47,8 +47,9 @@ OPPOSED = -0.1
 """Mean cosine of successive updates below which they undo each other; independent ones have 0."""
 SURE = 2.0
 """Standard errors of a rise."""
-VERY_SURE = 4.0
-"""Standard errors of a fall from the best of many stretches, where two would often be luck."""
+VERY_SURE = 5.0
+"""Standard errors of a fall from the best of many stretches, looked for again each generation: three would often be
+luck."""
 FIRST_SURE = 3.0
 """Standard errors of a fall from the first generation: one comparison, looked at again each generation."""
 MATERIAL = 0.25

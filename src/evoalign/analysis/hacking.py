@@ -39,22 +39,22 @@ _ROLE = re.compile(
 
 
 def is_empty(text: str) -> bool:
-    """Nothing but white space. Brevity rewards are hacked so (arXiv 2509.24372, section 4: GRPO without a KL term)."""
+    """Nothing but white space. Brevity rewards are hacked so (arXiv 2509.24372: GRPO with little KL penalty)."""
     return not text.strip()
 
 
 def is_repeated(text: str) -> bool:
     """It ends in a loop: a phrase at least three times in a row, 24 characters or more in all.
 
-    Holtzman et al. (arXiv 1904.09751, section 5.4, "repetition"), in characters instead of tokens. The last round may
-    be cut off. A loop that the text leaves again does not count.
+    Holtzman et al. (arXiv 1904.09751, "repetition"), in characters instead of tokens, any white space as
+    one space. The last round may be cut off. A loop that the text leaves again does not count.
     """
-    text = text.rstrip()
+    text = " ".join(text.split())
     tail = text[-_LOOP_PROBE:]
     end = len(text) - 1  # the period is how far back the tail is found again
     while (start := text.rfind(tail, 0, end)) >= 0:
         period = len(text) - len(tail) - start
-        length = max(LOOP_REPEATS * period, LOOP_CHARACTERS)
+        length = max(LOOP_REPEATS * period - 1, LOOP_CHARACTERS)  # the last round has no space behind it
         if length > len(text):
             return False
         if text[-length:-period] == text[-length + period :]:
