@@ -5,6 +5,7 @@ Prints the median and the longest time over 10,000 fuzzed completions, and the v
 that hang, crash or cheat graders which filter characters and evaluate the rest.
 
     python benchmarks/grader.py [--count 10000] [--seed 0]
+    python benchmarks/grader.py --isolated    # what a worker process adds to a call of a reward function of one's own
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from evoalign.config import TaskConfig
-from evoalign.tasks import Task, create
+from evoalign.config import GraderConfig, TaskConfig
+from evoalign.tasks import Task, create, isolate
 
 ROW = {"numbers": [95, 87, 75], "target": "83", "context": "Make 83 from [95 87 75].\n<think>"}
 GOLD = "</think>\n<answer>95 - (87 - 75)</answer>"
@@ -118,12 +119,42 @@ def timed(task: Task, text: str) -> tuple[float, float]:
     return reward, (time.perf_counter() - started) * 1e3
 
 
+def length(completions: list[str]) -> list[float]:
+    """About the cheapest reward there is."""
+    return [float(len(completion)) for completion in completions]
+
+
+def isolation(calls: int = 200) -> None:
+    """Print the median and the longest time of one call, in place and in a worker, for batches of two sizes."""
+    row = {"prompt": "Say it:", "answer": "4"}
+    task = create(TaskConfig(name="custom"), [length])
+    apart = isolate(task, GraderConfig())
+    for characters in (400, 170_000):
+        texts = [chr(97 + i % 26) * characters for i in range(60)]
+        for name, scorer in (("in place", task), ("in a worker", apart)):
+            scorer.rewards(texts, [row] * 60)
+            times: list[float] = []
+            for _ in range(calls):
+                started = time.perf_counter()
+                scorer.rewards(texts, [row] * 60)
+                times.append((time.perf_counter() - started) * 1e3)
+            print(
+                f"60 completions of {characters:,} characters, {name:>11}: "
+                f"median {statistics.median(times):.3f} ms, longest {max(times):.2f} ms"
+            )
+    apart.close()
+
+
 def main() -> None:
     """Print the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--count", type=int, default=10_000)
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--isolated", action="store_true")
     options = arguments.parse_args()
+    if options.isolated:
+        isolation()
+        return
     task = create(TaskConfig(name="countdown"))
     times = [timed(task, text)[1] for text in completions(options.count, options.seed)]
     print(

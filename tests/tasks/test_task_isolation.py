@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -136,13 +136,16 @@ def test_each_completion_goes_with_its_own_row(isolate: Isolate) -> None:
 
 @pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_odd_text_arrives_code_point_for_code_point(isolate: Isolate, tmp_path: Path, kind: str) -> None:
-    source = "def same(completions, wanted):\n    return [float(c == w) for c, w in zip(completions, wanted)]\n"
+    source = (
+        "def same(completions, points):\n"
+        "    return [float(list(map(ord, c)) == p) for c, p in zip(completions, points)]\n"
+    )
     path = tmp_path / "same.py"
     task = fresh(isolate, path, source, "same", strip=False)
     if kind == "fork":
         task = isolate(task.functions[0].function, strip=False)  # type: ignore[attr-defined]
     texts = [*ODD, "".join(map(chr, range(0x3000)))]
-    assert task.rewards(texts, [PLAIN | {"wanted": text} for text in texts]) == [1.0] * len(texts)
+    assert task.rewards(texts, [PLAIN | {"points": list(map(ord, text))} for text in texts]) == [1.0] * len(texts)
 
 
 TEXT = st.text(st.characters(exclude_categories=()))  # surrogates too
@@ -151,6 +154,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(TE
 
 
 @given(VALUES)
+@example("\ud83d\ude00")  # two code points, which are not the emoji
 def test_what_is_exact_comes_back_as_it_was(value: Any) -> None:
     assert is_exact(value)
     back = worker.decode(worker.encode(value))

@@ -294,9 +294,6 @@ class _Forked:
         return self._status
 
 
-_OPEN: weakref.WeakSet[_Worker] = weakref.WeakSet()
-
-
 class _Worker:
     """One worker at a time: started when needed, killed with all that it has started, and then started again."""
 
@@ -310,7 +307,6 @@ class _Worker:
         self._end: socket.socket | None = None
         self._is_ready = False
         self._unread = b""
-        _OPEN.add(self)
 
     def load(self, data: Data, seed: int | None) -> None:
         """Start, with the data: a fork has them, a fresh process loads them itself where `seed` is not None."""
@@ -395,9 +391,8 @@ class _Worker:
             os.setsid()
             for number in (signal.SIGINT, signal.SIGTERM):  # the trainer's handlers are not the worker's
                 signal.signal(number, signal.SIG_DFL)
-            for other in _OPEN:  # an end that a sibling holds open would never hang up
-                if other._end is not None:
-                    other._end.close()
+            if self._end is not None:  # the trainer's end, which would never hang up while a copy is open here
+                self._end.close()
             torch.set_num_threads(1)  # the threads of the parent's pool are not here: waiting for them would never end
             worker.run(theirs, lambda start: (self._task, self._data))
             status = 0
