@@ -24,6 +24,8 @@ from pages import PAGES, REPOSITORY, Block, blocks, words
 import evoalign
 from evoalign import cli
 from evoalign.config import Config, from_dict, parse_overrides
+from evoalign.engines import Engine
+from evoalign.spaces import Space
 
 WIDTH = {"es": {"sigma": 0.01}}
 """What a config that shows one section leaves to the reader."""
@@ -235,6 +237,13 @@ def test_the_file_formats_name_every_column_of_completions(small_run: Path) -> N
         assert re.fullmatch(r"before|after|generation_\d{4}", file.stem), f"the page does not know {file.name}"
         columns = set(parquet.read_schema(file).names)
         assert columns <= fields_under("results/completions"), file.name
+
+
+def test_the_guides_name_every_method_of_what_is_written() -> None:
+    for page, kind in (("engine", Engine), ("space", Space)):
+        text = (REPOSITORY / f"docs/guides/{page}.md").read_text(encoding="utf-8")
+        shown = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
+        assert {name for name in vars(kind) if not name.startswith("_")} - {"name", "carrier", "evolves_model"} <= shown
 
 
 def test_the_citation_is_that_of_this_version() -> None:
