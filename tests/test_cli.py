@@ -298,7 +298,7 @@ def test_bad_input(name: str, run: Run, folder: Path, monkeypatch: pytest.Monkey
     assert done.err.startswith("error: ") and message in done.err
     assert done.err.count("\n") == 1, "one line"
     told = folder / "run/failed_completion.json"
-    if "completion is in" in done.err:
+    if "what it was asked is in" in done.err:
         assert json.loads(told.read_text())["reason"]
         shutil.rmtree(told.parent)
     assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before

@@ -8,7 +8,6 @@ trained, and nothing is left behind: what is written to the output directory is 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
-from evoalign import canary, engines, estimate, evolve, parts, saving, spaces, tokens
+from evoalign import canary, engines, estimate, evolve, parts, saving, spaces, tokens, tracking
 from evoalign.config import Config, from_dict
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
@@ -217,7 +216,7 @@ def _config(case: _Case) -> Finding:
 
 def _trackers(case: _Case) -> Finding:
     wanted = case.config.tracking.backends
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    missing = [name for name in wanted if not tracking.is_installed(name)]
     if missing:
         mend = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
         return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", mend)

@@ -13,14 +13,16 @@ from evoalign.errors import DataError
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of equal keys, flush to disk, then rename into place."""
+    """Write rows of equal keys, flush to disk, then rename into place. A column without a value is one of text."""
     import pyarrow
     from pyarrow import parquet
 
+    table = pyarrow.Table.from_pylist(list(rows))
+    fields = [f.with_type(pyarrow.string()) if pyarrow.types.is_null(f.type) else f for f in table.schema]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file, write_page_checksum=True)
+        parquet.write_table(table.cast(pyarrow.schema(fields)), file, write_page_checksum=True)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +13,21 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces
+from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces, tracking
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, EvaluationConfig, from_dict
 from evoalign.errors import DataError, EvoalignError, JournalError, ModelError, ResumeError, RewardError, StoppedError
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.journal import Journal, Log
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
-from evoalign.report import figures
-from evoalign.report.progress import Display
-from evoalign.report.rows import metrics_row, rebuilt_row
+from evoalign.recording import Hook, Recorder
+from evoalign.report.rows import rebuilt_row
 from evoalign.report.tables import Interval, Sample, before_after
 from evoalign.rundir import RunDir, command_line, differences, make_manifest
 from evoalign.signals import Stop
 from evoalign.tasks import Task
 from evoalign.types import Generation
 
-Hook = Callable[[Generation], None]
 SHOWN_SAMPLES = 4
 
 
@@ -61,6 +59,7 @@ def train(
     Raises a subclass of EvoalignError: for bad input, before anything is written; StoppedError after a signal.
     """
     config = as_config(config)
+    tracking.check(config)
     run = RunDir(Path(config.output_dir))
     log = log_to_resume(run, config) if resume else None
     if log is None:
@@ -72,7 +71,7 @@ def train(
         except RewardError as error:
             raise _kept(error, run) from error
         try:
-            training = _Training(parts, run, console or Console(), on_generation, stop, given)
+            training = _Training(parts, run, Recorder(parts, run, console or Console(), on_generation), stop, given)
             return training.run_from(log, overwrite=overwrite, resume=resume)
         except RewardError as error:
             raise _kept(error, run) from error
@@ -125,11 +124,10 @@ def log_to_resume(run: RunDir, config: Config) -> Log | None:
 class _Training:
     """One run in this process."""
 
-    def __init__(
-        self, parts: Parts, run: RunDir, console: Console, hook: Hook | None, stop: Stop, given: str | None
-    ) -> None:
+    def __init__(self, parts: Parts, run: RunDir, recorder: Recorder, stop: Stop, given: str | None) -> None:
         self.parts, self.config, self.run = parts, parts.config, run
-        self.console, self.hook, self.stop, self.given = console, hook, stop, given
+        self.recorder, self.stop, self.given = recorder, stop, given
+        self.tell = recorder.tell
 
     def run_from(self, log: Log | None, *, overwrite: bool, resume: bool) -> Result:
         """All of it: to the end of the journal, the generations that are left, and the comparison."""
@@ -138,15 +136,13 @@ class _Training:
         self._canary(log.sealed if log else 0)
         before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
         try:
+            self.recorder.baseline = before.measures["reward"]
             with self._explained(fresh=log is None):
-                self._loop(book, before)
+                self._loop(book)
+            return self._finish(book, before)
         finally:
+            self.recorder.close()
             book.close()
-        return self._finish(book, before)
-
-    def tell(self, line: str) -> None:
-        """One plain line on the console."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[Evaluation, Journal]:
         before = self._evaluate("start")
@@ -169,6 +165,7 @@ class _Training:
             saving.restore(self.parts, self.run, log, book.seal, self.tell)
             self._restore_rows(log)
             self._save_what_was_due(len(log.generations), book)
+            self.recorder.go_on()
         except BaseException:
             book.close()
             raise
@@ -203,25 +200,21 @@ class _Training:
             rows[-1]["evaluation"] = self.parts.evaluate_test().measures
         self.run.replace_metrics(rows)
 
-    def _loop(self, book: Journal, before: Evaluation) -> None:
-        """The generations that are left; write, draw and show each as it ends."""
+    def _loop(self, book: Journal) -> None:
+        """The generations that are left; each is recorded and, where it is due, saved and checked as it ends."""
         total, first = self.config.es.num_generations, len(self.run.rows)
         if first < total:
             self._stop_if_asked(first, self._how_to_go_on())
-        with Display(total, self.console) as display:
+        with self.recorder:
             for generation in self._generations(book, first):
-                row = metrics_row(generation)
-                self.run.append_metrics(row)
-                self._draw(before)
-                display.update(row, generation)
-                if self.hook is not None:
-                    self.hook(generation)
-                self._save_if_due(generation.index + 1, generation.weights_hash, book.last_hash)
-                if self.config.checks.canary_every and (generation.index + 1) % self.config.checks.canary_every == 0:
+                done = generation.index + 1
+                self.recorder.generation(generation)
+                self._save_if_due(done, generation.weights_hash, book.last_hash)
+                if self.config.checks.canary_every and done % self.config.checks.canary_every == 0:
                     self._canary(generation.index)
-                if self.stop.asked is not None and generation.index + 1 < total:
-                    self._save(generation.index + 1, generation.weights_hash, book.last_hash)
-                    self._stop_if_asked(generation.index + 1, self._how_to_go_on())
+                if self.stop.asked is not None and done < total:
+                    self._save(done, generation.weights_hash, book.last_hash)
+                    self._stop_if_asked(done, self._how_to_go_on())
 
     def _canary(self, generation: int) -> None:
         """Raise CanaryError where members do not answer with their own weights."""
@@ -249,12 +242,6 @@ class _Training:
             first,
         )
 
-    def _draw(self, before: Evaluation) -> None:
-        title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
-        baseline = before.measures["reward"]
-        figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=baseline)
-        figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
-
     def _save_if_due(self, count: int, weights_hash: str, place: str) -> None:
         """Save the mean after `count` generations where that is a checkpoint, or the best by its evaluation."""
         every = saving.every(self.config)
@@ -275,7 +262,8 @@ class _Training:
         _write_completions(self.run, "after", after)
         change = _change(before, after)
         _write_evaluation(self.run, self.config.evaluation, before, after, change)
-        before_after(before.measures, after.measures, self.console, _samples(before, after), change)
+        before_after(before.measures, after.measures, self.recorder.console, _samples(before, after), change)
+        self.recorder.finish({"before": before.measures, "after": after.measures})
         self.tell(f"saved {saved}\nrun   {self.run.path}")
         return Result(self.run.path, saved, before, after)
 
@@ -324,9 +312,9 @@ def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str) ->
 
 
 def _kept(error: RewardError, run: RunDir) -> RewardError:
-    """Where a completion is to blame, it is written down."""
+    """What the reward failed on is written down."""
     if error.failed is not None:
-        error.args = (f"{error}; the completion is in {run.keep_failure(error.failed)}",)
+        error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
     return error
 
 

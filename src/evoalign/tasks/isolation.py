@@ -12,6 +12,7 @@ Python object cannot travel, so its worker is a fork, which has the object alrea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -35,6 +36,8 @@ from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.rewards import failure
 from evoalign.types import Example, Prompt
+
+logger = logging.getLogger("evoalign.grader")
 
 SUPPORTED = hasattr(os, "fork")
 """Everywhere but on Windows."""
@@ -144,6 +147,8 @@ class Isolated(Task):
                     if attempt > self._grader.retries:
                         effort = _effort(attempt, started)
                         self._refuse(problem, effort, lambda t, e: self._attempt(op, t, e, limit), texts, examples)
+                    total = self._grader.retries + 1
+                    logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
                     if problem.reason == "raised":
                         time.sleep(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
 
@@ -180,6 +185,8 @@ class Isolated(Task):
         examples: Sequence[Example],
     ) -> NoReturn:
         """Find the completion that does it, and stop."""
+        if len(texts) > 1:
+            logger.warning("%s; looking for the completion among %d that does it", problem, len(texts))
         if problem.function is None or not texts:
             blame, where = "", None
         elif (found := culprit(problem, attempt, texts, examples)) is None:

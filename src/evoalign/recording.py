@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells of itself as it goes: metrics, figures, the terminal, trackers, completions, diagnosis, the hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from evoalign import diagnosis, tracking
+from evoalign.diagnosis import SAMPLE, Diagnosis
+from evoalign.parts import Parts
+from evoalign.report import completions, figures
+from evoalign.report.progress import Display
+from evoalign.report.rows import metrics_row
+from evoalign.rundir import RunDir
+from evoalign.types import Generation
+
+Hook = Callable[[Generation], None]
+
+
+class Recorder:
+    """Takes in each generation once; a context manager around the loop. All readers are given the same row.
+
+    Make it while the engine's mean is still the start. `baseline` is the reward of the start on the test split.
+    """
+
+    def __init__(self, parts: Parts, run: RunDir, console: Console, hook: Hook | None) -> None:
+        self.parts, self.config, self.run, self.console, self.hook = parts, parts.config, run, console, hook
+        self.baseline: float | None = None
+        self.diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
+        self.trackers: list[tracking.Tracker] = []
+        self._display = Display(parts.config.es.num_generations, console)
+
+    def go_on(self) -> None:
+        """Take over the rows of metrics.jsonl of a run that goes on; the engine's mean is where they end."""
+        self.diagnosis.restore(self.run.rows, self.parts.engine.sample(SAMPLE))
+
+    def __enter__(self) -> Recorder:
+        self.trackers = tracking.create(self.config, self.run.path, len(self.run.rows) or None)
+        self._display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.__exit__(kind, error, trace)
+
+    def generation(self, generation: Generation) -> None:
+        """Write, draw, show and tell one generation."""
+        row = metrics_row(generation)
+        row["diagnosis"] = self.diagnosis.update(
+            generation, self.parts.engine.sample(SAMPLE), self._control(generation)
+        )
+        self.run.append_metrics(row)
+        self._draw()
+        self._display.update(row, generation)
+        for line in self.diagnosis.warnings():
+            self.tell(f"warning, generation {generation.index + 1}: {line}")
+        for tracker in self.trackers:
+            tracker.log(row)
+        if completions.is_due(self.config.tracking.completions_every, generation):
+            examples = [self.parts.data.train[i] for i in generation.rows]
+            file = self.run.completions(f"generation_{generation.index:04d}")
+            completions.write(file, generation, examples, self.parts.task)
+        if self.hook is not None:
+            self.hook(generation)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run is complete: say in words what it came to."""
+        for line in self.diagnosis.summary():
+            self.tell(line)
+        for tracker in self.trackers:
+            tracker.finish(summary)
+
+    def close(self) -> None:
+        """Let the trackers go."""
+        for tracker in self.trackers:
+            tracker.close()
+
+    def tell(self, line: str) -> None:
+        """One plain line on the console."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _control(self, generation: Generation) -> diagnosis.Control | None:
+        every = self.config.checks.control_every
+        if not every or generation.index % every:
+            return None
+        parts = self.parts
+        examples = [parts.data.train[i] for i in generation.rows]
+        return diagnosis.control(self.config, parts.engine, parts.task, parts.tokens, examples, generation.index)
+
+    def _draw(self) -> None:
+        title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
+        figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
+        figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
