@@ -57,7 +57,7 @@ def copy(lora: Path, tmp_path: Path) -> Path:
 def go_on(run: Path, **sections: Any) -> str:
     tree = killing.config("lora", run)
     for name, section in sections.items():
-        tree[name] = {**tree[name], **section} if isinstance(section, dict) else section
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     output = io.StringIO()
     evoalign.train(tree, resume=True, console=Console(file=output, width=200))
     return output.getvalue()
@@ -253,6 +253,13 @@ def test_other_settings_are_named(copy: Path) -> None:
 
 def test_what_is_only_kept_or_told_may_change(copy: Path) -> None:
     go_on(copy, checkpoint={"every": 0, "keep_last": 1}, evaluation={"every": 0}, checks={"control_every": 0})
+
+
+def test_a_run_that_ran_out_of_memory_may_take_smaller_batches(copy: Path) -> None:
+    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:5]))
+    told = go_on(copy, engine={"max_rows": 3}, seed=5)
+    assert "warning: engine.max_rows is None in the run and 3 now" in told
+    assert journal.read(copy / "journal.jsonl").sealed == 4
 
 
 def test_a_longer_run_begins_as_the_shorter_one(tmp_path: Path) -> None:

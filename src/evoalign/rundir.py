@@ -25,6 +25,8 @@ from evoalign.errors import RunExistsError
 from evoalign.version import __version__
 
 FAILED_COMPLETION = "failed_completion.json"
+RESOURCES = ("engine.device ", "engine.memory_gib ", "engine.max_rows ", "engine.threads ")
+"""Settings that a run may have to change to fit where it goes on. They decide the shapes of batches."""
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
 
 
@@ -179,9 +181,11 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
 
 
-def differences(ours: Config, theirs: Config) -> list[str]:
-    """What makes two configs different runs, in words."""
-    return sorted(_differ(identity(ours), identity(theirs), ""))
+def differences(ours: Config, theirs: Config) -> tuple[list[str], list[str]]:
+    """In words, what makes two configs different runs, and what may only move the last bits of a score."""
+    odd = _differ(identity(ours), identity(theirs), "")
+    resources = [line for line in odd if line.startswith(RESOURCES)]
+    return [line for line in odd if line not in resources], resources
 
 
 def _differ(ours: Any, theirs: Any, name: str) -> list[str]:

@@ -111,7 +111,7 @@ def log_to_resume(run: RunDir, config: Config) -> Log | None:
             )
         return None
     log = journal.read(run.journal).whole()
-    odd = differences(config, from_dict(log.header.config))
+    odd, _ = differences(config, from_dict(log.header.config))
     if odd:
         raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
     if log.sealed > config.es.num_generations:
@@ -157,6 +157,8 @@ class _Training:
         return before, Journal(self.run.journal, saving.header(self.parts))
 
     def _go_on(self, log: Log) -> tuple[Evaluation, Journal]:
+        for line in differences(self.config, from_dict(log.header.config))[1]:
+            self.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
         saving.check_start(self.parts, log.header)
         before = self._read_before()
         book = Journal.resume(log)
