@@ -120,6 +120,19 @@ def test_a_run_that_has_arrived_may_stand_still():
     assert "moved nothing" in run.diagnosis.summary()[1]
 
 
+def test_a_solved_task_needs_no_wider_noise():
+    """Nearly solved from the start but for one bad batch, then solved: members say the same, and rightly so."""
+    run = Run(max_reward=1.0)
+    for k in range(18):
+        scores = np.ones((MEMBERS, PROMPTS))
+        scores[0, 0] = k > 16
+        if k == 7:
+            scores[::2] = 0
+        run.generation(0, scores=scores, texts=None if k == 7 else lambda m, p: WORDS[p])
+    assert run.diagnosis._rises() is False
+    assert run.warnings == []
+
+
 def test_sigma_too_small():
     run = Run().all([0.3] * 12, spread=0, jitter=0, texts=lambda m, p: WORDS[p])
     only(run, "only 0.0% of the completions differ", "es.sigma 0.1 with es.learning_rate 0.05")
@@ -147,6 +160,14 @@ def test_sigma_too_large():
 
 def test_members_a_little_worse_than_the_mean_are_usual():
     run = Run().all([0.3] * 12, control=Control(0.38, 0.38, 0.0))
+    assert run.warnings == []
+
+
+def test_a_drop_within_the_spread_has_lost_nothing():
+    run, rare = Run(), np.zeros((MEMBERS, PROMPTS))
+    rare[3] = 0.8  # mean 0.05, spread 0.19
+    run.generation(0, scores=rare, control=Control(0.15, 0.15, 0.0))
+    assert run.rows[0]["diagnosis"]["kept_share"] == 1.0
     assert run.warnings == []
 
 

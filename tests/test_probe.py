@@ -130,10 +130,12 @@ def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
     assert f"es.noise_multiplier {result.width:.4g}, es.learning_rate 0.5" in result.reason
 
 
-def test_factors_that_both_move_have_no_pairs(tmp_path):
-    changes = {"lora": {"evolve": "ab", "rank": 2}, "evaluation": {"max_tokens": 8}}
-    result = probe(tree(tmp_path, "lora", **changes), sigmas=[1e-6, 0.3], members=4, examples=6)
-    assert result.rungs[1].changed_share > 0  # pairs would be the same model, (-B)(-A) = B A
+def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
+    seen, score = [], module.evolve.score
+    monkeypatch.setattr(module.evolve, "score", lambda *given: seen.append(score(*given)) or seen[-1])
+    probe(tree(tmp_path, "lora", lora={"evolve": "ab", "rank": 2}), sigmas=[0.04, 0.08], members=6, examples=8)
+    assert len(seen) == 2
+    assert not np.array_equal(seen[1][0::2], seen[1][1::2])  # pairs would be the same model, (-B)(-A) = B A
 
 
 def test_the_largest_gain_of_those_that_are_whole():

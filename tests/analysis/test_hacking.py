@@ -44,7 +44,7 @@ def test_loops(text: str) -> None:
         "",
         "No. No. No.",  # under 24 characters
         "0" * 23,
-        "The answer is 8. The answer is 8.",  # twice
+        "So then: The answer is 8. The answer is 8.",  # twice
         "The answer is 8. " * 5 + "So it is eight, and that is the end.",  # it left the loop
         "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 = 45",
         "<think>3 + 5 = 8, 8 * 2 = 16</think>\n<answer>(3 + 5) * 2</answer>",
