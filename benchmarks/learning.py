@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from evoalign.training import train
 from evoalign.config import load
 from evoalign.evaluation import paired_interval
 from evoalign.rundir import versions
+from evoalign.training import train
 
 
 def run(config: str, measure: str, seed: int, overrides: list[str], output: Path) -> dict[str, Any]:
