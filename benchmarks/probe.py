@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ladder", type=float, nargs="+", default=None, help="of the probe; its own default")
     parser.add_argument("--members", type=int, default=32)
-    parser.add_argument("--examples", type=int, default=32)
+    parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark_probe"))
     parser.add_argument("--threads", type=int, default=None)

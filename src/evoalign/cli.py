@@ -174,7 +174,7 @@ def probe(
         str | None, typer.Option(help="Comma-separated, such as 1e-4,1e-3; default: the config's, times 1/16 to 16.")
     ] = None,
     members: Annotated[int, typer.Option(help="Members at each sigma.")] = 32,
-    examples: Annotated[int, typer.Option(help="Training examples that all of them answer.")] = 32,
+    examples: Annotated[int, typer.Option(help="Training examples that all of them answer.")] = 64,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write what was measured as JSON.")] = None,
     debug: Debug = False,
 ) -> None:

@@ -36,7 +36,7 @@ from evoalign.types import Example, Member, Plan, Request, Rollout, population
 LADDER = tuple(2.0**k for k in range(-4, 5))
 """The default ladder, in units of the config's own width: a factor of 16 to both sides."""
 MEMBERS = 32
-EXAMPLES = 32
+EXAMPLES = 64
 ETA = 0.5
 """The step in units of the noise that is recommended, the paper's (arXiv 2509.24372: alpha = sigma / 2)."""
 KEPT = 0.75
