@@ -105,7 +105,7 @@ class Bench:
     def _go_on(self) -> str:
         path, run = self.copy / "journal.jsonl", RunDir(self.copy)
         try:
-            log = training.log_to_resume(run, self.served.config)
+            log = training.log_to_resume(run, self.served.config, None)
             assert log is not None, "a run with generations is begun anew"
         except JournalError as error:
             assert str(path) in str(error) and "line" in str(error), str(error)

@@ -34,13 +34,14 @@ COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_HASHES = ("config_hash", "noise_table", "tokenizer_hash", "model_hash", "weights_hash")
+_HASHES = ("config_hash", "noise_table", "tokenizer_hash", "data_hash", "model_hash", "weights_hash")
 JOURNAL_HEADER: dict[str, Any] = {
     **{name: f"{i:064x}" for i, name in enumerate(_HASHES)},
     "versions": {"evoalign": "0.1.0"},
     "device": "cpu",
     "dtype": "float32",
     "config": {"model": {"name": "Zoë"}},
+    "given_as": None,
     "space": "lora",
     "evolved_parameters": 8,
 }

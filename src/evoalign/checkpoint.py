@@ -40,11 +40,15 @@ State = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it."""
+    """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it.
+
+    `reward` is that of its evaluation on the test split, where there was one: by it the best is kept.
+    """
 
     generation: int
     weights_hash: str
     journal: str
+    reward: float | None = None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -79,9 +83,13 @@ def save(
     optimizer: State = (),
     *,
     adapter: bool,
+    replace: bool = True,
 ) -> None:
-    """Save the mean that `state` gives. `base` is the folder or hub name of the model it started from."""
-    with filled(folder) as temporary:
+    """Save the mean that `state` gives. `base` is the folder or hub name of the model it started from.
+
+    `replace` takes the place of a folder that is there; otherwise that has to be empty.
+    """
+    with filled(folder, replace=replace) as temporary:
         if adapter:
             _write_adapter(temporary, config, layout, base, state())
         else:
@@ -103,7 +111,7 @@ def verify(folder: Path) -> Mark:
         digests: dict[str, str] = record["files"]
         del record["hash"]
         whole = text == _record_text(record) and record["format_version"] == FORMAT_VERSION
-        mark = Mark(record["generation"], record["weights_hash"], record["journal"])
+        mark = Mark(record["generation"], record["weights_hash"], record["journal"], record["reward"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
     if not whole:
@@ -117,6 +125,23 @@ def verify(folder: Path) -> Mark:
         if _file_digest(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
     return mark
+
+
+def holds(folder: Path, mark: Mark) -> bool:
+    """Whether a mean is saved there already, whole."""
+    try:
+        return verify(folder) == mark
+    except CheckpointError:
+        return False
+
+
+def reward_of(folder: Path) -> float | None:
+    """The reward that a saved mean was marked with; None where there is none to be read."""
+    try:
+        reward: Any = json.loads((folder / RECORD).read_text(encoding="utf-8"))["reward"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(reward) if isinstance(reward, int | float) else None
 
 
 def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -239,9 +264,10 @@ def _load_file(file: Path) -> dict[str, torch.Tensor]:
 class filled:  # noqa: N801  # reads as a verb at the `with`
     """A folder that is filled under another name and renamed when it is complete."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._temporary = folder.with_name(f".{folder.name}.tmp")
+    def __init__(self, folder: Path, *, replace: bool = True) -> None:
+        self._folder = folder.absolute()
+        self._replace = replace
+        self._temporary = self._folder.with_name(f".{self._folder.name}.tmp")
 
     def __enter__(self) -> Path:
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -256,7 +282,10 @@ class filled:  # noqa: N801  # reads as a verb at the `with`
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(self._temporary)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._replace:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        elif self._folder.exists():
+            self._folder.rmdir()  # fails where something has come into it
         self._temporary.replace(self._folder)
         sync_folder(self._folder.parent)
 

@@ -52,14 +52,18 @@ def train(
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
     sets = [*(set_ or []), *([f"evaluation.every={evaluate_every}"] if evaluate_every is not None else [])]
-    if resume and (config / "config.yaml").is_file():
+    moved = _run_of(config) if resume else None
+    if resume and config.is_dir():
+        if not (config / "config.yaml").is_file():
+            raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
         _quiet()
         from evoalign.targets import of_run
 
         of_run(config)  # refuses one that names code
-        sets = [f"output_dir={config}", *sets]
         config = config / "config.yaml"
     resolved = load([config, *(more or [])], sets)
+    if moved is not None and not any(text.startswith("output_dir=") for text in sets):
+        resolved = resolved.model_copy(update={"output_dir": str(moved)})
     _quiet()
     from evoalign import training
 
@@ -284,9 +288,13 @@ def main() -> None:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("stopped; what was written stays", err=True)
-        sys.exit(130)
+
+
+def _run_of(config: Path) -> Path | None:
+    """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
+    folder = config if config.is_dir() else config.parent
+    inside = config.is_dir() or config.name == "config.yaml"
+    return folder if inside and any((folder / n).is_file() for n in ("manifest.json", "journal.jsonl")) else None
 
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:

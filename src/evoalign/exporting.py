@@ -89,7 +89,7 @@ def export(
         if merge and not source.is_adapter:
             raise ConfigError(f"{run} trained the model itself (space {source.config.space.name}): leave out --merge")
         try:
-            with checkpoint.filled(to) as folder:
+            with checkpoint.filled(to, replace=False) as folder:
                 _fill(folder, source, to, merge, push, shard_size)
         except EvoalignError:
             raise

@@ -5,8 +5,8 @@ A line's `hash` is the SHA-256 of the line without it; `previous` is the hash of
 depends on time, so two runs of one config and seed on one machine have identical journals. The header holds the
 resolved config, so that the base model and this one file rebuild the mean of any generation.
 
-    {"type": "header", format_version, versions, device, dtype, config, space, evolved_parameters,
-     hashes of config, noise table, tokenizer, model and the starting mean}
+    {"type": "header", format_version, versions, device, dtype, config, given_as, space, evolved_parameters,
+     hashes of config, noise table, tokenizer, data, model and the starting mean}
     {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay}
     {"type": "seal", index, weights_hash}
 
@@ -21,6 +21,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -29,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from evoalign.checkpoint import sync_folder
 from evoalign.config import FORMAT_VERSION
-from evoalign.errors import JournalError, RunExistsError
+from evoalign.errors import JournalError
 from evoalign.types import Member, Update
 
 GENESIS = "0" * 64
@@ -61,6 +62,10 @@ class Header(_Line):
     config_hash: Hash
     noise_table: Hash
     tokenizer_hash: Hash
+    data_hash: Hash
+    """Of the rows of both splits."""
+    given_as: Literal["task", "reward"] | None
+    """What was handed over as a Python object, in place of what the config names."""
     space: str
     evolved_parameters: Count
     model_hash: Hash
@@ -144,22 +149,20 @@ class Log:
 
 
 class Journal:
-    """Appends to journal.jsonl; each line is on disk when the call returns. One process at a time."""
+    """Appends to journal.jsonl; each line is on disk when the call returns. The run directory's lock is for others."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """A new journal. Raises FileExistsError, RunExistsError."""
+        """A new journal. Raises FileExistsError."""
         self._file = path.open("xb")
-        self._lock(path)
         self._previous = GENESIS
         sync_folder(path.parent)
         self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
 
     @classmethod
     def resume(cls, log: Log) -> Journal:
-        """Go on after the last whole line; what follows it is cut off. Raises RunExistsError."""
+        """Go on after the last whole line; what follows it is cut off."""
         self = cls.__new__(cls)
         self._file = log.path.open("r+b")
-        self._lock(log.path)
         self._previous = log.last_hash
         self._file.truncate(log.size)
         self._file.seek(log.size)
@@ -194,22 +197,9 @@ class Journal:
         return self._previous
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _lock(self, path: Path) -> None:
-        """The lock goes with the process, however that ends."""
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        """Close the file. Each line is on disk already; on a full disk there may be half a one to give up."""
+        with suppress(OSError):
             self._file.close()
-            raise RunExistsError(
-                f"{path.parent}: another process is training there; stop it first, or choose another output_dir"
-            ) from None
 
     def _write(self, record: Mapping[str, Any]) -> None:
         line = {**record, "previous": self._previous}

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,8 @@ from evoalign.report.rows import metrics_row
 from evoalign.rundir import RunDir
 from evoalign.types import Generation
 
+DRAW_SHARE = 10
+"""Figures are drawn again once so many times the last drawing's duration has passed, and at the end."""
 Hook = Callable[[Generation], None]
 
 
@@ -27,19 +30,32 @@ class Recorder:
     Make it while the engine's mean is still the start. `baseline` is the reward of the start on the test split.
     """
 
-    def __init__(self, parts: Parts, run: RunDir, console: Console, hook: Hook | None) -> None:
+    def __init__(
+        self, parts: Parts, run: RunDir, console: Console, hook: Hook | None, *, resumed: bool = False
+    ) -> None:
         self.parts, self.config, self.run, self.console, self.hook = parts, parts.config, run, console, hook
         self.baseline: float | None = None
         self.diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
         self.trackers: list[tracking.Tracker] = []
+        self._resumed = resumed
+        self._rebuilt: Sequence[Mapping[str, Any]] = ()
+        self._drawing = self._drawn = 0.0
         self._display = Display(parts.config.es.num_generations, console)
 
-    def go_on(self) -> None:
-        """Take over the rows of metrics.jsonl of a run that goes on; the engine's mean is where they end."""
+    def go_on(self, rebuilt: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the rows of metrics.jsonl of a run that goes on; the engine's mean is where they end.
+
+        `rebuilt` are those among them that no tracker was told.
+        """
+        self._rebuilt = rebuilt
         self.diagnosis.restore(self.run.rows, self.parts.engine.sample(SAMPLE))
 
     def __enter__(self) -> Recorder:
-        self.trackers = tracking.create(self.config, self.run.path, len(self.run.rows) or None)
+        at = len(self.run.rows) if self._resumed else None
+        self.trackers = tracking.create(self.config, self.run.path, at)
+        for row in self._rebuilt:
+            for tracker in self.trackers:
+                tracker.log(row)
         self._display.__enter__()
         return self
 
@@ -47,6 +63,8 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._display.__exit__(kind, error, trace)
+        if self.run.rows:
+            self._draw()
 
     def generation(self, generation: Generation) -> None:
         """Write, draw, show and tell one generation."""
@@ -55,7 +73,8 @@ class Recorder:
             generation, self.parts.engine.sample(SAMPLE), self._control(generation)
         )
         self.run.append_metrics(row)
-        self._draw()
+        if time.monotonic() - self._drawn >= DRAW_SHARE * self._drawing:
+            self._draw()
         self._display.update(row, generation)
         for line in self.diagnosis.warnings():
             self.tell(f"warning, generation {generation.index + 1}: {line}")
@@ -93,6 +112,9 @@ class Recorder:
         return diagnosis.control(self.config, parts.engine, parts.task, parts.tokens, examples, generation.index)
 
     def _draw(self) -> None:
+        start = time.monotonic()
         title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
+        self._drawn = time.monotonic()
+        self._drawing = self._drawn - start

@@ -37,12 +37,16 @@ def replay(
     `to` is a new folder: a PEFT adapter or a Hugging Face checkpoint. Returns the weights_hash. Raises JournalError
     for a journal that is damaged before that generation, ResumeError where the weights come out otherwise.
     """
-    if to is not None and Path(to).exists() and (not Path(to).is_dir() or any(Path(to).iterdir())):
+    if (
+        to is not None
+        and Path(to).exists()
+        and (Path(to).is_symlink() or not Path(to).is_dir() or any(Path(to).iterdir()))
+    ):
         raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
     log = log_of(run)
     with rebuilt(log, generation=generation, model=model, progress=progress) as (served, mark):
         if to is not None:
-            saving.save(served, Path(to), mark)
+            saving.save(served, Path(to), mark, replace=False)
         return mark.weights_hash
 
 

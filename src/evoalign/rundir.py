@@ -13,8 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,7 +26,11 @@ from evoalign.errors import RunExistsError
 from evoalign.version import __version__
 
 FAILED_COMPLETION = "failed_completion.json"
-RESOURCES = ("engine.device ", "engine.memory_gib ", "engine.max_rows ", "engine.threads ")
+LOCK = ".lock"
+OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs",
+                  FAILED_COMPLETION, LOCK})  # fmt: skip
+"""What `create` and the first generation leave in a run directory."""
+RESOURCES = ("engine.device", "engine.memory_gib", "engine.max_rows", "engine.threads")
 """Settings that a run may have to change to fit where it goes on. They decide the shapes of batches."""
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
 
@@ -34,6 +39,7 @@ class RunDir:
     """The paths of a run and the writing of its plain files."""
 
     def __init__(self, path: Path) -> None:
+        path = path.expanduser().absolute()  # a hook or a reward may change the working directory
         self.path = path
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
@@ -42,7 +48,10 @@ class RunDir:
         self.results = path / "results"
         self.figures = path / "figures"
         self.rows: list[dict[str, Any]] = []
-        self._aside: Path | None = None
+        self.aside: Path | None = None
+        """Where `create` moved the run that was here."""
+        self._locks: list[IO[bytes]] = []
+        self._made: list[Path] = []
 
     def saved(self, generation: int, *, adapter: bool) -> Path:
         """Where the mean after so many generations is saved."""
@@ -52,23 +61,63 @@ class RunDir:
         """A parquet file of completions."""
         return self.results / "completions" / f"{name}.parquet"
 
+    def lock(self) -> None:
+        """Keep other processes out until `release`; the lock goes with the process, however that ends.
+
+        Makes the folder. Raises RunExistsError where another process is in it.
+        """
+        self._check_place()
+        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._made += missing
+        file = (self.path / LOCK).open("ab")
+        self._locks.append(file)
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunExistsError(
+                f"output_dir {self.path}: another process is training there; stop it first, or choose another"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            return
+
+    def release(self) -> None:
+        """Let others in. A folder that was made for the lock and holds nothing else goes too."""
+        for file in self._locks:
+            file.close()
+        self._locks = []
+        if self._made and self.path.is_dir() and [p.name for p in self.path.iterdir()] == [LOCK]:
+            (self.path / LOCK).unlink()
+        for folder in self._made:
+            with suppress(OSError):  # not empty: it is a run by now
+                folder.rmdir()
+
     def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool, resume: bool = False) -> None:
-        """Make the folders and write config and manifest. Raises RunExistsError."""
+        """Make the folders and write config and manifest; nothing is left of them where that fails.
+
+        Raises RunExistsError. A run that was here is moved to `aside`.
+        """
         if self.exists():
             self.refuse(overwrite=overwrite, resume=resume)
-            if self.is_unstarted():
-                shutil.rmtree(self.path)
-            else:
+            if not (resume and self.is_unstarted()):
                 self._move_aside()
-        for folder in (self.results / "completions", self.figures, self.path / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_text(self.config, to_yaml(config))
-        write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+                self.lock()
+        try:
+            self.journal.unlink(missing_ok=True)  # without a first line
+            self._make_folders()
+            write_text(self.config, to_yaml(config))
+            write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        except BaseException:
+            self.undo()
+            raise
 
     def go_on(self, config: Config, manifest: Mapping[str, Any]) -> None:
         """Make what is missing of the folders, write the config of now, and add to the manifest who goes on."""
-        for folder in (self.results / "completions", self.figures, self.path / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+        self._make_folders()
         write_text(self.config, to_yaml(config))
         try:
             whole = json.loads(self.manifest.read_text(encoding="utf-8"))
@@ -77,31 +126,40 @@ class RunDir:
             whole = dict(manifest)
         write_text(self.manifest, json.dumps(whole, indent=2) + "\n")
 
+    def sweep(self) -> None:
+        """Take away what a process that died left half written."""
+        for file in [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("results/*/.*.tmp")]:
+            _remove(file)
+
     def undo(self) -> None:
         """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
-        shutil.rmtree(self.path)
-        if self._aside is not None:
-            self._aside.rename(self.path)
+        for name in OURS - {LOCK}:
+            _remove(self.path / name)
+        if self.aside is not None:
+            _remove(self.path / LOCK)
+            self.path.rmdir()
+            self.aside.rename(self.path)
+            self.aside = None
+
+    def _make_folders(self) -> None:
+        for folder in (self.results / "completions", self.figures, self.path / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def exists(self) -> bool:
-        """Whether there is anything in the directory; what is left of a reward that failed does not count."""
+        """Whether there is anything in the directory; a lock, and what a failed reward left, do not count."""
         if not self.path.is_dir():
             return self.path.exists()
-        return any(entry.name != FAILED_COMPLETION for entry in self.path.iterdir())
+        return any(entry.name not in (FAILED_COMPLETION, LOCK) for entry in self.path.iterdir())
 
     def refuse(self, *, overwrite: bool, resume: bool = False) -> None:
         """Raise RunExistsError where the directory is taken and may not be moved aside.
 
         `resume` takes a run that recorded nothing yet.
         """
-        there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
-        if not there.is_dir():
-            raise RunExistsError(f"output_dir {self.path}: {there} is a file; choose another")
-        if not os.access(there, os.W_OK):
-            raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
+        self._check_place()
         if not self.exists() or (resume and self.is_unstarted()):
             return
-        if (overwrite or resume) and not (self.config.is_file() or self.journal.is_file()):
+        if (overwrite or resume) and not (self.manifest.is_file() or self.journal.is_file()):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
         if not overwrite:
             raise RunExistsError(
@@ -109,9 +167,21 @@ class RunDir:
                 "--overwrite, or choose another"
             )
 
+    def _check_place(self) -> None:
+        there = next(place for place in (self.path, *self.path.parents) if place.exists())
+        if not there.is_dir():
+            raise RunExistsError(f"output_dir {self.path}: {there} is a file; choose another")
+        if not os.access(there, os.W_OK):
+            raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
+
     def is_unstarted(self) -> bool:
         """Whether a run was begun here that has not come as far as the first line of its journal."""
-        return self.config.is_file() and journal.is_blank(self.journal) and not self.has_progress()
+        return (
+            self.manifest.is_file()
+            and journal.is_blank(self.journal)
+            and not self.has_progress()
+            and all(entry.name in OURS for entry in self.path.iterdir())
+        )
 
     def has_progress(self) -> bool:
         """Whether generations have left anything beside the journal."""
@@ -154,13 +224,31 @@ class RunDir:
         while aside.exists():
             count += 1
             aside = self.path.with_name(f"{self.path.name}.{stamp}.{count}")
-        self._aside = self.path.rename(aside)
+        self.aside = self.path.rename(aside)
+
+
+def _remove(path: Path) -> None:
+    """A file, a link (and not what it points to), or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def generation_of(folder: Path) -> int:
+    """The number in the name of a saved mean."""
+    return int(folder.name.removeprefix("generation_"))
 
 
 def saved_folders(path: Path) -> list[Path]:
     """The saved means of a run, the latest last."""
     found = [*path.glob("loras/generation_*"), *path.glob("checkpoints/generation_*")]
-    return sorted((f for f in found if f.name[11:].isdecimal()), key=lambda folder: int(folder.name[11:]))
+    return sorted((f for f in found if f.name.removeprefix("generation_").isdecimal()), key=generation_of)
+
+
+def remove_saved(folder: Path) -> None:
+    """Delete a saved mean; of one that is a link, the link."""
+    _remove(folder)
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -184,15 +272,20 @@ def config_hash(config: Config) -> str:
 def differences(ours: Config, theirs: Config) -> tuple[list[str], list[str]]:
     """In words, what makes two configs different runs, and what may only move the last bits of a score."""
     odd = _differ(identity(ours), identity(theirs), "")
-    resources = [line for line in odd if line.startswith(RESOURCES)]
-    return [line for line in odd if line not in resources], resources
+    words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
+    return (
+        [line for key, line in words.items() if key not in RESOURCES],
+        [line for key, line in words.items() if key in RESOURCES],
+    )
 
 
-def _differ(ours: Any, theirs: Any, name: str) -> list[str]:
+def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        keys = sorted({*ours, *theirs}, key=str)
-        return [line for k in keys for line in _differ(ours.get(k), theirs.get(k), f"{name}.{k}" if name else str(k))]
-    return [] if ours == theirs else [f"{name} is {theirs!r} in the run and {ours!r} now"]
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in {*ours, *theirs}:
+            found |= _differ(ours.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
+        return found
+    return {} if ours == theirs else {name: (ours, theirs)}
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 TELL = b"\nstopping after this generation; once more to stop at once\n"
+NOW = b"\nstopped at once; --resume goes on after the last whole generation\n"
 
 
 class Stop:
@@ -33,6 +34,7 @@ class Stop:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None and number == signal.SIGINT:
+            os.write(2, NOW)
             raise KeyboardInterrupt
         self.asked = number
         os.write(2, TELL)  # a console may be in the middle of a line of its own

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from evoalign import checkpoint, engines, evaluation, tokens
+from evoalign import checkpoint, engines, evaluation, journal, saving, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.errors import ConfigError, ModelError
 from evoalign.evaluation import Evaluation
@@ -68,7 +68,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     if (path / "config.yaml").is_file() and (path / "journal.jsonl").is_file():
         own = of_run(path) if config is None else as_config(config)
         saved = last_saved(path)
-        checkpoint.verify(saved)
+        saving.checked(saved, journal.read(path / "journal.jsonl").whole())
         if saved.parent.name == "loras":
             return own, saved
         return _with_model(own, saved), None

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +25,7 @@ from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layo
 from evoalign.recording import Hook, Recorder
 from evoalign.report.rows import rebuilt_row
 from evoalign.report.tables import Interval, Sample, before_after
-from evoalign.rundir import RunDir, command_line, differences, make_manifest
+from evoalign.rundir import RunDir, command_line, differences, make_manifest, versions
 from evoalign.signals import Stop
 from evoalign.tasks import Task
 from evoalign.types import Generation
@@ -61,22 +63,23 @@ def train(
     config = as_config(config)
     tracking.check(config)
     run = RunDir(Path(config.output_dir))
-    log = log_to_resume(run, config) if resume else None
-    if log is None:
-        run.refuse(overwrite=overwrite, resume=resume)
     given = "task" if task is not None else "reward" if reward is not None else None
-    with Stop() as stop:
-        try:
-            parts = assemble(config, task, reward)
-        except RewardError as error:
-            raise _kept(error, run) from error
-        try:
-            training = _Training(parts, run, Recorder(parts, run, console or Console(), on_generation), stop, given)
-            return training.run_from(log, overwrite=overwrite, resume=resume)
-        except RewardError as error:
-            raise _kept(error, run) from error
-        finally:
-            parts.close()
+    if not resume:
+        run.refuse(overwrite=overwrite)
+    try:
+        run.lock()
+        log = log_to_resume(run, config, given) if resume else None
+        if log is None:
+            run.refuse(overwrite=overwrite, resume=resume)
+        with Stop() as stop, closing(assemble(config, task, reward)) as parts:
+            recorder = Recorder(parts, run, console or Console(), on_generation, resumed=log is not None)
+            return _Training(parts, run, recorder, stop, given).run_from(log, overwrite=overwrite, resume=resume)
+    except RewardError as error:
+        if error.failed is not None:
+            error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
+        raise
+    finally:
+        run.release()
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
@@ -86,11 +89,11 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     task.close()
     work = estimate.work_lines(config, len(data.train))
     run = RunDir(Path(config.output_dir))
-    log = log_to_resume(run, config) if resume else None
+    log = log_to_resume(run, config, None) if resume else None
     if log is None:
         run.refuse(overwrite=overwrite, resume=resume)
     else:
-        work.insert(0, f"goes on after generation {log.sealed} of {config.es.num_generations}")
+        work.insert(0, f"goes on after generation {len(log.generations)} of {config.es.num_generations}")
     dtype = estimate.served_dtype(config)
     try:
         specs = estimate.shapes(config)
@@ -101,7 +104,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     return [*estimate.step_lines(config, known), *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 
-def log_to_resume(run: RunDir, config: Config) -> Log | None:
+def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | None:
     """The journal to go on with; None where nothing was recorded yet. Raises JournalError, ResumeError."""
     if journal.is_blank(run.journal):
         if run.has_progress():
@@ -114,10 +117,14 @@ def log_to_resume(run: RunDir, config: Config) -> Log | None:
     odd, _ = differences(config, from_dict(log.header.config))
     if odd:
         raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
-    if log.sealed > config.es.num_generations:
+    if log.header.given_as != given_as:
+        there = f"a {log.header.given_as} object" if log.header.given_as else "the task of its config"
         raise ResumeError(
-            f"{run.path} has {log.sealed} generations already, es.num_generations is {config.es.num_generations}"
+            f"{run.path} was trained with {there}; go on in Python with the same task= or reward=, or without one"
         )
+    done, wanted = len(log.generations), config.es.num_generations
+    if done > wanted:
+        raise ResumeError(f"{run.path} has {done} generations already, es.num_generations is {wanted}")
     return log
 
 
@@ -133,13 +140,13 @@ class _Training:
         """All of it: to the end of the journal, the generations that are left, and the comparison."""
         for line in [*_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
             self.tell(line)
-        self._canary(log.sealed if log else 0)
+        self._canary(len(log.generations) if log else 0)
         before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
         try:
             self.recorder.baseline = before.measures["reward"]
             with self._explained(fresh=log is None):
                 self._loop(book)
-            return self._finish(book, before)
+                return self._finish(book, before)
         finally:
             self.recorder.close()
             book.close()
@@ -153,21 +160,31 @@ class _Training:
         }
         manifest = make_manifest(self.config, facts, command_line())
         self.run.create(self.config, manifest, overwrite=overwrite, resume=resume)
+        if self.run.aside is not None:
+            self.tell(f"the run that was there is now {self.run.aside}")
         _write_completions(self.run, "before", before)
-        return before, Journal(self.run.journal, saving.header(self.parts))
+        return before, Journal(self.run.journal, saving.header(self.parts, self.given))
 
     def _go_on(self, log: Log) -> tuple[Evaluation, Journal]:
         for line in differences(self.config, from_dict(log.header.config))[1]:
             self.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
         saving.check_start(self.parts, log.header)
+        if log.header.data_hash != saving.data_hash(self.parts.data):
+            raise ResumeError(
+                f"{self.run.path} was trained on other data than task {self.parts.task.name} has now; "
+                "put the files back as they were, or begin another run"
+            )
+        if log.header.versions != versions():
+            self.tell(f"warning: {saving.elsewhere(log.header)}; scores may differ in their last bits from here on")
         before = self._read_before()
         book = Journal.resume(log)
         try:
-            self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
+            self.run.sweep()
             saving.restore(self.parts, self.run, log, book.seal, self.tell)
-            self._restore_rows(log)
+            self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
+            rebuilt = self._restore_rows(log)
             self._save_what_was_due(len(log.generations), book)
-            self.recorder.go_on()
+            self.recorder.go_on(rebuilt)
         except BaseException:
             book.close()
             raise
@@ -176,8 +193,7 @@ class _Training:
 
     def _save_what_was_due(self, count: int, book: Journal) -> None:
         """The run may have died before, or while, it saved its last generation."""
-        folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
-        if count and not folder.exists():
+        if count:
             self._save_if_due(count, self.parts.engine.fingerprint(), book.last_hash)
 
     def _read_before(self) -> Evaluation:
@@ -186,21 +202,23 @@ class _Training:
             rows = parquet.read(self.run.completions("before"))
             scored = [Scored(**row) for row in rows]
             return evaluation.summarise(self.parts.task, self.parts.data.test, scored)
-        except (DataError, TypeError, IndexError):
+        except (DataError, TypeError, IndexError, AttributeError):
             before = self._evaluate("start")
             _write_completions(self.run, "before", before)
             return before
 
-    def _restore_rows(self, log: Log) -> None:
-        """metrics.jsonl cut back to the journal; a row that was lost is made from it, as far as it goes."""
-        kept, rows = self.run.read_metrics(), []
+    def _restore_rows(self, log: Log) -> list[dict[str, Any]]:
+        """metrics.jsonl cut back to the journal; rows that were lost are made from it, as far as it goes: those."""
+        kept, rows, rebuilt = self.run.read_metrics(), list[dict[str, Any]](), list[dict[str, Any]]()
         for recorded in log.generations:
             row, again = kept.get(recorded.update.generation), rebuilt_row(recorded)
-            rows.append(row if row is not None and row.get("mean") == again["mean"] else again)
-        last = len(rows) - 1
-        if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, last):
+            whole = row is not None and row.keys() >= again.keys() and row["mean"] == again["mean"]
+            rows.append(row if row is not None and whole else again)
+            rebuilt += [] if whole else [again]
+        if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
             rows[-1]["evaluation"] = self.parts.evaluate_test().measures
         self.run.replace_metrics(rows)
+        return rebuilt
 
     def _loop(self, book: Journal) -> None:
         """The generations that are left; each is recorded and, where it is due, saved and checked as it ends."""
@@ -246,15 +264,25 @@ class _Training:
 
     def _save_if_due(self, count: int, weights_hash: str, place: str) -> None:
         """Save the mean after `count` generations where that is a checkpoint, or the best by its evaluation."""
-        every = saving.every(self.config)
-        evaluated = bool(self.run.rows[-1].get("evaluation"))
-        is_best = self.config.checkpoint.keep_best and evaluated and saving.best_generation(self.run.rows) == count
+        every, reward = saving.every(self.config), self._reward(count)
+        is_best = False
+        if self.config.checkpoint.keep_best and reward is not None:
+            best = saving.best_saved(self.run)
+            is_best = best is None or reward > (checkpoint.reward_of(best) or 0.0)
         if (every and count % every == 0) or is_best:
             self._save(count, weights_hash, place)
 
+    def _reward(self, count: int) -> float | None:
+        """The mean's reward on the test split after so many generations, where it was evaluated."""
+        measures = self.run.rows[count - 1].get("evaluation")
+        return float(measures["reward"]) if measures else None
+
     def _save(self, count: int, weights_hash: str, place: str) -> Path:
+        """Save the mean, unless it is saved already, and delete what need not stay."""
         folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
-        saving.save(self.parts, folder, Mark(count, weights_hash, place))
+        mark = Mark(count, weights_hash, place, self._reward(count))
+        if not checkpoint.holds(folder, mark):
+            saving.save(self.parts, folder, mark)
         saving.retain(self.run, self.config)
         return folder
 
@@ -283,7 +311,8 @@ class _Training:
         if self.given is not None:
             return f"go on with train(..., {self.given}=..., resume=True)"
         own = ":" in "".join([self.config.space.name, self.config.task.name, *self.config.task.rewards])
-        return f"go on with: evoalign train {self.run.path}{'/config.yaml' if own else ''} --resume"
+        target = self.run.config if own else self.run.path
+        return f"go on with: evoalign train {shlex.quote(str(target))} --resume"
 
     @contextmanager
     def _explained(self, *, fresh: bool) -> Generator[None]:
@@ -308,16 +337,9 @@ def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str) ->
     if isinstance(error, EvoalignError):
         error.args = (f"{error}; {more}",)
         return error
-    line = str(error).strip().splitlines()[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     mend = " Lower engine.memory_gib or engine.max_rows" if isinstance(error, torch.OutOfMemoryError) else ""
     return EvoalignError(f"{line}{mend}; {more}")
-
-
-def _kept(error: RewardError, run: RunDir) -> RewardError:
-    """What the reward failed on is written down."""
-    if error.failed is not None:
-        error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
-    return error
 
 
 def _gold_lines(parts: Parts) -> list[str]:
@@ -358,7 +380,7 @@ def _write_evaluation(
         "after": after.measures,
         "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
     }
-    checkpoint.write_text(run.results / "evaluation.json", json.dumps(tree, indent=2) + "\n")
+    checkpoint.write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
 
 
 def _samples(before: Evaluation, after: Evaluation) -> list[Sample]:

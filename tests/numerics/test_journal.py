@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign import journal
-from evoalign.errors import JournalError, RunExistsError
+from evoalign.errors import JournalError
 from evoalign.journal import Journal
 from evoalign.types import Update, population
 from families import JOURNAL_HEADER as HEADER
@@ -293,14 +293,6 @@ def test_going_on_writes_what_one_process_would_have_written(path, tmp_path):
             book.seal(index, f"{index:064x}")
         book.close()
         assert path.read_bytes() == whole
-
-
-def test_a_second_process_is_refused(path):
-    book = Journal.resume(journal.read(path))
-    with pytest.raises(RunExistsError, match="another process is training"):
-        Journal.resume(journal.read(path))
-    book.close()
-    Journal.resume(journal.read(path)).close()
 
 
 @pytest.mark.parametrize(("raw", "blank"), [(None, True), (b"", True), (b'{"type": "hea', True), (b"x\n", False)])
