@@ -193,6 +193,17 @@ def test_an_earlier_generation_is_rebuilt_from_the_journal(runs: dict[str, Path]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "last", "other", "run"]
 
 
+def test_the_card_compares_the_mean_that_it_is_of(lora: Path, tmp_path: Path) -> None:
+    """An evaluation of another mean, or one that does not say of which, gives no table."""
+    run = Path(shutil.copytree(lora, tmp_path / "run"))
+    file = run / "results/evaluation.json"
+    found, seals = json.loads(file.read_text()), journal.read(run / "journal.jsonl").generations
+    for kept, table in [(seals[1].weights_hash, True), (seals[0].weights_hash, False), (None, False)]:
+        file.write_text(json.dumps({**found, "generation": 2, "weights_hash": kept}))
+        text = (export(run, tmp_path / f"out{kept}") / "README.md").read_text()
+        assert ("| measure |" in text, "was not compared with its base" in text) == (table, not table)
+
+
 def tensors(folder: Path, name: str = "adapter_model") -> dict[str, bytes]:
     with safe_open(folder / f"{name}.safetensors", framework="np") as file:
         return {key: file.get_tensor(key).tobytes() for key in file.keys()}  # noqa: SIM118

@@ -253,7 +253,6 @@ def _copy_records(source: _Source, folder: Path) -> None:
 def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: str, with_records: bool) -> card.Facts:
     config, mark = source.config, source.mark
     sizes, messages = _task_of(config)
-    is_last = mark.generation == config.es.num_generations
     return card.Facts(
         name=name,
         kind=kind,
@@ -267,11 +266,17 @@ def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: s
         stop_ids=tokens_.stop_ids,
         chat=messages and bool(tokens_.tokenizer.chat_template),
         with_records=with_records,
-        evaluation=_read_json(source.run / "results" / "evaluation.json") if is_last else None,
+        evaluation=_evaluation(source),
         manifest=_read_json(source.run / "manifest.json") or {},
         data=_data(config),
         sizes=sizes,
     )
+
+
+def _evaluation(source: _Source) -> dict[str, Any] | None:
+    """The comparison of this very mean; a run that went on has one of another mean."""
+    found = _read_json(source.run / "results" / "evaluation.json")
+    return found if found is not None and found.get("weights_hash") == source.mark.weights_hash else None
 
 
 def _shown(model: ModelConfig) -> str:

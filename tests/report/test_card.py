@@ -113,6 +113,22 @@ def test_private_paths_are_cut_and_named() -> None:
     assert private_paths(from_dict({"es": {"sigma": 0.01}})) == []
 
 
+def test_private_paths_of_a_task_and_a_space_of_ones_own() -> None:
+    tree = {
+        "task": {"name": "/home/ann/tasks.py:Riddles"},
+        "space": {"name": "~/spaces.py:Mine", "mask": "/home/ann/mask.npy", "rank": 3,
+                  "parts": [{"file": "/home/ann/b.npy"}, "relative/c.npy"]},
+    }  # fmt: skip
+    config = from_dict({"es": {"sigma": 0.01}, **tree})
+    assert private_paths(config) == ["/home/ann/tasks.py:Riddles", "~/spaces.py:Mine", "/home/ann/mask.npy",
+                                     "/home/ann/b.npy"]  # fmt: skip
+    cut = public(config)
+    assert (cut.task.name, cut.space.name) == ("tasks.py:Riddles", "spaces.py:Mine")
+    assert cut.space.options == {"mask": "mask.npy", "rank": 3, "parts": [{"file": "b.npy"}, "relative/c.npy"]}
+    assert "ann" not in card(facts(tree, name="model")) and private_paths(cut) == []
+    assert config.space.options["mask"] == "/home/ann/mask.npy", "the run's own config stays"
+
+
 def test_text_of_a_run_cannot_leave_its_place() -> None:
     tree = {"task": {"name": "x`|\n# evil:<b>"}, "tracking": {"project": "```\n</details>\n# evil"}}
     evaluation = {**EVALUATION, "before": {"a|b\n# <i>": 0.0}, "after": {"a|b\n# <i>": 1.0}}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from huggingface_hub import ModelCardData
 
@@ -54,7 +54,7 @@ class Facts:
     """Whether prompts are messages that go through the tokenizer's chat template."""
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
-    """results/evaluation.json, where it is of this generation."""
+    """results/evaluation.json, where it is of this mean."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Sequence[DataFile] = ()
     sizes: tuple[int, int] | None = None
@@ -70,21 +70,43 @@ def card(facts: Facts) -> str:
 
 def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
-    found = [config.model.name, config.task.train_data, config.task.test_data, *config.task.rewards]
-    return [path for path in found if path is not None and _is_private(path)]
+    task = config.task
+    found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
+    return [path for path in (*found, *_texts(config.space.options)) if path is not None and _is_private(path)]
 
 
 def public(config: Config) -> Config:
     """The config with every path from the root of this machine cut to its last part."""
     task = config.task.model_copy(
         update={
+            "name": _short(config.task.name),
             "train_data": config.task.train_data and _short(config.task.train_data),
             "test_data": config.task.test_data and _short(config.task.test_data),
             "rewards": [_short(reward) for reward in config.task.rewards],
         }
     )
     model = config.model.model_copy(update={"name": _short(config.model.name)})
-    return config.model_copy(update={"output_dir": _short(config.output_dir), "task": task, "model": model})
+    space = config.space.model_copy(update={"name": _short(config.space.name), **_cut(config.space.options)})
+    own = {"output_dir": _short(config.output_dir), "space": space, "task": task, "model": model}
+    return config.model_copy(update=own)
+
+
+def _texts(tree: Any) -> list[str]:
+    """All strings of nested settings."""
+    if isinstance(tree, dict):
+        return _texts(list(cast("dict[str, Any]", tree).values()))
+    if isinstance(tree, list):
+        return [text for value in cast("list[Any]", tree) for text in _texts(value)]
+    return [tree] if isinstance(tree, str) else []
+
+
+def _cut(tree: Any) -> Any:
+    """Nested settings with their paths cut."""
+    if isinstance(tree, dict):
+        return {key: _cut(value) for key, value in cast("dict[str, Any]", tree).items()}
+    if isinstance(tree, list):
+        return [_cut(value) for value in cast("list[Any]", tree)]
+    return _short(tree) if isinstance(tree, str) else tree
 
 
 def _is_private(path: str) -> bool:
