@@ -109,7 +109,7 @@ def test_what_is_not_deterministic_is_told(tmp_path: Path) -> None:
 
 def test_a_wild_step_and_a_run_that_is_there_are_warnings_and_exit_code_0(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "run" / "manifest.json").write_text("{}\n")
     file = tmp_path / "c.yaml"
     file.write_text(
         f"output_dir: run\ntask: {json.dumps(DATA)}\nevaluation: {{max_tokens: 4}}\nes: {{sigma: 1.0e-3}}\n"
@@ -118,8 +118,17 @@ def test_a_wild_step_and_a_run_that_is_there_are_warnings_and_exit_code_0(run: R
     assert code == 0
     assert "warning  config: " in out and "steps overshoot" in out
     assert "warning  output: " in out and "--overwrite" in out
+    assert out.splitlines()[-1].startswith("verdict: ready (train needs --resume or --overwrite); ")
     assert out.splitlines()[-1].endswith("2 to look at: config, output")
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["manifest.json"]
+
+
+def test_an_output_directory_that_train_refuses_is_not_ready(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("mine")
+    found = doctor.examine(config(tmp_path, output_dir=str(tmp_path / "thesis")))
+    assert of(found, "output").status == "failed" and "something else than a run" in of(found, "output").detail
+    assert doctor.verdict(found) == ("verdict: not ready; 1 failed: output", 1)
 
 
 def test_extras_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
-from evoalign import canary, engines, estimate, evolve, parts, saving, spaces, tokens, tracking
+from evoalign import canary, engines, estimate, evolve, parts, saving, shaping, spaces, tokens, tracking
 from evoalign.config import Config, from_dict
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
@@ -29,13 +29,15 @@ from evoalign.rundir import RunDir, versions
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
-from evoalign.types import Example, Facts, Layout, Messages, Plan, TensorSpec, population
+from evoalign.tracking.base import environment as environment_variable
+from evoalign.types import Example, Facts, Layout, Messages, Plan, Rollout, TensorSpec, population
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 PROBE_BYTES = 1 << 20
 PROMPT = "Solve: 3 + 5 ="
 """What the canary asks where there is no task."""
 TRIED_PROMPTS = 2
+NEEDS_FLAG = "train needs --resume or --overwrite"
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
@@ -85,7 +87,8 @@ def verdict(found: Sequence[Finding]) -> tuple[str, int]:
     notes = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
     if failed:
         return f"verdict: not ready; {len(failed)} failed: {', '.join(failed)}{notes}", 1
-    return f"verdict: ready; {len(of.get('ok', []))} checks passed{notes}", 0
+    flag = "".join(f" ({f.mend})" for f in found if f.mend == NEEDS_FLAG)
+    return f"verdict: ready{flag}; {len(of.get('ok', []))} checks passed{notes}", 0
 
 
 class _SkippedError(Exception):
@@ -134,6 +137,9 @@ def _run(name: str, check: Callable[[], Finding]) -> Finding:
         return Finding(name, "failed", _line(error), mend)
     except EvoalignError as error:  # says itself how to mend it
         return Finding(name, "failed", str(error))
+    except SystemExit as end:
+        mend = "the code of the task, space or reward ends the process; take its sys.exit out"
+        return Finding(name, "failed", f"SystemExit: {end}", mend)
     except Exception as error:  # of a library, or of a task, space or reward of the user's own
         return Finding(name, "failed", f"{type(error).__name__}: {_line(error)}")
 
@@ -220,7 +226,29 @@ def _trackers(case: _Case) -> Finding:
     if missing:
         mend = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
         return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", mend)
-    return Finding("trackers", "ok", ", ".join(wanted) or "none but metrics.jsonl")
+    shown = ", ".join(wanted) or "none but metrics.jsonl"
+    return _wandb(shown) if "wandb" in wanted else Finding("trackers", "ok", shown)
+
+
+def _wandb(shown: str) -> Finding:
+    """Whether W&B would start without asking; nothing is sent, so that a key may still be refused."""
+    import wandb
+
+    try:
+        with environment_variable("WANDB_SILENT", "true"):
+            mode = wandb.setup().settings.mode
+            if mode == "disabled":
+                mend = "unset WANDB_MODE, or take wandb out of tracking.backends"
+                return Finding("trackers", "warning", f"{shown}; wandb is disabled and records nothing", mend)
+            if mode in ("offline", "dryrun"):
+                return Finding("trackers", "ok", f"{shown}; wandb is offline: `wandb sync` sends the run later")
+            if wandb.login(prompt=False, verify=False):
+                return Finding("trackers", "ok", f"{shown}; wandb has a key, which was not tried")
+    finally:
+        if wandb.run is None:
+            wandb.teardown()
+    mend = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+    return Finding("trackers", "failed", f"{shown}; wandb is online and has no key", mend)
 
 
 def _output(case: _Case) -> Finding:
@@ -235,11 +263,20 @@ def _output(case: _Case) -> Finding:
     except OSError as error:
         detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {there}: {error.strerror}"
         return Finding("output", "failed", detail, "free space, raise the quota, or choose another output_dir")
+    return _taken(RunDir(path)) or Finding("output", "ok", f"{path} can be written")
+
+
+def _taken(run: RunDir) -> Finding | None:
+    """What `train` says to a directory that holds something: it needs a flag for a run, and refuses all else."""
     try:
-        RunDir(path).refuse(overwrite=False)
+        run.refuse(overwrite=True)
     except RunExistsError as error:
-        return Finding("output", "warning", str(error))
-    return Finding("output", "ok", f"{path} can be written")
+        return Finding("output", "failed", str(error))
+    try:
+        run.refuse(overwrite=False)
+    except RunExistsError as error:
+        return Finding("output", "warning", str(error), NEEDS_FLAG)
+    return None
 
 
 def write_probe(file: BinaryIO | Any) -> None:
@@ -444,17 +481,27 @@ def _canary(case: _Case) -> Finding:
 
 
 def _generation(case: _Case) -> Finding:
-    """Two members on a prompt or two, scored by the task: a small generation end to end, with noise no run uses."""
+    """Two members on a prompt or two, scored by the task: a small generation end to end, with noise no run uses.
+
+    The test split is scored too, as a run does before its first generation: its rows may lack a column.
+    """
     _need(case.served, "engine")
     engine, tokens_ = _need(case.engine, "engine"), _need(case.tokens, "tokenizer")
     task, data, config = _need(case.task, "task"), _need(case.data, "task"), case.config
-    examples = data.train[:TRIED_PROMPTS]
-    rows, prompts = range(len(examples)), [tokens_.encode(task.prompt(e)) for e in examples]
     members = population(2, antithetic=config.es.antithetic)
     plan = Plan(canary.address(0), evolve.sigma_at(config, 0), members)
+
+    def scored(examples: Sequence[Example]) -> tuple[list[Rollout], shaping.Scores]:
+        prompts = [tokens_.encode(task.prompt(e)) for e in examples]
+        rollouts = list(engine.rollout(plan, evolve.requests_of(config, range(len(prompts)), prompts, 0)))
+        return rollouts, evolve.score(task, examples, rollouts, len(members))
+
+    try:
+        scored(data.test[:TRIED_PROMPTS])
+    except EvoalignError as error:
+        return Finding("generation", "failed", f"the test split: {error}")
     began = time.perf_counter()
-    rollouts = list(engine.rollout(plan, evolve.requests_of(config, rows, prompts, 0)))
-    scores_MP = evolve.score(task, examples, rollouts, len(members))
+    rollouts, scores_MP = scored(data.train[:TRIED_PROMPTS])
     took = time.perf_counter() - began
     work = config.es.population_size * min(config.task.batch_size or len(data.train), len(data.train))
     estimated = _seconds(took * max(1.0, work / scores_MP.size))

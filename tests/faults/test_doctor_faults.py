@@ -182,6 +182,70 @@ def test_a_good_reward_of_ones_own(tmp_path: Path) -> None:
     assert set(statuses(found).values()) == {"ok"}, found
 
 
+def test_a_column_that_the_test_split_lacks(tmp_path: Path) -> None:
+    task = task_of(tmp_path, "return [float(len(a)) for a in columns['answer']]")
+    for name, rows in {
+        "rows": {"prompt": "Solve: 1 + 1 =", "answer": "2"},
+        "test": {"prompt": "Solve: 2 + 1 ="},
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(3 * (json.dumps(rows) + "\n"))
+    task |= {"test_data": str(tmp_path / "test.jsonl")}
+    found = doctor.examine(config(tmp_path, task=task, grader={"isolated": False}))
+    assert of(found, "generation").status == "failed", found
+    assert of(found, "generation").detail.startswith("the test split: ") and "answer" in of(found, "generation").detail
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_reward_file_that_ends_the_process(tmp_path: Path, isolated: bool) -> None:
+    task = task_of(tmp_path, "return [0.0] * len(completions)")
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("import sys\nsys.exit()\n")
+    found = doctor.examine(config(tmp_path, task=task, grader={"isolated": isolated}))
+    assert of(found, "task").status == "failed", found
+    assert of(found, "canary").status == "ok" and doctor.verdict(found)[1] == 1
+
+
+@pytest.fixture
+def no_wandb_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.chdir(home)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "words"),
+    [
+        ({}, "failed", "no key"),
+        ({"WANDB_API_KEY": "a" * 40}, "ok", "has a key"),
+        ({"WANDB_MODE": "offline"}, "ok", "wandb sync"),
+        ({"WANDB_MODE": "disabled"}, "warning", "records nothing"),
+    ],
+)
+def test_whether_wandb_would_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wandb_account: Path, settings: dict[str, str], status: str,
+    words: str,
+) -> None:  # fmt: skip
+    pytest.importorskip("wandb")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    assert finding.status == status and words in finding.detail, finding
+    assert status == "ok" or "WANDB_MODE" in finding.mend
+    assert not [p for p in no_wandb_account.iterdir() if p.name != ".cache"], "nothing is left but wandb's own cache"
+
+
+def test_a_key_that_wandb_login_left(tmp_path: Path, no_wandb_account: Path) -> None:
+    pytest.importorskip("wandb")
+    (no_wandb_account / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {'b' * 40}\n")
+    finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    assert finding.status == "ok" and "has a key" in finding.detail, finding
+
+
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
