@@ -243,6 +243,16 @@ def test_each_fault_is_caught(
         sing(bench)
 
 
+@pytest.mark.parametrize(("variant", "sigma"), [("lora", 1e5), ("lora, ab", 1e3), ("lowrank", 1e8), ("full", 1e30)])
+def test_noise_that_destroys_the_model_is_no_fault_of_the_engine(variant: str, sigma: float) -> None:
+    """What a norm makes of noise alone, or of an overflow, is the same for all members."""
+    with (
+        Bench(made("tiny", variant, es={"sigma": sigma, "learning_rate": sigma})) as bench,
+        pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
+    ):
+        sing(bench)
+
+
 @pytest.mark.parametrize("engine", [Ignores, OneForAll, LeavesTheLast], ids=lambda e: e.__name__)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gross_faults_are_caught_where_an_engine_is_not_exact(

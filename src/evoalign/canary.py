@@ -100,14 +100,17 @@ def distance(one: Rollout, other: Rollout) -> float:
 
 def widths(layout: Layout, width: float) -> Iterator[float]:
     """Ten times the width of a generation, and tenfold more each, until the noise is enormous."""
-    scale = max(t.scale for t in layout.tensors)
-    if not scale * width > 0:
+    if not max(t.scale for t in layout.tensors) * width > 0:
         raise CanaryError("canary: the noise has width 0, for mean |W| of all layers is 0; set es.sigma")
     while True:
         width *= 10
         yield width
-        if width * scale >= ENORMOUS:
+        if _is_enormous(layout, width):
             return
+
+
+def _is_enormous(layout: Layout, width: float) -> bool:
+    return width * max(t.scale for t in layout.tensors) >= ENORMOUS
 
 
 def _check_members(
@@ -129,6 +132,12 @@ def _check_members(
         pairs = [pair for pair, apart in zip(pairs, differ, strict=True) if not apart]
         if not pairs:
             return floor
+    if _is_enormous(layout, 10 * width):
+        setting = "es.sigma" if space.config.es.sigma is not None else "es.noise_multiplier"
+        raise CanaryError(
+            f"canary: members answer alike with noise of {setting} {width:g}, which leaves nothing of a model; "
+            f"lower {setting}"
+        )
     raise CanaryError(f"canary: {_alike(pairs[0], space)} (seen up to {wide / width:g} times this run's noise)")
 
 
