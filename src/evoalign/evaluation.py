@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError, RewardError
+from evoalign.plugins import FAILURES, described
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, Sampling
@@ -79,17 +79,12 @@ def evaluate(
 def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
     """`task.rewards`, whatever a task of the user's own makes of it. Raises RewardError."""
     try:
-        rewards = task.rewards(texts, examples)
+        rewards: Any = task.rewards(texts, examples)
+        return task.checked(rewards.tolist() if hasattr(rewards, "tolist") else rewards, texts, examples)
     except EvoalignError:
         raise
-    except Exception as error:
-        raise RewardError(f"task {task.name} failed to score: {type(error).__name__}: {error}; mend it") from error
-    if len(rewards) != len(texts):
-        raise RewardError(f"task {task.name} gave {len(rewards)} rewards for {len(texts)} texts; give one for each")
-    for text, reward in zip(texts, rewards, strict=True):
-        if not math.isfinite(reward):
-            raise RewardError(f"task {task.name} gave {reward} as the reward of {text[:80]!r}; give a finite number")
-    return rewards
+    except FAILURES as error:  # also of values that have no length
+        raise RewardError(f"task {task.name} failed to score: {described(error)}; mend it") from error
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:

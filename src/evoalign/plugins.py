@@ -6,6 +6,7 @@ Only ever called with a name from the user's own config or command line, never f
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import importlib.util
@@ -15,6 +16,16 @@ from types import ModuleType
 from typing import Any
 
 from evoalign.errors import ConfigError
+
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
+"""What code of the user's own may raise and is a failure of that code: all but Ctrl-C. A sys.exit() in it must not end
+a run as if the run were done."""
+
+
+def described(error: BaseException) -> str:
+    """An exception's type and text on one line, shortened."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 def load_object(path: str, what: str) -> Any:
@@ -34,8 +45,8 @@ def _from_name(name: str, what: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{what}: no module named {error.name!r}; is it installed or on PYTHONPATH?") from None
-    except Exception as error:  # whatever the user's own module does while it is imported
-        raise ConfigError(f"{what}: {name} fails to import: {type(error).__name__}: {error}") from error
+    except FAILURES as error:  # whatever the user's own module does while it is imported
+        raise ConfigError(f"{what}: {name} fails to import: {described(error)}") from error
 
 
 def _from_file(path: Path, what: str) -> ModuleType:
@@ -53,7 +64,7 @@ def _from_file(path: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, FAILURES):
             raise
-        raise ConfigError(f"{what}: {path} fails to import: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}: {path} fails to import: {described(error)}") from error
     return module

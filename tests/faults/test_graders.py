@@ -4,6 +4,7 @@
 Real processes throughout. Each function writes down the pids it ran in, so that orphans are seen.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -17,16 +18,17 @@ from typing import Any
 
 import pytest
 
-from evoalign import tasks
+from evoalign import evaluation, tasks
 from evoalign.config import GraderConfig, TaskConfig
-from evoalign.errors import RewardError
+from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
-from evoalign.tasks import Task
+from evoalign.tasks import Data, Task, isolation
+from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
 
 GRADERS = '''
-import ctypes, os, re, signal, subprocess, sys, time
+import ctypes, os, re, signal, stat, subprocess, sys, time
 
 def note(log):
     with open(log, "a") as file:
@@ -34,6 +36,35 @@ def note(log):
 
 def bombed(completions):
     return any("bomb" in c for c in completions)
+
+def say(line):
+    """Onto the worker's own connection."""
+    for number in range(3, 100):
+        try:
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.write(number, line)
+        except OSError:
+            pass
+
+def writes(completions, log, line, **kwargs):
+    note(log[0])
+    if bombed(completions):
+        say(line[0].encode("latin-1"))
+    return [1.0 for _ in completions]
+
+def drips(completions, log, **kwargs):
+    note(log[0])
+    for _ in range(2000 if bombed(completions) else 0):
+        say(b"x")
+        time.sleep(0.01)
+    return [1.0 for _ in completions]
+
+def forks(completions, log, **kwargs):
+    """Both come back."""
+    if bombed(completions):
+        os.fork()
+    note(log[0])
+    return [float(len(c)) for c in completions]
 
 def good(completions, log, **kwargs):
     note(log[0])
@@ -112,7 +143,9 @@ def comes_back(completions, log, how, **kwargs):
         raise ConnectionError("the judge is away")
     if first and how[0] == "hang":
         time.sleep(1000)
-    if first:
+    if first and how[0] == "garble":
+        say(b"garbage\\n")
+    elif first:
         os._exit(1)
     return [float(len(c)) for c in completions]
 
@@ -121,6 +154,14 @@ def big_batches_hang(completions, log, **kwargs):
     if len(completions) > 2:
         time.sleep(1000)
     return [1.0 for _ in completions]
+
+def odd(completions, log, kind, **kwargs):
+    note(log[0])
+    class Lines:
+        def __repr__(self):
+            return "a\\n" * 10_000
+    text = "x" * 3_000_000
+    return {"text": text, "texts": [text], "lines": [Lines()], "huge": [10**400], "beyond": [10**5000]}[kind[0]]
 
 def wrong(completions, log, values, **kwargs):
     note(log[0])
@@ -211,14 +252,15 @@ HUNG = "no answer within 1 s"
         ("fork", "holds_the_gil", "hung", HUNG),
         ("fork", "ignores_sigterm", "hung", HUNG),
         ("fork", "awaits", "hung", HUNG),
+        ("fork", "drips", "hung", HUNG),
         ("fork", "leaves_a_child", "hung", HUNG),
         ("fork", "exits", "died", "died: exit status 0"),
-        ("fork", "leaves", "died", "died: exit status 3"),
+        ("fork", "leaves", "raised", "failed: SystemExit: 3"),
         ("fork", "kills_itself", "died", "died: killed by SIGKILL"),
         ("fork", "segfaults", "died", "died: killed by SIGSEGV"),
         ("fork", "raises", "raised", "failed: ConnectionError: the judge is away"),
         pytest.param("fresh", "leaves_a_child", "hung", HUNG, marks=pytest.mark.slow),
-        pytest.param("fresh", "leaves", "died", "died: exit status 3", marks=pytest.mark.slow),
+        pytest.param("fresh", "leaves", "raised", "failed: SystemExit: 3", marks=pytest.mark.slow),
         pytest.param("fresh", "segfaults", "died", "died: killed by SIGSEGV", marks=pytest.mark.slow),
         pytest.param("fresh", "raises", "raised", "failed: ConnectionError: the judge is", marks=pytest.mark.slow),
     ],
@@ -238,14 +280,14 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
         "example": row(log, id=7), "attempts": 1,
     }  # fmt: skip
     assert seconds > 0
-    assert ("ConnectionError" in trace) if reason == "raised" else trace is None
+    assert ("Traceback" in trace) if reason == "raised" else trace is None
     assert task.rewards(["fine"], [row(log)]) == [1.0]  # a new worker
     task.close()
     assert_gone(pids(log))
 
 
 @both
-@pytest.mark.parametrize("how", ["raise", "hang", "die"])
+@pytest.mark.parametrize("how", ["raise", "hang", "die", "garble"])
 def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None:
     task = make("comes_back", timeout=1.0 if how == "hang" else 60.0)
     assert task.rewards(["four", "to"], [row(log, how=how)] * 2) == [4.0, 2.0]
@@ -253,6 +295,68 @@ def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None
     assert (first == second) == (how == "raise")  # an exception leaves the worker, and what it keeps, in place
     if how != "raise":
         assert not is_running(first)
+
+
+@both
+def test_a_function_that_forks_shifts_no_scores(make: Make, log: Path) -> None:
+    task = make("forks", retries=0)
+    for text in ("bomb it", "ab", "bomb", "a", "abc"):
+        assert task.rewards([text], [row(log)]) == [float(len(text))]
+    wait_for(log, 7)
+    numbers = pids(log)
+    worker = max(set(numbers), key=numbers.count)
+    assert numbers.count(worker) == 5
+    assert_gone([pid for pid in numbers if pid != worker])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "garbage\n",
+        "\xff\n",
+        pytest.param("[" * 100_000 + "\n", id="deep"),
+        "[1.0]\n",
+        '{"value": [9.0]}\n',
+        '{"id": 1000, "value": [9.0]}\n',
+        '{"id": 1000, "calling": "f"}\n',
+        '{"id": 1}\n',
+    ],
+)
+def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None:
+    task = make("writes", retries=0)
+    error = refused(task, ["bomb"], row(log, line=line))
+    assert "reward function writes died: its connection carried " in str(error)
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+    assert (error.failed or {})["reason"] == "died"
+    assert_gone(pids(log))
+    assert task.rewards(["a"], [row(log, line=line)]) == [1.0]
+
+
+def test_an_endless_answer_is_cut(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "LINE_LIMIT", 1000)
+    error = refused(make("drips", retries=0), ["bomb"], row(log))
+    assert "reward function drips died: an answer of more than" in str(error)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_worker_that_cannot_start_is_told(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    make("good")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "log": "b"}\n' * 2)
+    config = TaskConfig(name="custom", rewards=[f"{tmp_path / 'graders.py'}:good"], train_data=str(data))
+    task = tasks.isolate(tasks.create(config), GraderConfig(retries=1))
+    gone.rmdir()
+    if early:
+        task.load_data(0)
+    error = refused(task, ["a"], {"prompt": "a", "log": "b"})
+    assert "the worker of the reward functions, as it started, died: FileNotFoundError" in str(error)
+    assert "2 attempts" in str(error)
 
 
 def test_attempts_are_counted(make: Make, log: Path) -> None:
@@ -266,7 +370,8 @@ def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
     error = refused(make("big_batches_hang", retries=0, timeout=1.0), ["a", "b", "c", "d"], row(log))
     assert "none of the 4 completions does it alone, only the batch as a whole" in str(error)
     assert "raise grader.timeout" in str(error)
-    assert (error.failed or {})["completion"] is None
+    failed = error.failed or {}
+    assert (failed["completion"], failed["completions"], failed["count"]) == (None, ["a", "b", "c", "d"], 4)
 
 
 def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
@@ -319,6 +424,104 @@ def test_a_wrong_value_stops_at_once(
     assert task.rewards(["one"], [row(log, values=[2.0])]) == [2.0]
     assert len(pids(log)) == 2
     assert len(set(pids(log))) == 1  # asked once, and the worker lives on
+
+
+def test_a_long_value_is_told_in_short(make: Make, log: Path) -> None:
+    task = make("odd")
+    for kind in ("text", "texts", "lines", "huge", "beyond"):
+        error = refused(task, ["one"], row(log, kind=kind))
+        assert (error.failed or {})["reason"] == "value"
+        assert len(str(error)) < 300
+        assert "\n" not in str(error)
+
+
+def test_a_batch_that_fails_as_one_is_kept_in_part(make: Make, log: Path) -> None:
+    texts = [str(i) for i in range(25)]
+    failed = refused(make("wrong"), texts, row(log, values=[1.0])).failed or {}
+    assert (failed["completions"], failed["count"]) == (texts[:20], 25)
+
+
+# --- what would end this process ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "leaving", ["sys.exit()", "sys.exit(3)", "raise asyncio.CancelledError", "raise OSError('a\\nb')"]
+)
+def test_a_module_that_leaves_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
+    path = tmp_path / "module_that_leaves.py"
+    path.write_text(f"import asyncio, sys\n{leaving}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for named in (f"{path}:f", "module_that_leaves:f"):
+        with pytest.raises(ConfigError, match=r"task.rewards: \S+ fails to import: \w+[^\n]*$"):
+            load_object(named, "task.rewards")
+
+
+def test_ctrl_c_in_a_module_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "module_interrupted.py"
+    path.write_text("raise KeyboardInterrupt", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for named in (f"{path}:f", "module_interrupted:f"):
+        with pytest.raises(KeyboardInterrupt):
+            load_object(named, "task.rewards")
+
+
+class Own(Task):
+    """Scores as a function says."""
+
+    name = "own"
+
+    def __init__(self, score: Callable[[], float]) -> None:
+        super().__init__(TaskConfig(name="own"))
+        self.score = score
+
+    def load_data(self, seed: int) -> Data:
+        return Data([{}], [{}])
+
+    def prompt(self, example: Example) -> Prompt:
+        return "?"
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        return self.score()
+
+
+def ways(error: BaseException) -> list[Task]:
+    """Rewards of every form that raise it, in this process."""
+
+    def plain(completions: list[str]) -> list[float]:
+        raise error
+
+    async def waits(completions: list[str]) -> list[float]:
+        raise error
+
+    async def simple(text: str, example: Example) -> float:
+        raise error
+
+    def score() -> float:
+        raise error
+
+    return [*(tasks.create(TaskConfig(name="custom"), [f]) for f in (plain, waits, simple)), Own(score)]
+
+
+@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), asyncio.CancelledError(), ValueError("a\nb")])
+def test_a_reward_that_leaves_does_not_end_the_run(error: BaseException) -> None:
+    for task in ways(error):
+        with pytest.raises(RewardError, match=rf"failed[^\n]*: {type(error).__name__}[^\n]*; mend it$"):
+            evaluation.rewards_of(task, ["a", "b"], [{"prompt": "?"}] * 2)
+
+
+def test_ctrl_c_in_a_reward_passes() -> None:
+    for task in ways(KeyboardInterrupt()):
+        with pytest.raises(KeyboardInterrupt):
+            evaluation.rewards_of(task, ["a"], [{"prompt": "?"}])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, pytest.param(10**5000, id="beyond"), float("nan"), None, pytest.param("x" * 1000, id="long"), True],
+)
+def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"task own gave .{1,60} as the reward of 'a'"):
+        evaluation.rewards_of(Own(lambda: value), ["a"], [{}])
 
 
 # --- no orphans -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +456,61 @@ class Held(Task):
 
     def compute_reward(self, text: str, example: Example) -> float:
         return len(text) + self.bonus + example["key"][0] if isinstance(example["key"], tuple) else float("nan")
+
+
+class Lazy(Sequence[Any]):
+    """Rows made on access, each time anew, as data sets have them."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in (0, 1):
+            raise IndexError(index)
+        return {"key": (self.first + index, 0)}
+
+
+class Learning(Held):
+    """Knows its maximum from its data."""
+
+    def load_data(self, seed: int) -> Data:
+        self.max_reward = 7.5
+        return Data(Lazy(1), Lazy(3))
+
+
+def test_rows_made_on_access_are_made_once(isolate: Isolate) -> None:
+    task = isolate(Learning(0.5))
+    data = task.load_data(0)
+    assert task.rewards(["abc", "a"], [data.train[1], data.test[0]]) == [5.5, 4.5]
+
+
+def test_the_maximum_is_the_tasks_own_at_any_time(isolate: Isolate) -> None:
+    task = isolate(Learning(0.5))
+    assert task.max_reward == float("inf")
+    task.load_data(0)
+    assert task.max_reward == 7.5
+
+
+@pytest.mark.slow
+def test_a_subclass_of_custom_keeps_what_it_loads(isolate: Isolate, tmp_path: Path) -> None:
+    path = tmp_path / "keeping.py"
+    path.write_text(
+        "from evoalign.tasks import Data\n"
+        "from evoalign.tasks.custom import Custom\n"
+        "class Keeping(Custom):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config, [self.score])\n"
+        "    def load_data(self, seed):\n"
+        "        self.bonus = 2.0 + seed\n"
+        "        return Data([{'prompt': '?'}], [{'prompt': '!'}])\n"
+        "    def score(self, completions):\n"
+        "        return [self.bonus for _ in completions]\n"
+    )
+    task = isolate(tasks.create(TaskConfig(name=f"{path}:Keeping")))
+    assert task.rewards(["a"], [task.load_data(1).train[0]]) == [3.0]
 
 
 def test_a_task_object_is_forked_with_what_it_holds(isolate: Isolate) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, RewardError
-from evoalign.tasks.rewards import failure, finite
+from evoalign.tasks.rewards import failure, finite, shown
 from evoalign.types import Example, Prompt
 
 
@@ -69,7 +69,7 @@ class Task(ABC):
         if len(rewards) != len(texts):
             raise RewardError(
                 f"task {self.name} gave {len(rewards)} rewards for {len(texts)} texts; give one for each",
-                failure("value", f"task {self.name}"),
+                failure("value", f"task {self.name}", texts=texts),
             )
         return [self._number(*row) for row in zip(rewards, texts, examples, strict=True)]
 
@@ -77,7 +77,7 @@ class Task(ABC):
         number = finite(reward)
         if number is None:
             raise RewardError(
-                f"task {self.name} gave {reward!r} as the reward of {text[:80]!r}; a reward is one finite number",
+                f"task {self.name} gave {shown(reward)} as the reward of {text[:80]!r}; a reward is one finite number",
                 failure("value", f"task {self.name}", (self.prompt(example), text, example)),
             )
         return number

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import reprlib
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ import torch
 from evoalign import errors
 from evoalign.config import GraderConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
+from evoalign.plugins import described
 from evoalign.tasks import worker
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
@@ -45,6 +47,10 @@ START_LIMIT = 600.0
 """Seconds for a worker to start (import the user's modules, load the data), and for a task's own `self_check`."""
 CLOSE_LIMIT = 2.0
 """Seconds for an idle worker to leave by itself."""
+READ = 1 << 20
+"""Bytes asked of the socket at once."""
+LINE_LIMIT = 256 << 20
+"""Bytes of one answer, far more than the rewards of any batch take."""
 TICK = 0.05
 """Seconds between looks at whether the worker still lives. Its end of the socket says nothing: children share it."""
 PROGRAM = (
@@ -62,7 +68,6 @@ class Isolated(Task):
     def __init__(self, task: Task, grader: GraderConfig) -> None:
         super().__init__(task.config)
         self.name = task.name
-        self.max_reward = task.max_reward
         self.from_config = task.from_config
         self.task = task
         self._grader = grader
@@ -76,13 +81,19 @@ class Isolated(Task):
             raise AttributeError(name)
         return getattr(self.task, name)
 
+    @property
+    def max_reward(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride] (here it is only read)
+        """The task's own, which it may learn from its data."""
+        return self.task.max_reward
+
     def load_data(self, seed: int) -> Data:
-        """The task's own, in this process. Starts the worker."""
-        data = self.task.load_data(seed)
+        """The task's own, in this process, as lists: a row has to stay the same object. Starts the worker."""
+        loaded = self.task.load_data(seed)
+        data = Data(list(loaded.train), list(loaded.test))
         splits = (("train", data.train), ("test", data.test))
         self._place = {id(row): (split, i) for split, rows in splits for i, row in enumerate(rows)}
         # A Task may keep what it loads, and some rows do not fit JSON: then the worker loads the data as well.
-        wanted = not isinstance(self.task, Custom) or any(
+        wanted = type(self.task) is not Custom or any(
             len(_exact_columns(row)) < len(row) for _, rows in splits for row in rows
         )
         self._worker.load(data, seed if wanted else None)
@@ -197,7 +208,8 @@ class Isolated(Task):
             where = (self.task.prompt(example) if examples else "", texts[row], example)
             blame = f"; the completion {texts[row][:80]!r} does it alone" + (", and so do others" if others else "")
         tries = "1 attempt" if effort["attempts"] == 1 else f"{effort['attempts']} attempts"
-        failed = failure(problem.reason, problem.function or "worker", where, problem.trace) | effort
+        asked = texts if problem.function else ()
+        failed = failure(problem.reason, problem.function or "worker", where, problem.trace, asked) | effort
         mend = " or raise grader.timeout" if problem.reason == "hung" else ""
         if not self.from_config:
             mend += ", or let it run in this process with grader.isolated: false"
@@ -313,25 +325,30 @@ class _Worker:
         self._child: _Child | None = None
         self._end: socket.socket | None = None
         self._is_ready = False
-        self._unread = b""
+        self._unread = bytearray()
+        self._asked = 0
 
     def load(self, data: Data, seed: int | None) -> None:
         """Start, with the data: a fork has them, a fresh process loads them itself where `seed` is not None."""
         self.close()
         self._data, self._seed = data, seed
-        self._start()
+        try:
+            self._start()
+        except _NoAnswerError:  # the first call tries again, and tells
+            self.kill()
 
     def ask(self, request: Mapping[str, Any], limit: float) -> Any:
         """The value of one call. Raises _NoAnswerError, or the EvoalignError that the task raised."""
-        message = worker.encode(request)
+        self._asked += 1  # over the life of this object, and so never twice
+        message = worker.encode({**request, "id": self._asked})
         if self._is_ready and self._child is not None and self._child.poll() is not None:
             self.kill()  # died between two calls: no call has failed
         try:
             if not self._is_ready:
                 self._start()
-                self._value(self._exchange(b"", START_LIMIT, None))
+                self._value(self._exchange(b"", 0, START_LIMIT, None))
                 self._is_ready = True
-            return self._value(self._exchange(message, limit, f"task {self._task.name}"))
+            return self._value(self._exchange(message, self._asked, limit, f"task {self._task.name}"))
         except _NoAnswerError as problem:
             if problem.reason != "raised" or not self._is_ready:  # after an exception it lives on, with what it keeps
                 self.kill()
@@ -347,7 +364,7 @@ class _Worker:
     def kill(self) -> None:
         """End the worker and its process group, now. Nothing where there is none, or in a fork of this process."""
         child, end = self._child, self._end
-        self._child, self._end, self._is_ready, self._unread = None, None, False, b""
+        self._child, self._end, self._is_ready, self._unread = None, None, False, bytearray()
         if end is not None:
             end.close()
         if child is None or self._owner != os.getpid():
@@ -373,11 +390,14 @@ class _Worker:
     def _start(self) -> None:
         if self._child is not None:
             return
-        self._end, theirs = socket.socketpair()
-        with theirs:
-            self._child = self._fresh(theirs) if self._task.from_config else self._fork(theirs)
         config = self._task.config.model_dump(mode="json")
-        self._end.sendall(worker.encode({"op": "start", "config": config, "seed": self._seed}))
+        try:
+            self._end, theirs = socket.socketpair()
+            with theirs:
+                self._child = self._fresh(theirs) if self._task.from_config else self._fork(theirs)
+            self._end.sendall(worker.encode({"id": 0, "op": "start", "config": config, "seed": self._seed}))
+        except OSError as error:  # no process to be had, no such folder any more, or gone already
+            raise _died(described(error), None) from error
 
     def _fresh(self, theirs: socket.socket) -> _Child:
         path = json.dumps([entry for entry in cast("list[object]", sys.path) if isinstance(entry, str)])
@@ -410,58 +430,55 @@ class _Worker:
         finally:
             os._exit(status)
 
-    def _exchange(self, message: bytes, limit: float, function: str | None) -> Any:
+    def _exchange(self, message: bytes, request: int, limit: float, function: str | None) -> dict[str, Any]:
         """Send one request and read its answer within `limit` seconds. Raises _NoAnswerError."""
         assert self._end is not None
         deadline = time.monotonic() + limit
         self._end.settimeout(TICK)
         left = memoryview(message)
         while True:
+            line = None
             try:
                 if left:
                     left = left[self._end.send(left) :]
-                    continue
-                answer = self._read(self._end)
+                else:
+                    line = self._line(self._end)
             except TimeoutError:
-                self._look(deadline, limit, function)
-                continue
-            except OSError:
-                answer = None
-            if answer is None:
-                raise _died(self._status(), function)
-            if "calling" not in answer:
-                return answer | {"function": function}
-            function = answer["calling"]
+                if (status := self._poll()) is not None:
+                    raise _died(_ended(status), function) from None
+            except (OSError, EOFError):
+                raise _died(_ended(self._status()), function) from None
+            if line is not None:
+                answer = _answer(line, request, function)
+                if "calling" not in answer:
+                    return answer | {"function": function}
+                function = answer["calling"]
+            if len(self._unread) > LINE_LIMIT:
+                raise _died(f"an answer of more than {LINE_LIMIT >> 20} MiB", function)
+            if time.monotonic() > deadline:  # whatever came: bytes may drip for ever
+                raise _NoAnswerError(f"{_who(function)} hung: no answer within {limit:g} s", "hung", function)
 
-    def _read(self, end: socket.socket) -> dict[str, Any] | None:
-        """The next line; None where the worker has closed its end."""
-        parts = [self._unread]
-        self._unread = b""
-        while b"\n" not in parts[-1]:
-            try:
-                part = end.recv(1 << 20)
-            except TimeoutError:
-                self._unread = b"".join(parts)
-                raise
+    def _line(self, end: socket.socket) -> bytes | None:
+        """The next line where it is whole, after one more read where it is not. Raises EOFError, OSError."""
+        if self._unread.find(b"\n", -READ) < 0:
+            part = end.recv(READ)
             if not part:
+                raise EOFError
+            self._unread += part
+            if b"\n" not in part:
                 return None
-            parts.append(part)
-        line, _, self._unread = b"".join(parts).partition(b"\n")
-        return worker.decode(line)
+        line, _, rest = self._unread.partition(b"\n")
+        self._unread = rest
+        return bytes(line)
 
-    def _look(self, deadline: float, limit: float, function: str | None) -> None:
+    def _poll(self) -> int | None:
         assert self._child is not None
-        status = self._child.poll()
-        if status is not None:
-            raise _died(status, function)
-        if time.monotonic() > deadline:
-            raise _NoAnswerError(f"{_who(function)} hung: no answer within {limit:g} s", "hung", function)
+        return self._child.poll()
 
     def _status(self) -> int | None:
         """How a worker ended whose socket is closed; None where it lives on without it."""
-        assert self._child is not None
         for _ in range(20):
-            if (status := self._child.poll()) is not None:
+            if (status := self._poll()) is not None:
                 return status
             time.sleep(TICK)
         return None
@@ -487,13 +504,31 @@ def _who(function: str | None) -> str:
     return function if function.startswith("task ") else f"reward function {function}"
 
 
-def _died(status: int | None, function: str | None) -> _NoAnswerError:
+def _answer(line: bytes, request: int, function: str | None) -> dict[str, Any]:
+    """What the worker says to this request. Raises _NoAnswerError where it is something else.
+
+    The user's code has the descriptor too, and so have the processes that it starts.
+    """
+    try:
+        answer = worker.decode(line)
+    except (ValueError, RecursionError):
+        answer = None
+    if isinstance(answer, dict):
+        answer = cast("dict[str, Any]", answer)
+        keys = answer.keys() - {"id"}
+        if answer.get("id") == request and keys in ({"value"}, {"calling"}, {"error", "kind", "failed"}):
+            return answer
+    said = reprlib.repr(line.decode("utf-8", "replace"))
+    raise _died(f"its connection carried {said}, which is no answer to this call", function)
+
+
+def _ended(status: int | None) -> str:
     if status is None:
-        how = "it closed its connection"
-    elif status < 0:
-        how = f"killed by {signal.Signals(-status).name}"
-    else:
-        how = f"exit status {status}"
+        return "it closed its connection"
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def _died(how: str, function: str | None) -> _NoAnswerError:
     return _NoAnswerError(f"{_who(function)} died: {how}", "died", function)
 
 

@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import json
 import math
+import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from evoalign.errors import ConfigError, RewardError
+from evoalign.plugins import FAILURES, described
 from evoalign.types import Example, Messages, Prompt
 
 Completion: TypeAlias = str | Messages
@@ -36,6 +38,8 @@ _OURS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Columns that would hide what TRL passes under, or keeps from, these names."""
 _LOGGERS = ("log_extra", "log_metric")
 _ABSENT = ("completion_ids", "trainer_state")
+SAVED = 20
+"""Completions of a batch that failed as a whole, which are kept to see it happen again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +111,15 @@ class RewardFunction:
         values: Any = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, list | tuple):
             raise RewardError(
-                f"reward function {self.name} returned {values!r}; return a list of numbers",
-                failure("value", self.name),
+                f"reward function {self.name} returned {shown(values)}; return a list of numbers",
+                failure("value", self.name, texts=batch.texts),
             )
         values = cast("Sequence[Any]", values)
         if len(values) != len(batch.texts):
             raise RewardError(
                 f"reward function {self.name} returned {len(values)} values for {len(batch.texts)} completions; "
                 "return one number, or None, for each",
-                failure("value", self.name),
+                failure("value", self.name, texts=batch.texts),
             )
         return [self._number(value, batch, row) for row, value in enumerate(values)]
 
@@ -123,7 +127,7 @@ class RewardFunction:
         number = None if value is None else finite(value)
         if value is not None and number is None:
             raise RewardError(
-                f"reward function {self.name} gave {value!r} for the completion {batch.texts[row][:80]!r}; "
+                f"reward function {self.name} gave {shown(value)} for the completion {batch.texts[row][:80]!r}; "
                 "return a finite number, float(x) of a truth value, or None where the function does not apply",
                 failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
             )
@@ -136,15 +140,34 @@ def finite(value: Any) -> float | None:
         plain: Any = value.item() if hasattr(value, "item") else value
     except (ValueError, RuntimeError):  # an array of several numbers
         return None
-    if isinstance(plain, bool) or not isinstance(plain, int | float) or not math.isfinite(plain):
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
         return None
-    return float(plain)
+    try:
+        number = float(plain)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: object) -> str:
+    """A value for a message: on one line, and short whatever it is."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except Exception:  # Python refuses to write integers of more than 4300 digits
+        return f"a value of type {type(value).__name__}"
 
 
 def failure(
-    reason: str, function: str, where: tuple[Prompt, str, Example] | None = None, trace: str | None = None
+    reason: str,
+    function: str,
+    where: tuple[Prompt, str, Example] | None = None,
+    trace: str | None = None,
+    texts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What `RewardError.failed` holds; `where` is the prompt, the completion and the example to blame, if one is."""
+    """What `RewardError.failed` holds; `where` is the prompt, the completion and the example to blame, if one is.
+
+    Where none is, `texts` are what the function was asked: `completions` holds the first of them, `count` how many.
+    """
     prompt, completion, example = where or (None, None, None)
     failed = {
         "reason": reason,
@@ -156,6 +179,8 @@ def failure(
         "attempts": 1,
         "seconds": None,
     }
+    if where is None and texts:
+        failed |= {"completions": list(texts[:SAVED]), "count": len(texts)}
     return json.loads(json.dumps(failed, default=repr, skipkeys=True))
 
 
@@ -173,15 +198,22 @@ def call_all(functions: Sequence[RewardFunction], batch: Batch, calling: Calling
     waiting = [i for i, f in enumerate(functions) if f.is_async]
     if waiting:
         tell(" or ".join(functions[i].name for i in waiting))
-        results |= zip(waiting, _run(_together([functions[i] for i in waiting], batch)), strict=True)
+        results |= zip(waiting, _run_all([functions[i] for i in waiting], batch), strict=True)
     return [function.checked(results[i], batch) for i, function in enumerate(functions)]
 
 
 def _guarded(function: RewardFunction, batch: Batch) -> Any:
     try:
         return function.call(batch)
-    except Exception as error:
-        raise _failed(function, error) from error
+    except FAILURES as error:
+        raise _failed(function.name, error, batch) from error
+
+
+def _run_all(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
+    try:
+        return _run(_together(functions, batch))
+    except (SystemExit, asyncio.CancelledError) as error:  # told apart from Ctrl-C, which cancels too, only out here
+        raise _failed(" or ".join(function.name for function in functions), error, batch) from error
 
 
 async def _together(functions: Sequence[RewardFunction], batch: Batch) -> list[Any]:
@@ -191,8 +223,8 @@ async def _together(functions: Sequence[RewardFunction], batch: Batch) -> list[A
 async def _awaited(function: RewardFunction, batch: Batch) -> Any:
     try:
         return await cast("Awaitable[Any]", function.call(batch))
-    except Exception as error:
-        raise _failed(function, error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(function.name, error, batch) from error
 
 
 def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
@@ -204,10 +236,10 @@ def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         return thread.submit(asyncio.run, work).result()
 
 
-def _failed(function: RewardFunction, error: Exception) -> RewardError:
+def _failed(name: str, error: BaseException, batch: Batch) -> RewardError:
     return RewardError(
-        f"reward function {function.name} failed: {type(error).__name__}: {error}; mend it",
-        failure("raised", function.name, trace="".join(traceback.format_exception(error))),
+        f"reward function {name} failed: {described(error)}; mend it",
+        failure("raised", name, trace="".join(traceback.format_exception(error)), texts=batch.texts),
     )
 
 

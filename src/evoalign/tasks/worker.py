@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which reward functions of the user's own run, so that it can be killed.
 
-It answers one request at a time over a socket, one line of JSON each; `isolation.py` is the other end. What the user's
+It answers one request at a time over a socket, one line of JSON each, under the number of the request; `isolation.py`
+is the other end. What the user's
 code prints goes to stderr. A guard process beside it kills the whole process group once the trainer is gone, however
 it went and whatever the worker is doing. (Linux's parent-death signal would spare the processes that a reward function
 has started, and comes when the *thread* that started the worker ends.)
@@ -25,6 +26,7 @@ from typing import Any, TypeAlias, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
+from evoalign.plugins import FAILURES, described
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.rewards import failure
@@ -64,26 +66,40 @@ def run(end: socket.socket, build: Build) -> None:
     _guard(end)
     _redirect()
     faulthandler.enable(2)  # a segmentation fault says where
-    lines = iter(end.makefile("rb"))
+    answers = _Answers(end)
     started: list[tuple[Task, Data | None]] = []
-    for line in lines:
+    for line in end.makefile("rb"):
         request = decode(line)
         if request["op"] == "close":
             break
+        answers.request = request["id"]
         if started:
             task, data = started[0]
             answer = _answered(partial(_work, task, data, request), f"task {task.name}")
         else:
-            answer = _answered(partial(_start, started, build, request, end), "the task")
-        end.sendall(answer)
+            answer = _answered(partial(_start, started, build, request, answers), "the task")
+        answers.send(answer)
 
 
-def _start(
-    started: list[tuple[Task, Data | None]], build: Build, request: Mapping[str, Any], end: socket.socket
-) -> int:
+class _Answers:
+    """Sends what belongs to a request, under its number. Only the worker does."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.request = -1
+        self._end = end
+        self._pid = os.getpid()
+
+    def send(self, answer: dict[str, Any]) -> None:
+        """Ends this process where it is a copy: the user's code forked, and came back twice."""
+        if os.getpid() != self._pid:
+            os._exit(1)
+        self._end.sendall(encode(answer | {"id": self.request}))
+
+
+def _start(started: list[tuple[Task, Data | None]], build: Build, request: Mapping[str, Any], answers: _Answers) -> int:
     task, data = build(request)
     if isinstance(task, Custom):
-        task.calling = lambda name: end.sendall(encode({"calling": name}))
+        task.calling = lambda name: answers.send({"calling": name})
     started.append((task, data))
     return os.getpid()
 
@@ -129,17 +145,18 @@ def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
     return OPERATIONS[request["op"]](task, request["texts"], [rows[i] for i in request["row_of"]])
 
 
-def _answered(work: Callable[[], Any], who: str) -> bytes:
-    """The line to send: the value, or what was raised. Only exceptions are caught: sys.exit() is a death."""
+def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:
+    """What to send: the value, or what was raised."""
     try:
-        return encode({"value": work()})
+        value = work()
+        encode(value)  # may raise too
+        return {"value": value}
     except EvoalignError as error:
         failed = error.failed if isinstance(error, RewardError) else None
-        return encode({"error": str(error), "kind": type(error).__name__, "failed": failed})
-    except Exception as error:
+        return {"error": str(error), "kind": type(error).__name__, "failed": failed}
+    except FAILURES as error:
         failed = failure("raised", who, trace=traceback.format_exc())
-        message = f"{who} failed: {type(error).__name__}: {error}; mend it"
-        return encode({"error": message, "kind": RewardError.__name__, "failed": failed})
+        return {"error": f"{who} failed: {described(error)}; mend it", "kind": RewardError.__name__, "failed": failed}
 
 
 def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
