@@ -176,6 +176,13 @@ def test_steps_that_undo_each_other():
     only(run, "successive updates undo each other (cosine -0.5", "es.learning_rate 0.01 (eta 1 instead of 2)")
 
 
+@pytest.mark.parametrize(("optimizer", "factor"), [("adam", 4.0), ({"name": "momentum", "momentum": 0.75}, 4.0)])
+def test_the_step_that_is_named_is_that_of_the_optimizer(optimizer, factor):
+    """16 members: an eta of 1 goes as far as one of 4, and is brought down to one of 0.5."""
+    run = Run(es={"learning_rate": 0.01, "optimizer": optimizer}).all([0.3] * 14, along=-0.6)
+    only(run, f"es.learning_rate {0.5 / factor * 0.01:.2g} (eta {0.5 / factor:.2g} instead of 1)")
+
+
 def test_steps_that_agree_or_have_nothing_to_do_with_each_other_are_fine():
     assert Run().all([0.3] * 30, along=0.5).warnings == []
     assert Run().all([0.3] * 30, along=0.0).warnings == []
@@ -369,7 +376,7 @@ def real(tree, folder):
     parts = assemble(from_dict(tree))
     try:
         diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
-        book = Journal(folder / "journal.jsonl", saving.header(parts))
+        book = Journal(folder / "journal.jsonl", saving.header(parts, None))
         warnings, rows = [], []
         for made in evolve.evolve(parts.config, parts.task, parts.data.train, parts.engine, parts.tokens, book):
             examples = [parts.data.train[row] for row in made.rows]

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from evoalign import estimate
+from evoalign import optimizer as optimizers
 from evoalign import probe as module
 from evoalign.cli import app
 from evoalign.config import from_dict
@@ -166,12 +169,71 @@ def test_the_end_of_the_ladder_is_told(gains, end):
         ([rung(1, 0.2, kept=0.3), rung(2, 0.1, kept=0.1)], START, "already breaks the model"),
         ([rung(0.1, 0.2, spread=0.03), rung(0.2, 0.1, spread=0.03)], Control(0.4, 0.5, 0.03), "at the noise floor"),
         ([rung(0.1, -0.2), rung(0.2, -0.1)], START, "chance"),
+        ([rung(1e-6, 0, spread=0, changed=0), rung(0.1, -0.2), rung(0.2, -0.1)], START, "chance"),
+        (
+            [rung(1e-6, 0, spread=0, changed=0), rung(1.0, 0, kept=0.1, changed=1.0)],
+            START,
+            "(0% of their completions change), and 1, the next, keeps 10% of the start's fitness; try widths between "
+            "1e-06 and 1 with --sigmas",
+        ),
+        ([rung(0.01, 0, spread=0, changed=0.3), rung(1.0, 0, kept=0.1)], START, "try widths between 0.01 and 1 "),
+        (
+            [rung(0.01, 0, spread=0, changed=0), rung(0.1, 0), rung(1.0, 0, kept=0.1)],
+            START,
+            "0.1, the next, is the first that tells them apart; try widths between 0.01 and 0.1 ",
+        ),
     ],
 )
 def test_no_signal(rungs, start, words):
     width, reason, warnings = recommend(rungs, "sigma", start, 1.0)
     assert width is None and reason == "no sigma of the ladder gives a signal to learn from"
     assert len(warnings) == 1 and words in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "share", "words"),
+    [
+        ("sgd", 1.0, "(eta 0.5): the largest"),
+        ("adam", 1 / 8**0.5, "(eta 0.177, with this optimizer as far as 0.5 with sgd)"),
+        ({"name": "momentum", "momentum": 0.8}, 0.2, "(eta 0.1, with this optimizer as far as 0.5 with sgd)"),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_optimizer(tmp_path, optimizer, share, words):
+    settings = tree(tmp_path, "lora", es={"optimizer": optimizer})
+    result = probe(settings, sigmas=[0.002, 0.004], members=8, examples=16)
+    assert result.learning_rate == pytest.approx(share * ETA * result.width)
+    assert words in result.reason and f"es.learning_rate {result.learning_rate:.4g} " in result.reason
+
+
+@pytest.mark.parametrize("optimizer", ["adam", {"name": "momentum", "momentum": 0.8}])
+def test_an_optimizer_reaches_as_far_as_is_said(optimizer):
+    """Random gradients of a population of 100, each 1 / 10 of a member's noise: where the mean is after 400."""
+    es = from_dict({"es": {"sigma": 0.01, "population_size": 100, "optimizer": optimizer}}).es
+    moving = optimizers.create(es.optimizer)
+    generator = torch.Generator().manual_seed(0)
+    far, plain = torch.zeros(2000), torch.zeros(2000)
+    for _ in range(400):
+        gradient = torch.randn(2000, generator=generator) / 10
+        far += moving.direction("w", gradient)
+        plain += gradient
+    assert float(far.norm() / plain.norm()) == pytest.approx(optimizers.reach(es), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "eta", "words"),
+    [
+        ("sgd", 1.0, None),
+        ("sgd", 2.5, "warning: eta 2.5 is outside 0.05 to 2.0 (the paper's is 0.5): steps overshoot"),
+        ("adam", 0.5, "warning: eta 0.5, which adam makes 2.5, is outside 0.05 to 2.0"),
+        ("adam", 0.02, None),
+        ("momentum", 0.5, "warning: eta 0.5, which momentum makes 5, is outside"),
+    ],
+)
+def test_the_warning_of_eta_knows_the_optimizer(optimizer, eta, words):
+    es = {"sigma": 0.01, "learning_rate": eta * 0.01, "population_size": 25, "optimizer": optimizer}
+    told = [line for line in estimate.step_lines(from_dict({"es": es}), None) if line.startswith("warning")]
+    assert len(told) == (words is not None)
+    assert words is None or told[0].startswith(words)
 
 
 def test_nothing_to_learn():

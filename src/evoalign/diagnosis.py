@@ -22,6 +22,7 @@ from evoalign.analysis import hacking
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.evaluation import rewards_of, stream
+from evoalign.optimizer import reach
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Generation, Layout, Request, Rollout
@@ -314,7 +315,7 @@ class Diagnosis:
         for name, words in HACKS.items():
             before, now = (_mean(rows, f"{name}_share") for rows in (self._rows[:WINDOW], self._rows[-WINDOW:]))
             if before is not None and now is not None and now - before > RISEN:
-                nearer = self._slower() if self.config.es.eta > LARGE_ETA else "es.decay 0.01"
+                nearer = self._slower() if self._eta() > LARGE_ETA else "es.decay 0.01"
                 return (
                     f"the reward rises while completions become {words} ({before:.0%} to {now:.0%}): it is likely "
                     "hacked; read the completions, mend the reward (task.rewards), or hold the model nearer to its "
@@ -374,11 +375,14 @@ class Diagnosis:
             return f"es.noise_multiplier {factor * es.width:.2g}"
         return f"es.sigma {factor * es.sigma:.2g} with es.learning_rate {factor * es.learning_rate:.2g}"
 
+    def _eta(self) -> float:
+        """The eta of plain SGD that goes as far."""
+        return self.config.es.eta * reach(self.config.es)
+
     def _slower(self) -> str:
-        es = self.config.es
-        eta = USUAL_ETA if es.eta > LARGE_ETA else es.eta / 2
-        rate = es.learning_rate * eta / es.eta
-        return f"es.learning_rate {rate:.2g} (eta {eta:.2g} instead of {es.eta:.2g})"
+        es, eta = self.config.es, self._eta()
+        share = USUAL_ETA / eta if eta > LARGE_ETA else 0.5
+        return f"es.learning_rate {share * es.learning_rate:.2g} (eta {share * es.eta:.2g} instead of {es.eta:.2g})"
 
     def _verdict(self) -> str:
         trend = self._trend()
@@ -390,7 +394,7 @@ class Diagnosis:
             f" between the first and the last third of {len(self._rows)} generations"
         )
         if abs(change) <= SURE * error or change == 0:
-            low = " (eta is below 0.05: raise es.learning_rate)" if self.config.es.eta < 0.05 else ""
+            low = " (eta is below 0.05: raise es.learning_rate)" if self._eta() < 0.05 else ""
             return f"not shown to learn: {figures}; that can be chance{low}"
         return f"{'learning' if change > 0 else 'getting worse'}: {figures}"
 

@@ -13,6 +13,7 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB, specs_of
 from evoalign.errors import ModelError
+from evoalign.optimizer import reach
 from evoalign.tokens import model_path
 from evoalign.types import Layout, TensorSpec
 
@@ -24,10 +25,12 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
     es = config.es
     lines = [f"eta {es.eta:.4g} (a step in units of the noise; {_how(config)})"]
     low, high = ETA_USUAL
-    if not low <= es.eta <= high:
-        slow = "steps are tiny: little will be learnt" if es.eta < low else "steps overshoot: the model may break"
+    eta = es.eta * reach(es)
+    if not low <= eta <= high:
+        slow = "steps are tiny: little will be learnt" if eta < low else "steps overshoot: the model may break"
+        own = "" if reach(es) == 1 else f", which {es.optimizer.name} makes {eta:.4g},"
         lines.append(
-            f"warning: eta {es.eta:.4g} is outside {low} to {high} (the paper's is 0.5): {slow}; "
+            f"warning: eta {es.eta:.4g}{own} is outside {low} to {high} (the paper's is 0.5): {slow}; "
             "change es.learning_rate"
         )
     if layout is not None:
