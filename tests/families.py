@@ -6,6 +6,8 @@ The weights are scaled so that greedy texts do not repeat one token and a small 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,12 +37,14 @@ COMMON = {
     "pad_token_id": 0,
 }
 _HASHES = ("config_hash", "noise_table", "tokenizer_hash", "data_hash", "model_hash", "weights_hash")
+_CONFIG = {"model": {"name": "Zoë"}}
 JOURNAL_HEADER: dict[str, Any] = {
     **{name: f"{i:064x}" for i, name in enumerate(_HASHES)},
+    "config_hash": hashlib.sha256(json.dumps(_CONFIG, sort_keys=True).encode()).hexdigest(),
     "versions": {"evoalign": "0.1.0"},
     "device": "cpu",
     "dtype": "float32",
-    "config": {"model": {"name": "Zoë"}},
+    "config": _CONFIG,
     "given_as": None,
     "space": "lora",
     "evolved_parameters": 8,

@@ -15,12 +15,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.errors import CheckpointError, ModelError
@@ -35,6 +37,9 @@ OWN = (RECORD, OPTIMIZER, MEAN)
 """Patterns of the files that only evoalign reads."""
 SHARD_BYTES = 5 * 10**9
 
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+PlainName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=255)]
+"""Of a file in the folder itself."""
 State = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -51,14 +56,39 @@ class Mark:
     reward: float | None = None
 
 
+class _Record(BaseModel):
+    """What evoalign.json may hold: it comes from anywhere."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    format_version: Literal[1]
+    generation: Annotated[int, Field(ge=0, lt=2**32)]
+    weights_hash: Hash
+    journal: Hash
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None
+    files: dict[PlainName, Hash]
+    hash: Hash
+
+
 def write_text(path: Path, text: str) -> None:
     """Write, flush to disk, then rename into place."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """A file that is written under another name, flushed to disk and renamed; gone where that fails."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -104,18 +134,8 @@ def save(
 
 def verify(folder: Path) -> Mark:
     """What a saved mean says of itself. Raises CheckpointError naming the file that is missing or was altered."""
-    file = folder / RECORD
-    try:
-        text = file.read_text(encoding="utf-8")
-        record: Any = json.loads(text)
-        digests: dict[str, str] = record["files"]
-        del record["hash"]
-        whole = text == _record_text(record) and record["format_version"] == FORMAT_VERSION
-        mark = Mark(record["generation"], record["weights_hash"], record["journal"], record["reward"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
-    if not whole:
-        raise CheckpointError(f"{file} was altered, or is of another release")
+    record = _record_of(folder)
+    digests = record.files
     for found in folder.glob("*.safetensors"):
         if found.name not in digests:
             raise CheckpointError(f"{found} does not belong there")
@@ -124,7 +144,7 @@ def verify(folder: Path) -> Mark:
             raise CheckpointError(f"{folder / name} is missing")
         if _file_digest(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
-    return mark
+    return Mark(record.generation, record.weights_hash, record.journal, record.reward)
 
 
 def holds(folder: Path, mark: Mark) -> bool:
@@ -138,10 +158,23 @@ def holds(folder: Path, mark: Mark) -> bool:
 def reward_of(folder: Path) -> float | None:
     """The reward that a saved mean was marked with; None where there is none to be read."""
     try:
-        reward: Any = json.loads((folder / RECORD).read_text(encoding="utf-8"))["reward"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return _record_of(folder).reward
+    except CheckpointError:
         return None
-    return float(reward) if isinstance(reward, int | float) else None
+
+
+def _record_of(folder: Path) -> _Record:
+    """What evoalign.json says, unaltered. Raises CheckpointError."""
+    file = folder / RECORD
+    try:
+        text = file.read_text(encoding="utf-8")
+        found: Any = json.loads(text)
+        record = _Record.model_validate(found)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
+    if text != _record_text({name: value for name, value in found.items() if name != "hash"}):
+        raise CheckpointError(f"{file} was altered, or is of another release")
+    return record
 
 
 def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -155,8 +188,20 @@ def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[st
     missing = [name for name in wanted if name not in state]
     if missing:
         raise CheckpointError(f"{folder} has no {missing[0]}; was it saved by a run with other settings?")
-    optimizer = folder / OPTIMIZER
-    return state, _load_file(optimizer) if optimizer.is_file() else {}
+    slots = _load_file(folder / OPTIMIZER) if (folder / OPTIMIZER).is_file() else {}
+    _check_shapes(folder, layout, state, slots)
+    return state, slots
+
+
+def _check_shapes(
+    folder: Path, layout: Layout, state: Mapping[str, torch.Tensor], slots: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise CheckpointError for a tensor, or an optimizer's `slot:tensor`, of another shape than the layout's."""
+    shapes = {t.name: t.shape for t in (*layout.tensors, *layout.frozen)}
+    for name, tensor in (*state.items(), *slots.items()):
+        slot, _, of = name.rpartition(":")
+        if tuple(tensor.shape) != (() if slot == "count" else shapes.get(of)):
+            raise CheckpointError(f"{folder} holds {name!r} of shape {tuple(tensor.shape)}, which cannot be")
 
 
 def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -192,7 +237,7 @@ def _write_model(folder: Path, config: Config, layout: Layout, base: str, state:
 
     revision = config.model.revision
     model: Any = AutoModelForCausalLM.from_pretrained(
-        base, revision=revision, dtype=layout.torch_dtype, trust_remote_code=False
+        base, revision=revision, dtype=layout.torch_dtype, trust_remote_code=False, use_safetensors=True
     )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -248,7 +293,6 @@ def _save_file(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(dict(tensors), file, metadata={"format": "pt"})
-    file.chmod(0o644)  # a server under another user reads it too
 
 
 def _load_file(file: Path) -> dict[str, torch.Tensor]:
@@ -278,7 +322,16 @@ class filled:  # noqa: N801  # reads as a verb at the `with`
         if kind is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             return
+        try:
+            self._put()
+        except BaseException:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
+
+    def _put(self) -> None:
+        mode = 0o666 & ~_umask()
         for path in _below(self._temporary):
+            path.chmod(mode)  # safetensors gives 0600, and a server under another user reads them too
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(self._temporary)
@@ -288,6 +341,13 @@ class filled:  # noqa: N801  # reads as a verb at the `with`
             self._folder.rmdir()  # fails where something has come into it
         self._temporary.replace(self._folder)
         sync_folder(self._folder.parent)
+
+
+def _umask() -> int:
+    """What the user keeps from others. It can only be read by setting it; for that moment, to the strictest."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -15,6 +15,9 @@ import typer
 from evoalign.errors import EvoalignError, StoppedError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evoalign.config import Config
     from evoalign.doctor import Finding
 
 app = typer.Typer(
@@ -108,14 +111,12 @@ def show_journal(
     debug: Debug = False,
 ) -> None:
     """Print a run's journal as a table, and whether it is whole."""
-    from rich.console import Console
-
     from evoalign.errors import JournalError
     from evoalign.replaying import log_of
     from evoalign.report.log import journal_table
 
     log = log_of(run)
-    journal_table(log, Console())
+    journal_table(log, _console())
     if log.damage is not None:
         raise JournalError(log.damage.message)
 
@@ -187,12 +188,10 @@ def probe(
 
     resolved, widths = load([config, *(more or [])], set_ or []), _numbers(sigmas)
     _quiet()
-    from rich.console import Console
-
     from evoalign import probe as measure
 
     result = measure.probe(resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo)
-    Console().print(measure.table(result))
+    _console().print(measure.table(result))
     typer.echo("\n".join(measure.lines(result)))
     if json_ is not None:
         import json
@@ -276,17 +275,12 @@ def main() -> None:
     try:
         app()
     except StoppedError as stopped:  # after a whole generation, with the exit code that shells give a signal
-        typer.echo(str(stopped), err=True)
+        _say(stopped)
         sys.exit(128 + stopped.signal)
-    except EvoalignError as error:
+    except (EvoalignError, OSError) as error:  # the latter of a disk that is full, a folder that may not be written
         if "--debug" in sys.argv:
             traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except OSError as error:  # a disk that is full, a folder that may not be written
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}")
         sys.exit(2)
 
 
@@ -295,6 +289,16 @@ def _run_of(config: Path) -> Path | None:
     folder = config if config.is_dir() else config.parent
     inside = config.is_dir() or config.name == "config.yaml"
     return folder if inside and any((folder / n).is_file() for n in ("manifest.json", "journal.jsonl")) else None
+
+
+def _say(message: object) -> None:
+    """On stderr, with control characters written out: a message may quote a file that came from anywhere."""
+    text = str(message)
+    if not text.replace("\n", "").isprintable():
+        from evoalign.report.tables import visible
+
+        text = "\n".join(visible(line) for line in text.split("\n"))
+    typer.echo(text, err=True)
 
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
@@ -307,19 +311,33 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         return None
     extra = [f"task.name={task}"] if task else []
     if is_run:
-        if not files:
-            from evoalign.targets import of_run
-
-            of_run(Path(target))
         ours = load([own, *files], sets)
-        if task is None or task == ours.task.name:
-            return ours
-        return from_dict({**ours.model_dump(), "task": {"name": task}})  # its data files are those of another task
+        if task is not None and task != ours.task.name:  # the run's data files are those of another task
+            ours = from_dict({**ours.model_dump(), "task": {"name": task}})
+        if own.resolve() not in [file.resolve() for file in files]:
+            _refuse_code_of_run(own, ours, files, [*sets, *extra])
+        return ours
     if files:
         return load(files, [*sets, *extra])
     from evoalign.config import parse_overrides
 
     return from_dict(parse_overrides({"es": {"sigma": 0.001}}, [*sets, *extra])) if task else None
+
+
+def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list[str]) -> None:
+    """Raise ConfigError where the run alone names code: a downloaded run may not say what is imported."""
+    from evoalign.config import code_of, read
+    from evoalign.errors import ConfigError
+
+    asked: dict[str, Any] = read(files, sets)
+    space, task = asked.get("space"), asked.get("task") or {}
+    named = {space if isinstance(space, str) else (space or {}).get("name"), task.get("name"), *task.get("rewards", [])}
+    code = [name for name in code_of(config) if name not in named]
+    if code:
+        raise ConfigError(
+            f"{own.parent} names code of its own ({', '.join(code)}), which is not run unasked; "
+            f"if you trust it, pass it with --config {own}"
+        )
 
 
 def _integers(text: str | None) -> list[int] | None:
@@ -345,13 +363,22 @@ def _numbers(text: str | None) -> list[float] | None:
 
 
 def _show(measures: dict[str, float]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("measure", "mean")
     for name, value in measures.items():
         table.add_row(name, f"{value:.4f}")
-    Console().print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Where there is no terminal, wide enough that no table is wrapped."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 200)
+    return console
 
 
 def _show_findings(found: Iterable[Finding]) -> list[Finding]:

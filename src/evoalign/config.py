@@ -292,10 +292,20 @@ class Config(Section):
 
 def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     """Read YAML files, later ones winning, then `a.b=c` overrides. Raises ConfigError."""
+    return from_dict(read(files, overrides))
+
+
+def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What `load` checks: the settings of all files and overrides together. Raises ConfigError."""
     tree: dict[str, Any] = {}
     for file in files:
         tree = _merge(tree, _read(Path(file)))
-    return from_dict(parse_overrides(tree, overrides))
+    return parse_overrides(tree, overrides)
+
+
+def code_of(config: Config) -> list[str]:
+    """The import paths that a config names: code that runs with it."""
+    return [name for name in (config.space.name, config.task.name, *config.task.rewards) if ":" in name]
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -213,9 +213,11 @@ def _load(path: str, revision: str | None = None, dtype: str = "auto") -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model {path} does not load: {_one_line(error)}") from error
+        raise ModelError(f"model {path} does not load: {tokens.why_not(error)}") from error
 
 
 def _check_base(model: Any, source: _Source) -> None:

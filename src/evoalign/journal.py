@@ -28,16 +28,17 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evoalign.checkpoint import sync_folder
+from evoalign.checkpoint import Hash, sync_folder
 from evoalign.config import FORMAT_VERSION
 from evoalign.errors import JournalError
 from evoalign.types import Member, Update
 
 GENESIS = "0" * 64
 
-Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Word = Annotated[int, Field(ge=0, lt=2**32)]
+"""A word of the noise counter."""
 
 
 class _Line(BaseModel):
@@ -56,7 +57,7 @@ class Header(_Line):
     format_version: int
     versions: dict[str, str]
     device: str
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     """The one the model was served in."""
     config: dict[str, Any]
     config_hash: Hash
@@ -72,12 +73,18 @@ class Header(_Line):
     weights_hash: Hash
     """Of the mean before the first update."""
 
+    @model_validator(mode="after")
+    def _hash_of_config(self) -> Header:
+        if self.config_hash != hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest():
+            raise ValueError("config_hash is not that of config")
+        return self
+
 
 class _Updated(_Line):
     type: Literal["update"]
-    index: Count
-    generation: Count
-    members: list[Count]
+    index: Word
+    generation: Word
+    members: Annotated[list[Word], Field(min_length=1)]
     signs: list[Literal[-1, 1]]
     scores: list[Finite]
     coefficients: list[Finite]
@@ -90,12 +97,14 @@ class _Updated(_Line):
     def _one_each(self) -> _Updated:
         if len({len(self.members), len(self.signs), len(self.scores), len(self.coefficients)}) > 1:
             raise ValueError("members, signs, scores and coefficients differ in number")
+        if self.generation != self.index:
+            raise ValueError(f"generation {self.generation} is not index {self.index}")
         return self
 
 
 class _Sealed(_Line):
     type: Literal["seal"]
-    index: Count
+    index: Word
     weights_hash: Hash
 
 
@@ -287,12 +296,12 @@ def _parse(text: bytes, previous: str) -> tuple[dict[str, Any], str]:
     """A line without its hash, and the hash. Raises _BadLineError."""
     try:
         line: object = json.loads(text.decode("ascii"), parse_float=_finite, parse_constant=_finite)
+        canonical = _dump(line) + b"\n" == text
     except (ValueError, RecursionError):  # not ASCII, not JSON, not a number that a journal can hold
-        line = None
+        line, canonical = None, False
     if not text.endswith(b"\n") or not isinstance(line, dict):
         raise _BadLineError("is cut or damaged")
     found = cast(dict[str, Any], line)
-    canonical = _dump(found) + b"\n" == text
     digest = found.pop("hash", None)
     if not canonical or digest != _digest(found) or found.get("previous") != previous:
         raise _BadLineError("was altered or does not follow from the line before it")
@@ -304,15 +313,16 @@ def _model(kind: type[_M], line: Mapping[str, Any]) -> _M:
         return kind.model_validate(dict(line))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = json.dumps(".".join(map(str, first["loc"])))[1:-1]  # a name may hold any character
         raise _BadLineError(f"holds {where or 'a record'} that cannot be: {first['msg']}") from None
 
 
 def _up_to(generations: Sequence[Recorded]) -> str:
     done = _sealed(generations)
     if not done:
-        return "before it is the start of the run alone"
-    return f"the run is whole up to generation {done} (line {1 + 2 * done})"
+        return "before it is the start of the run alone: keep its first line to begin from there"
+    lines = 1 + 2 * done
+    return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to go on from there"
 
 
 def _finite(text: str) -> float:
@@ -326,5 +336,5 @@ def _digest(line: Mapping[str, Any]) -> str:
     return hashlib.sha256(_dump(line)).hexdigest()
 
 
-def _dump(line: Mapping[str, Any]) -> bytes:
+def _dump(line: object) -> bytes:
     return json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

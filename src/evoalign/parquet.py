@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evoalign.checkpoint import sync_folder
+from evoalign.checkpoint import replacing
 from evoalign.errors import DataError
 
 
@@ -20,13 +19,8 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     table = pyarrow.Table.from_pylist(list(rows))
     fields = [f.with_type(pyarrow.string()) if pyarrow.types.is_null(f.type) else f for f in table.schema]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         parquet.write_table(table.cast(pyarrow.schema(fields)), file, write_page_checksum=True)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -106,10 +106,18 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
-    """Make an engine ready for the config's space."""
+    """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is."""
     space = spaces.create(config)
     layout = layout_of(space, engine.specs(), engine.dtype)
-    facts = engine.start(space, layout, optimizer.create(config.es.optimizer), config.es.decay > 0)
+    try:
+        facts = engine.start(space, layout, optimizer.create(config.es.optimizer), config.es.decay > 0)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+            raise
+        mend = "use space lora" if space.name == "full" else f"lower {space.name}.rank or {space.name}.target_layers"
+        raise ModelError(
+            f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {mend}"
+        ) from error
     return space, layout, facts
 
 

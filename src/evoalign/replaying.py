@@ -73,13 +73,17 @@ def rebuilt(
 
 
 def config_of(log: Log, model: str | None = None) -> Config:
-    """The config that a journal was made with, as far as it decides the weights. Raises ConfigError.
+    """The config that a journal was made with, as far as it decides the weights. Raises ConfigError, JournalError.
 
     A journal may come from anywhere, so it does not say what is imported.
     """
-    tree = from_dict(log.header.config).model_dump()
+    try:
+        tree = from_dict(log.header.config).model_dump()
+    except ConfigError as error:
+        wrong = "; ".join(str(error).splitlines())
+        raise JournalError(f"{log.path}, line 1 holds a config that cannot be: {wrong}") from error
     tree["model"] |= {"dtype": log.header.dtype} | ({} if model is None else {"name": model, "revision": None})
-    tree["engine"] |= {"device": "auto"}  # updates have the same bits on every device
+    tree["engine"] = {}  # updates have the same bits whatever it says
     config = from_dict(tree)
     if ":" in config.space.name:
         raise ConfigError(

@@ -22,7 +22,10 @@ def model_path(config: ModelConfig) -> str:
     if name == "tiny":
         return str(tiny())
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise ModelError(f"model.name: {name} names the home of nobody here") from None
     if looks_local and not path.is_dir():
         raise ModelError(f"model.name: no folder {name}")
     return str(path) if path.is_dir() else name
@@ -97,6 +100,14 @@ def load(config: ModelConfig) -> Tokens:
     if tokenizer.eos_token_id is not None:
         stop.add(int(tokenizer.eos_token_id))
     return Tokens(tokenizer, sorted(stop))
+
+
+def why_not(error: Exception) -> str:
+    """Why a model does not load, in one line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "file named model.safetensors" in line:
+        return "it has no model.safetensors, and weights in any other form are not read; convert it to safetensors"
+    return line
 
 
 def _one_line(error: Exception) -> str:

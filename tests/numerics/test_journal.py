@@ -6,7 +6,6 @@ import json
 import math
 import re
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,7 +109,9 @@ def fails_at(path, number, cut=False):
     assert log.sealed == (number - 2) // 2 and len(log.generations) == (number - 1) // 2
     assert log.size == sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[: number - 1])
     if log.sealed:
-        assert f"whole up to generation {log.sealed} (line {2 * log.sealed + 1})" in log.damage.message
+        lines = 2 * log.sealed + 1
+        assert f"whole up to generation {log.sealed} (line {lines})" in log.damage.message
+        assert f"keep its first {lines} lines to go on from there" in log.damage.message
     if cut:
         assert log.whole().damage is None
     else:
@@ -210,11 +211,10 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
     finite,
     st.floats(1e-300, 1e100),
     st.floats(0, 0.999),
-    st.integers(0, 2**31),
     st.booleans(),
 )
-def test_an_update_comes_back_bit_for_bit(tmp_path_factory, coefficients, sigma, step, decay, index, antithetic):
-    written = replace(update(index, coefficients, sigma=sigma, step=step, decay=decay, antithetic=antithetic), index=0)
+def test_an_update_comes_back_bit_for_bit(tmp_path_factory, coefficients, sigma, step, decay, antithetic):
+    written = update(0, coefficients, sigma=sigma, step=step, decay=decay, antithetic=antithetic)
     file = tmp_path_factory.mktemp("j") / "journal.jsonl"
     book = Journal(file, HEADER)
     book.append(written, coefficients)
@@ -257,6 +257,14 @@ def relinked(lines):
         (2, {"members": [0, 0, 1]}),
         (2, {"coefficients": "abcd"}),
         (4, {"step": None}),
+        (1, {"config_hash": "0" * 64}),
+        (1, {"config": {"model": {"name": "another"}}}),
+        (1, {"dtype": "load"}),
+        (1, {"evolved_parameters": 2**63}),
+        (2, {"members": [0, 0, 1, 2**32]}),
+        (2, {"generation": 1}),
+        (2, {"members": [], "signs": [], "scores": [], "coefficients": []}),
+        (4, {"scores": [10**400, 0, 0, 0]}),
         (4, {"more": 1}),
         (5, {"weights_hash": 7}),
         (5, {"index": 0}),

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from evoalign.journal import Header, Log, Recorded
+from evoalign.report.tables import visible
 
 
 def journal_table(log: Log, console: Console) -> None:
     """Prints what the run is, one row for each generation, and how far the journal is whole."""
+    ascii_only = not console.encoding.startswith("utf")
     for line in _head(log.header):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(visible(line, ascii_only=ascii_only), markup=False, highlight=False, soft_wrap=True)
     table = Table("generation", "mean", "best", "worst", "std", "rms c", "sigma", "step", "weights_hash")
     for column in table.columns[:-1]:
         column.justify = "right"
@@ -28,8 +31,9 @@ def journal_table(log: Log, console: Console) -> None:
 
 
 def _head(header: Header) -> Iterator[str]:
-    model = header.config.get("model", {})
-    yield f"model {model.get('name')}, revision {model.get('revision')}, {header.dtype}, hash {header.model_hash[:16]}"
+    model: object = header.config.get("model")
+    named = cast(dict[str, object], model) if isinstance(model, dict) else {}
+    yield f"model {named.get('name')}, revision {named.get('revision')}, {header.dtype}, hash {header.model_hash[:16]}"
     yield f"space {header.space}, {header.evolved_parameters:,} numbers evolve, seed {header.config.get('seed')}"
     yield f"made on {header.device} with {', '.join(f'{k} {v}' for k, v in header.versions.items())}"
 
@@ -37,16 +41,10 @@ def _head(header: Header) -> Iterator[str]:
 def _cells(recorded: Recorded) -> Iterator[str]:
     fitness_M = np.asarray(recorded.fitness_M)
     update = recorded.update
-    rms_c = float(np.sqrt(np.mean(np.square(update.coefficients))))
+    with np.errstate(over="ignore", invalid="ignore"):
+        rms_c = np.sqrt(np.mean(np.square(update.coefficients)))
+        spread = (fitness_M.mean(), fitness_M.max(), fitness_M.min(), fitness_M.std())
     yield str(update.generation + 1)
-    for value in (
-        fitness_M.mean(),
-        fitness_M.max(),
-        fitness_M.min(),
-        fitness_M.std(),
-        rms_c,
-        update.sigma,
-        update.step,
-    ):
+    for value in (*spread, rms_c, update.sigma, update.step):
         yield f"{value:.4g}"
     yield recorded.weights_hash[:16] if recorded.weights_hash else "not sealed"

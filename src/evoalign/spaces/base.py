@@ -132,7 +132,10 @@ class Space(ABC):
         gradient = self.gradient(layout, name, update, slices, master.device)
         direction = gradient if optimizer is None else optimizer.direction(name, gradient)
         if update.decay:
-            assert start is not None, "decay needs the starting weights"
+            if start is None:
+                raise ConfigError(
+                    f"an update decays by {update.decay:g}, and es.decay of its config is 0: altered by hand?"
+                )
             master.sub_((master - start).mul_(update.decay))
         master.add_(direction.mul_(update.step * layout[name].scale))
 
@@ -174,6 +177,13 @@ def targets(
         s for s in linear
         if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
     ]  # fmt: skip
+
+
+def check_rank(rank: int, matrices: Sequence[TensorSpec], section: str) -> None:
+    """Raise ConfigError for factors larger than any of the matrices that they are for."""
+    most = max((min(s.shape) for s in matrices), default=rank)
+    if rank > most:
+        raise ConfigError(f"{section}.rank: {rank} exceeds the rank of every chosen matrix, {most} at most; lower it")
 
 
 def module_of(name: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from evoalign import noise as noise_source
-from evoalign.spaces.base import Adapter, Master, Space, scales, signed, targets
+from evoalign.spaces.base import Adapter, Master, Space, check_rank, scales, signed, targets
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, TensorSpec
 
 
@@ -29,6 +29,7 @@ class Lora(Space):
         """Factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of each target."""
         section = self.config.lora
         matrices = targets(specs, section.target_layers, section.target_modules, "lora")
+        check_rank(section.rank, matrices, "lora")
         scale = scales(self.config, matrices)
         tensors: list[EvolvedTensor] = []
         frozen: list[EvolvedTensor] = []

@@ -21,6 +21,7 @@ from evoalign.spaces.base import (
     Master,
     Space,
     batched,
+    check_rank,
     evolved,
     pair_weights,
     scales,
@@ -41,6 +42,7 @@ class LowRank(Space):
         """The target matrices."""
         section = self.config.lowrank
         matrices = targets(specs, section.target_layers, section.target_modules, "lowrank")
+        check_rank(section.rank, matrices, "lowrank")
         scale = scales(self.config, matrices)
         return Layout(
             tensors=tuple(evolved(s, scale[s.layer]) for s in matrices),
@@ -84,6 +86,8 @@ class LowRank(Space):
         rows, columns = (s.stop - s.start for s in slices)
         total = torch.zeros(rows, columns, dtype=torch.float32, device=device)
         summed, width = pair_weights(update), update.sigma * layout[name].scale
+        if not width:  # noise of no width moves nothing
+            return total
         for streams in batched(list(summed), 256):
             members = [Member(-1, stream, 1) for stream in streams]
             factors = self._served(layout, name, update.generation, update.sigma, members, slices, device)

@@ -23,7 +23,7 @@ from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, model_path
+from evoalign.tokens import Tokens, model_path, why_not
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorKind, TensorSpec, Update
 
 DEFAULT_MEMORY_GIB = 2.0
@@ -296,12 +296,12 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
             revision=config.model.revision,
             dtype=getattr(torch, dtype),
             trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, with the tensor's name
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"model {config.model.name} does not load: {line}") from error
+        raise ModelError(f"model {config.model.name} does not load: {why_not(error)}") from error
     model, info = loaded
     _check_whole(config.model.name, info)
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())

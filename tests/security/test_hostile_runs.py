@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs from elsewhere, made by someone who wants to run code, kill the process or write on the terminal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from evoalign import checkpoint, cli, engines, exporting, journal, parquet, parts, replaying, tokens
+from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
+from evoalign.spaces.lora import Lora
+from evoalign.types import Layout
+from families import build, make_config
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "0.1.0"
+ESC = "\x1b]0;owned\x07\x1b[2J"
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, started in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["evoalign", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        captured = capsys.readouterr()
+        return Done(int(end.value.code or 0), captured.out, captured.err)
+
+    return go
+
+
+# --- code -----------------------------------------------------------------------------------------------------------
+
+EVIL = """
+from pathlib import Path
+Path("owned").touch()
+def reward(completions, **kwargs): return [0.0] * len(completions)
+"""
+CODE = {
+    "reward": "task: {name: custom, rewards: ['evil.py:reward']}",
+    "task": "task: {name: 'evil:Task'}",
+    "space": "space: {name: 'evil:Space'}",
+}
+
+
+@pytest.fixture(params=list(CODE))
+def named(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A run that names code, in the folder of that code; how its config says so."""
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(f"es: {{sigma: 0.01}}\n{CODE[request.param]}\n")
+    (tmp_path / "run/journal.jsonl").touch()
+    (tmp_path / "mine.yaml").write_text("evaluation: {max_tokens: 4}\n")
+    (tmp_path / "code.yaml").write_text(CODE[request.param] + "\n")
+    return request.param
+
+
+@pytest.mark.parametrize("words", [[], ["-c", "mine.yaml"], ["-s", "evaluation.max_tokens=4"]], ids=str)
+def test_a_run_does_not_say_what_code_runs(words: list[str], named: str, run: Run, tmp_path: Path) -> None:
+    done = run("eval", "run", *words)
+    assert done.code == 2 and "names code of its own (evil" in done.err and "--config run/config.yaml" in done.err
+    assert not (tmp_path / "owned").exists()
+
+
+def test_another_task_does_not_bring_the_space_of_a_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(f"es: {{sigma: 0.01}}\n{CODE['space']}\n")
+    (tmp_path / "run/journal.jsonl").touch()
+    done = run("eval", "run", "--task", "conciseness")
+    assert done.code == 2 and "names code of its own (evil:Space)" in done.err
+
+
+@pytest.mark.parametrize("file", ["run/config.yaml", "./run/../run/config.yaml", "code.yaml"])
+def test_the_users_own_word_for_it_is_taken(file: str, named: str, run: Run) -> None:
+    """The next thing in the way is that this run has no weights."""
+    for words in (["-c", file], ["-c", "mine.yaml", "-c", file]):
+        done = run("eval", "run", *words)
+        assert done.code == 2 and "saved no weights" in done.err, done.err
+
+
+def test_weights_in_pickle_form_are_not_read(tmp_path: Path) -> None:
+    folder = build("llama", tmp_path / "model")
+    config = make_config(folder)
+    served = parts.serve(config)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"does not load: it has no model\.safetensors.*convert it") as caught:
+        engines.create(config, tokens.load(config.model))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match="convert it to safetensors"):
+        exporting._load(str(folder))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        checkpoint.save(
+            tmp_path / "saved", MARK, config, served.layout, str(folder), served.engine.state, adapter=False
+        )
+    served.close()
+
+
+# --- journals whose chain was made anew -----------------------------------------------------------------------------
+
+
+def digest(value: object, **form: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, **form).encode()).hexdigest()
+
+
+def forge(file: Path, source: str = "lora", header: Mapping[str, Any] = {}, update: Mapping[str, Any] = {}) -> Path:
+    """A golden journal with other values (dotted names) in its header and first update, and every hash made right."""
+    lines = [json.loads(text) for text in (GOLDEN / f"{source}.jsonl").read_text().splitlines()]
+    for line, changes in ((lines[0], header), (lines[1], update)):
+        for name, value in changes.items():
+            *path, last = name.split(".")
+            place = line
+            for part in path:
+                place = place[part]
+            place[last] = value
+    lines[0]["config_hash"] = digest(lines[0]["config"])
+    previous, texts = "0" * 64, []
+    for line in lines:
+        line["previous"] = previous
+        del line["hash"]
+        previous = line["hash"] = digest(line, separators=(",", ":"))
+        texts.append(json.dumps(line, sort_keys=True, separators=(",", ":")))
+    file.write_text("\n".join(texts) + "\n")
+    return file
+
+
+def test_a_forged_journal_is_read(tmp_path: Path) -> None:
+    """Else the tests below would prove nothing."""
+    same = forge(tmp_path / "j")
+    assert same.read_bytes() == (GOLDEN / "lora.jsonl").read_bytes()
+    log = journal.read(forge(tmp_path / "k", header={"config.seed": 6}, update={"sigma": 0.5}))
+    assert log.damage is None and log.sealed == 4
+
+
+HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a rank beyond memory": ("lora", {"config.lora.rank": 10**12}, r"lora.rank: 1000000000000 exceeds"),
+    "a rank beyond integers": ("lora", {"config.lora.rank": 10**30}, r"lora.rank: 10{30} exceeds"),
+    "a low rank beyond memory": ("lowrank", {"config.lowrank.rank": 10**12}, r"lowrank.rank: 1000000000000 exceeds"),
+    "a config without es": ("lora", {"config": {}}, r"line 1 holds a config that cannot be: missing setting es"),
+    "two wrong settings": ("lora", {"config.seed": -1, "config.lora.rank": 0}, r"cannot be: seed: .*; lora\.rank: "),
+    "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "home of nobody"),
+    "a nul in a name": ("lora", {"config.model.name": "./a\0b"}, "no folder"),
+    "code": ("lora", {"config.space": {"name": "evil:Space"}}, "names code of its own"),
+    "control characters": ("lora", {"config.model.name": f"./{ESC}"}, "no folder"),
+    "control characters in a setting": ("lora", {"config.task.name": "countdown", f"config.{ESC}": 1}, "unknown"),
+    "a line that breaks": ("lora", {"config.space": {"name": "a:b\n\x1b[1A"}}, "names code of its own"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_hostile_header_is_one_line(name: str, run: Run, tmp_path: Path) -> None:
+    source, header, message = HEADERS[name]
+    file = forge(tmp_path / "journal.jsonl", source, header)
+    done = run("replay", file)
+    assert done.code == 2
+    with pytest.raises(EvoalignError, match=message):
+        replaying.replay(file)
+    assert done.err.replace("\n", "").isprintable() and done.err.count("\n") <= 2, done.err
+    shown = run("journal", file)
+    assert shown.code == 0 and "\x1b" not in shown.out + shown.err
+
+
+UPDATES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "noise of no number": ("lora", {"members": [0, 1, 2, 2**32]}, "line 2 holds members.3 that cannot be"),
+    "a generation of no number": ("lora", {"generation": 2**70}, "line 2 holds generation that cannot be"),
+    "another generation": ("lora", {"generation": 3}, "generation 3 is not index 0"),
+    "nobody": ("lora", {"members": [], "signs": [], "scores": [], "coefficients": []}, "line 2 holds members"),
+    "a decay unheard of": ("full", {"decay": 0.01}, "decays by 0.01"),
+    "noise of no width": ("lowrank", {"sigma": 0.0}, "comes out as"),
+    "numbers that overflow": ("lora", {"coefficients": [1e308] * 4, "scores": [1e308] * 4}, "comes out as"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.filterwarnings("error")
+def test_a_hostile_update_is_one_line(name: str, run: Run, tmp_path: Path) -> None:
+    source, update, message = UPDATES[name]
+    header = {"config.es.decay": 0.0} if "decay" in update else {}
+    done = run("replay", forge(tmp_path / "journal.jsonl", source, header, update))
+    assert done.code == 2 and done.err.count("\n") == 1 and message in done.err, done.err
+    shown = run("journal", tmp_path / "journal.jsonl")
+    assert shown.code in (0, 2) and "Traceback" not in shown.err
+
+
+def test_settings_that_only_cost_are_not_taken_over(tmp_path: Path) -> None:
+    engine = {"name": "transformers", "device": "cuda:7", "threads": 10**9, "memory_gib": 1e9, "max_rows": 10**9}
+    file = forge(tmp_path / "j", header={"config.engine": engine})
+    config = replaying.config_of(journal.read(file))
+    assert config.engine == type(config.engine)()
+    threads = torch.get_num_threads()
+    assert replaying.replay(file) == journal.read(file).generations[-1].weights_hash
+    assert torch.get_num_threads() == threads
+
+
+def test_a_config_that_is_not_the_one_of_its_hash(tmp_path: Path) -> None:
+    file = forge(tmp_path / "j")
+    lines = file.read_text().splitlines()
+    first = json.loads(lines[0])
+    first["config"]["seed"] = 6
+    del first["hash"]
+    first["hash"] = digest(first, separators=(",", ":"))
+    file.write_text(json.dumps(first, sort_keys=True, separators=(",", ":")) + "\n")
+    with pytest.raises(
+        JournalError, match=r"line 1 holds a record that cannot be: .*config_hash is not that of config"
+    ):
+        journal.read(file)
+
+
+@pytest.mark.parametrize("depth", [10, 200, 300, 330, 400, 500, 900, 970, 980, 990, 1100])
+def test_a_config_nested_deep_is_one_line(depth: int, tmp_path: Path) -> None:
+    nested = '{"model":' * depth + "0" + "}" * depth
+    text = (GOLDEN / "lora.jsonl").read_text().splitlines()[0]
+    record = json.loads(text)
+    fields = {k: v for k, v in record.items() if k not in ("hash", "config", "config_hash")}
+    spaced = nested.replace(":", ": ")
+    fields["config_hash"] = hashlib.sha256(spaced.encode()).hexdigest()
+
+    def dumped(more: Mapping[str, str]) -> str:
+        values = {k: json.dumps(v, sort_keys=True, separators=(",", ":")) for k, v in fields.items()} | dict(more)
+        return "{" + ",".join(f'"{k}":{values[k]}' for k in sorted(values)) + "}"
+
+    plain = dumped({"config": nested})
+    whole = dumped({"config": nested, "hash": json.dumps(hashlib.sha256(plain.encode()).hexdigest())})
+    (tmp_path / "j").write_text(whole + "\n")
+    with pytest.raises(EvoalignError):
+        replaying.replay(tmp_path / "j")
+
+
+@pytest.mark.parametrize("field", ["device", "versions.torch", "versions.evil", "config.model.name", "space"])
+def test_a_journal_never_writes_on_the_terminal(field: str, run: Run, tmp_path: Path) -> None:
+    value = f"{ESC}\u202e\x9b2J [bold]"
+    done = run("journal", forge(tmp_path / "j", header={field: value}))
+    assert done.code == 0 and "\\x1b]0;owned\\x07" in done.out and "[bold]" in done.out
+    assert not set(done.out) & set("\x1b\x07\x9b\u202e")
+
+
+def test_a_setting_that_writes_on_the_terminal(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"holds \\u001b\]0;owned") as caught:
+        journal.read(forge(tmp_path / "j", header={ESC: 1}))
+    assert str(caught.value).isprintable()
+
+
+def test_a_model_section_that_is_none(run: Run, tmp_path: Path) -> None:
+    assert run("journal", forge(tmp_path / "j", header={"config.model": [1]})).code == 0
+
+
+def test_memory_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real allocation that no machine grants."""
+    monkeypatch.setattr(Lora, "start", lambda *_: torch.empty(2**46, dtype=torch.float32))
+    with pytest.raises(ModelError, match=r"space lora evolves do not fit the memory; lower lora\.rank"):
+        parts.serve(make_config("tiny"))
+
+
+def test_other_errors_of_the_engine_are_not_called_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Lora, "start", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        parts.serve(make_config("tiny"))
+
+
+# --- saved means ----------------------------------------------------------------------------------------------------
+
+MARK = checkpoint.Mark(1, "a" * 64, "b" * 64, 0.5)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with checkpoint.filled(tmp_path / "mean") as folder:
+        save_file({"w": torch.zeros(2)}, folder / checkpoint.ADAPTER)
+        checkpoint._seal(folder, MARK)  # pyright: ignore[reportPrivateUsage]
+    assert checkpoint.verify(tmp_path / "mean") == MARK and checkpoint.reward_of(tmp_path / "mean") == 0.5
+    return tmp_path / "mean"
+
+
+RECORDS: dict[str, object] = {
+    "no record": [],
+    "a text": "x",
+    "a deep one": None,
+    "a generation in words": {"generation": "1"},
+    "a generation that is true": {"generation": True},
+    "a generation that is none": {"generation": -1},
+    "a generation beyond words": {"generation": 2**40},
+    "a generation that is a list": {"generation": [1]},
+    "a hash of no length": {"weights_hash": ""},
+    "a place that is none": {"journal": None},
+    "a reward in words": {"reward": "1"},
+    "a reward beyond floats": {"reward": 10**400},
+    "files as a list": {"files": ["a"]},
+    "files as a text": {"files": "a"},
+    "files without hashes": {"files": {"a": 1}},
+    "another folder's file": {"files": {"../secret": "0" * 64}},
+    "the folder above": {"files": {"..": "0" * 64}},
+    "a file anywhere": {"files": {"/etc/passwd": "0" * 64}},
+    "a file of Windows": {"files": {"a\\b": "0" * 64}},
+    "a name with a nul": {"files": {"a\0b": "0" * 64}},
+    "a name that writes": {"files": {ESC: "0" * 64}},
+    "a name that breaks": {"files": {"a\n": "0" * 64}},
+    "a name without an end": {"files": {"a" * 10_000: "0" * 64}},
+    "more": {"more": 1},
+    "another release": {"format_version": 2},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_an_odd_record_is_passed_over(name: str, saved: Path) -> None:
+    """CheckpointError is what a resumed run passes a checkpoint over for."""
+    (saved.parent / "secret").write_text("")
+    file, change = saved / checkpoint.RECORD, RECORDS[name]
+    if isinstance(change, dict):
+        record = {k: v for k, v in json.loads(file.read_text()).items() if k != "hash"} | change
+        file.write_text(checkpoint._record_text(record))  # pyright: ignore[reportPrivateUsage]
+    else:
+        file.write_text("[" * 100_000 if change is None else json.dumps(change))
+    with pytest.raises(CheckpointError, match=r"evoalign\.json is missing or damaged") as caught:
+        checkpoint.verify(saved)
+    assert checkpoint.reward_of(saved) is None
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"mean:x.lora_B.weight": torch.zeros(3)},
+        {"mean:other": torch.zeros(2, 1)},
+        {"count:x": torch.zeros(2)},
+        {"": torch.zeros(1)},
+    ],
+)
+def test_an_optimizers_state_of_another_shape_is_passed_over(slots: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    served = parts.serve(make_config("tiny", es={"optimizer": "adam"}))
+    layout: Layout = served.layout
+    first = layout.tensors[0].name
+    state = dict(served.engine.state())
+    served.close()
+    named = {k.replace("x.lora_B.weight", first): v for k, v in slots.items()}
+    save_file({checkpoint.PEFT_PREFIX + k: v for k, v in state.items()}, tmp_path / checkpoint.ADAPTER)
+    good = {f"mean:{first}": torch.zeros(layout[first].shape), f"count:{first}": torch.zeros(())}
+    save_file(good, tmp_path / checkpoint.OPTIMIZER)
+    assert checkpoint.load(tmp_path, layout)[1].keys() == good.keys()
+    save_file(named, tmp_path / checkpoint.OPTIMIZER)
+    with pytest.raises(CheckpointError, match="which cannot be"):
+        checkpoint.load(tmp_path, layout)
+    save_file({checkpoint.PEFT_PREFIX + k: v[:0] for k, v in state.items()}, tmp_path / checkpoint.ADAPTER)
+    with pytest.raises(CheckpointError, match="which cannot be"):
+        checkpoint.load(tmp_path, layout)
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+@pytest.mark.skipif(os.name != "posix", reason="no umask")
+def test_saved_files_are_as_open_as_the_user_wants(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with checkpoint.filled(tmp_path / "mean") as folder:
+            save_file({"w": torch.zeros(2)}, folder / "a.safetensors")
+            (folder / "b.json").write_text("{}")
+        assert os.umask(umask) == umask, "it is put back"
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(f.stat().st_mode) for f in (tmp_path / "mean").iterdir()} == {mode}
+
+
+def test_a_full_disk_leaves_no_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint.write_text(tmp_path / "a", "old")
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write_text(tmp_path / "a", "new")
+    with pytest.raises(OSError, match="No space"):
+        parquet.write(tmp_path / "b.parquet", [{"x": 1}])
+    with pytest.raises(OSError, match="No space"), checkpoint.filled(tmp_path / "c") as folder:
+        (folder / "d").write_text("e")
+    assert [f.name for f in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+# --- the journal as a table -----------------------------------------------------------------------------------------
+
+
+def test_a_table_for_a_pipe_is_not_cut(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shutil.copy(GOLDEN / "lora.jsonl", tmp_path / "j")
+    done = run("journal", "j")
+    log = journal.read(tmp_path / "j")
+    for recorded in log.generations:
+        row = next(line for line in done.out.splitlines() if str(recorded.weights_hash)[:16] in line)
+        assert "…" not in row and row.split("│")[1].strip() == str(recorded.update.generation + 1)
