@@ -30,6 +30,23 @@ app = typer.Typer(
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from evoalign.version import __version__
+
+        typer.echo(f"evoalign {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+    = False,
+) -> None:  # fmt: skip
+    pass
+
+
 More = Annotated[list[Path] | None, typer.Option("--config", "-c", help="A further config; later ones win.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="Override one setting.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -56,14 +73,17 @@ def train(
         raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
     sets = [*(set_ or []), *([f"evaluation.every={evaluate_every}"] if evaluate_every is not None else [])]
     moved = _run_of(config) if resume else None
-    if resume and config.is_dir():
-        if not (config / "config.yaml").is_file():
+    if config.is_dir():
+        if not resume and _run_of(config):
+            raise ConfigError(f"{config} is a run directory; go on with: evoalign train {config} --resume")
+        if resume and not (config / "config.yaml").is_file():
             raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
         _quiet()
         from evoalign.targets import of_run
 
-        of_run(config)  # refuses one that names code
-        config = config / "config.yaml"
+        if moved is not None:
+            of_run(config, f"give its config itself: evoalign train {config / 'config.yaml'} --resume")
+        config = config / "config.yaml" if resume else config
     resolved = load([config, *(more or [])], sets)
     if moved is not None and not any(text.startswith("output_dir=") for text in sets):
         resolved = resolved.model_copy(update={"output_dir": str(moved)})
@@ -89,11 +109,19 @@ def replay(
 ) -> None:
     """Rebuild the mean from the base model and the journal alone, and check its hash."""
     _quiet()
+    from rich.console import Console
     from rich.progress import Progress
 
+    from evoalign.replaying import log_of
     from evoalign.replaying import replay as rebuild
 
-    with Progress(transient=True) as bar:
+    log, console = log_of(run), Console(stderr=True)
+    count = log.sealed if generation is None else generation
+    if log.damage is not None and generation is None and log.damage.cut:
+        typer.echo(f"warning: {log.damage.message}", err=True)
+    if generation is None and len(log.generations) > log.sealed:
+        typer.echo(f"warning: the update of generation {log.sealed + 1} was never sealed and is left out", err=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
         work = bar.add_task("replaying", total=None)
         found = rebuild(
             run,
@@ -102,7 +130,8 @@ def replay(
             model=model,
             progress=lambda done, total: bar.update(work, completed=done, total=total),
         )
-    typer.echo(f"weights_hash {found}, as the journal has it" + (f"; saved in {to}" if to else ""))
+    saved = f"; saved in {to}" if to else ""
+    typer.echo(f"generation {count}: weights_hash {found}, as the journal has it{saved}")
 
 
 @app.command("journal")

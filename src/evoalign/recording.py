@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import diagnosis, tracking
+from evoalign import diagnosis, evolve, tracking
 from evoalign.diagnosis import SAMPLE, Diagnosis
 from evoalign.parts import Parts
 from evoalign.report import completions, figures
@@ -30,32 +30,31 @@ class Recorder:
     Make it while the engine's mean is still the start. `baseline` is the reward of the start on the test split.
     """
 
-    def __init__(
-        self, parts: Parts, run: RunDir, console: Console, hook: Hook | None, *, resumed: bool = False
-    ) -> None:
+    def __init__(self, parts: Parts, run: RunDir, console: Console, hook: Hook | None) -> None:
         self.parts, self.config, self.run, self.console, self.hook = parts, parts.config, run, console, hook
         self.baseline: float | None = None
         self.diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
         self.trackers: list[tracking.Tracker] = []
-        self._resumed = resumed
-        self._rebuilt: Sequence[Mapping[str, Any]] = ()
+        self._control: diagnosis.Control | None = None
         self._drawing = self._drawn = 0.0
         self._display = Display(parts.config.es.num_generations, console)
 
-    def go_on(self, rebuilt: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the rows of metrics.jsonl of a run that goes on; the engine's mean is where they end.
+    def start(self, rebuilt: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Start the trackers. Raises ConfigError.
 
-        `rebuilt` are those among them that no tracker was told.
+        `rebuilt` says that a run goes on, whose rows are those of metrics.jsonl, the engine's mean being where they
+        end, and which of them no tracker was told.
         """
-        self._rebuilt = rebuilt
+        self.trackers = tracking.create(self.config, self.run.path, None if rebuilt is None else len(self.run.rows))
+        self._control = self._control_of(len(self.run.rows))
+        if rebuilt is None:
+            return
         self.diagnosis.restore(self.run.rows, self.parts.engine.sample(SAMPLE))
-
-    def __enter__(self) -> Recorder:
-        at = len(self.run.rows) if self._resumed else None
-        self.trackers = tracking.create(self.config, self.run.path, at)
-        for row in self._rebuilt:
+        for row in rebuilt:
             for tracker in self.trackers:
                 tracker.log(row)
+
+    def __enter__(self) -> Recorder:
         self._display.__enter__()
         return self
 
@@ -69,9 +68,7 @@ class Recorder:
     def generation(self, generation: Generation) -> None:
         """Write, draw, show and tell one generation."""
         row = metrics_row(generation)
-        row["diagnosis"] = self.diagnosis.update(
-            generation, self.parts.engine.sample(SAMPLE), self._control(generation)
-        )
+        row["diagnosis"] = self.diagnosis.update(generation, self.parts.engine.sample(SAMPLE), self._control)
         self.run.append_metrics(row)
         if time.monotonic() - self._drawn >= DRAW_SHARE * self._drawing:
             self._draw()
@@ -84,6 +81,7 @@ class Recorder:
             examples = [self.parts.data.train[i] for i in generation.rows]
             file = self.run.completions(f"generation_{generation.index:04d}")
             completions.write(file, generation, examples, self.parts.task)
+        self._control = self._control_of(generation.index + 1)
         if self.hook is not None:
             self.hook(generation)
 
@@ -103,13 +101,15 @@ class Recorder:
         """One plain line on the console."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _control(self, generation: Generation) -> diagnosis.Control | None:
-        every = self.config.checks.control_every
-        if not every or generation.index % every:
+    def _control_of(self, index: int) -> diagnosis.Control | None:
+        """The control of a generation that comes next: the mean is still the one that its members are drawn around."""
+        every, total = self.config.checks.control_every, self.config.es.num_generations
+        if not every or index % every or index >= total:
             return None
         parts = self.parts
-        examples = [parts.data.train[i] for i in generation.rows]
-        return diagnosis.control(self.config, parts.engine, parts.task, parts.tokens, examples, generation.index)
+        rows = evolve.batch(len(parts.data.train), self.config.task.batch_size, self.config.seed, index)
+        examples = [parts.data.train[i] for i in rows]
+        return diagnosis.control(self.config, parts.engine, parts.task, parts.tokens, examples, index)
 
     def _draw(self) -> None:
         start = time.monotonic()
@@ -117,4 +117,5 @@ class Recorder:
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
         self._drawn = time.monotonic()
+        self._control: diagnosis.Control | None = None
         self._drawing = self._drawn - start

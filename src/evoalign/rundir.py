@@ -8,10 +8,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,8 +52,9 @@ class RunDir:
         self.rows: list[dict[str, Any]] = []
         self.aside: Path | None = None
         """Where `create` moved the run that was here."""
-        self._locks: list[IO[bytes]] = []
+        self._lock: IO[bytes] | None = None
         self._made: list[Path] = []
+        self._created = False
 
     def saved(self, generation: int, *, adapter: bool) -> Path:
         """Where the mean after so many generations is saved."""
@@ -67,31 +70,23 @@ class RunDir:
         Makes the folder. Raises RunExistsError where another process is in it.
         """
         self._check_place()
-        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        self._made += [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        self._made += missing
         file = (self.path / LOCK).open("ab")
-        self._locks.append(file)
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(file) or not _is_at(file, self.path / LOCK):
+            file.close()
             raise RunExistsError(
                 f"output_dir {self.path}: another process is training there; stop it first, or choose another"
-            ) from None
-        except OSError:  # a file system that knows no locks
-            return
+            )
+        self._lock = file
+        _HELD.add(file)
 
     def release(self) -> None:
-        """Let others in. A folder that was made for the lock and holds nothing else goes too."""
-        for file in self._locks:
-            file.close()
-        self._locks = []
-        if self._made and self.path.is_dir() and [p.name for p in self.path.iterdir()] == [LOCK]:
-            (self.path / LOCK).unlink()
+        """Let others in. Folders that were made for the lock and hold nothing go too."""
+        if self._lock is not None:
+            (self.path / LOCK).unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
         for folder in self._made:
             with suppress(OSError):  # not empty: it is a run by now
                 folder.rmdir()
@@ -105,7 +100,7 @@ class RunDir:
             self.refuse(overwrite=overwrite, resume=resume)
             if not (resume and self.is_unstarted()):
                 self._move_aside()
-                self.lock()
+        self._created = True
         try:
             self.journal.unlink(missing_ok=True)  # without a first line
             self._make_folders()
@@ -133,11 +128,15 @@ class RunDir:
 
     def undo(self) -> None:
         """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
+        if not self._created:
+            return
+        self._created = False
         for name in OURS - {LOCK}:
             _remove(self.path / name)
         if self.aside is not None:
-            _remove(self.path / LOCK)
-            self.path.rmdir()
+            self.release()
+            with suppress(FileNotFoundError):
+                self.path.rmdir()
             self.aside.rename(self.path)
             self.aside = None
 
@@ -159,12 +158,12 @@ class RunDir:
         self._check_place()
         if not self.exists() or (resume and self.is_unstarted()):
             return
-        if (overwrite or resume) and not (self.manifest.is_file() or self.journal.is_file()):
+        if not (self.manifest.is_file() or self.journal.is_file()):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
         if not overwrite:
             raise RunExistsError(
-                f"output_dir {self.path} is not empty; go on with its run with --resume, move it aside with "
-                "--overwrite, or choose another"
+                f"output_dir {self.path} holds a run; go on with it (evoalign train {shlex.quote(str(self.path))} "
+                "--resume), move it aside (--overwrite), or choose another"
             )
 
     def _check_place(self) -> None:
@@ -224,7 +223,45 @@ class RunDir:
         while aside.exists():
             count += 1
             aside = self.path.with_name(f"{self.path.name}.{stamp}.{count}")
+        self.release()  # the lock's name; whoever comes in between is refused by the folder that is not empty
         self.aside = self.path.rename(aside)
+        self.lock()
+
+
+_HELD: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+
+
+def _locked(file: IO[bytes]) -> bool:
+    """Lock a file; False where another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that knows no locks
+        return True
+    return True
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file still is the one at its path: who releases a lock takes the file away."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _forget_locks() -> None:
+    """A fork, such as a worker that scores, shares the lock of its parent; it must not keep it beyond that."""
+    for file in list(_HELD):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _remove(path: Path) -> None:

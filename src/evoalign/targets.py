@@ -86,14 +86,14 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     return _with_model(own, str(target)), None
 
 
-def of_run(path: Path) -> Config:
+def of_run(path: Path, mend: str | None = None) -> Config:
     """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
     own = load([path / "config.yaml"])
     code = [name for name in (own.space.name, own.task.name, *own.task.rewards) if ":" in name]
     if code:
+        mend = mend or f"pass it with --config {path / 'config.yaml'}"
         raise ConfigError(
-            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; "
-            f"if you trust it, pass it with --config {path / 'config.yaml'}"
+            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {mend}"
         )
     return own
 

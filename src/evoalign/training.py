@@ -18,7 +18,16 @@ from rich.console import Console
 from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces, tracking
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, EvaluationConfig, from_dict
-from evoalign.errors import DataError, EvoalignError, JournalError, ModelError, ResumeError, RewardError, StoppedError
+from evoalign.errors import (
+    DataError,
+    EvoalignError,
+    JournalError,
+    ModelError,
+    ResumeError,
+    RewardError,
+    RunExistsError,
+    StoppedError,
+)
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.journal import Journal, Log
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
@@ -72,7 +81,7 @@ def train(
         if log is None:
             run.refuse(overwrite=overwrite, resume=resume)
         with Stop() as stop, closing(assemble(config, task, reward)) as parts:
-            recorder = Recorder(parts, run, console or Console(), on_generation, resumed=log is not None)
+            recorder = Recorder(parts, run, console or Console(), on_generation)
             return _Training(parts, run, recorder, stop, given).run_from(log, overwrite=overwrite, resume=resume)
     except RewardError as error:
         if error.failed is not None:
@@ -91,7 +100,10 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     run = RunDir(Path(config.output_dir))
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
-        run.refuse(overwrite=overwrite, resume=resume)
+        try:
+            run.refuse(overwrite=overwrite, resume=resume)
+        except RunExistsError as error:
+            work.insert(0, f"refused as it stands: {error}")
     else:
         work.insert(0, f"goes on after generation {len(log.generations)} of {config.es.num_generations}")
     dtype = estimate.served_dtype(config)
@@ -141,25 +153,25 @@ class _Training:
         for line in [*_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
             self.tell(line)
         self._canary(len(log.generations) if log else 0)
-        before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
-        try:
-            self.recorder.baseline = before.measures["reward"]
-            with self._explained(fresh=log is None):
+        with self._explained(fresh=log is None), closing(self.recorder):
+            before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
+            with closing(book):
+                self.recorder.baseline = before.measures["reward"]
                 self._loop(book)
                 return self._finish(book, before)
-        finally:
-            self.recorder.close()
-            book.close()
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[Evaluation, Journal]:
-        before = self._evaluate("start")
-        self._stop_if_asked(0, "nothing was written")
         facts = {
             "engine": dataclasses.asdict(self.parts.facts),
             "task": {"name": self.parts.task.name, "given_as": self.given},
         }
         manifest = make_manifest(self.config, facts, command_line())
         self.run.create(self.config, manifest, overwrite=overwrite, resume=resume)
+        self.recorder.start()
+        before = self._evaluate("start")
+        if self.stop.asked is not None:
+            self.run.undo()
+            raise StoppedError("stopped before the first generation; nothing was written", self.stop.asked)
         if self.run.aside is not None:
             self.tell(f"the run that was there is now {self.run.aside}")
         _write_completions(self.run, "before", before)
@@ -184,7 +196,7 @@ class _Training:
             self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
             rebuilt = self._restore_rows(log)
             self._save_what_was_due(len(log.generations), book)
-            self.recorder.go_on(rebuilt)
+            self.recorder.start(rebuilt)
         except BaseException:
             book.close()
             raise
@@ -287,14 +299,16 @@ class _Training:
         return folder
 
     def _finish(self, book: Journal, before: Evaluation) -> Result:
-        saved = self._save(self.config.es.num_generations, self.parts.engine.fingerprint(), book.last_hash)
+        generation, weights_hash = self.config.es.num_generations, self.parts.engine.fingerprint()
+        saved = self._save(generation, weights_hash, book.last_hash)
         after = self._evaluate("result")
         _write_completions(self.run, "after", after)
         change = _change(before, after)
-        _write_evaluation(self.run, self.config.evaluation, before, after, change)
+        mean = {"generation": generation, "weights_hash": weights_hash}
+        _write_evaluation(self.run, self.config.evaluation, mean, before, after, change)
         before_after(before.measures, after.measures, self.recorder.console, _samples(before, after), change)
         self.recorder.finish({"before": before.measures, "after": after.measures})
-        self.tell(f"saved {saved}\nrun   {self.run.path}")
+        self.tell(f"saved {_shown(saved)}\nrun   {_shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
 
     def _evaluate(self, which: str) -> Evaluation:
@@ -342,6 +356,11 @@ def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str) ->
     return EvoalignError(f"{line}{mend}; {more}")
 
 
+def _shown(path: Path) -> Path:
+    """Relative to the working directory, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _gold_lines(parts: Parts) -> list[str]:
     """A warning where gold answers do not earn the maximum: published data has such rows, so it is no error."""
     try:
@@ -367,12 +386,14 @@ def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
 def _write_evaluation(
     run: RunDir,
     settings: EvaluationConfig,
+    mean: Mapping[str, Any],
     before: Evaluation,
     after: Evaluation,
     change: Mapping[str, Interval],
 ) -> None:
     tree = {
         "format_version": 1,
+        **mean,
         "split": "test",
         "examples": len(next(iter(before.measures_E.values()))),
         "settings": settings.model_dump(mode="json"),

@@ -105,6 +105,20 @@ def leaves_a_child(completions, log, **kwargs):
         time.sleep(1)
     return [1.0 for _ in completions]
 
+def escapes(completions, log, **kwargs):
+    """Into a session of its own; and once more, with nothing between that leads there."""
+    note(log[0])
+    start = "import subprocess; print(subprocess.Popen(['sleep', '1000'], stdout=-3, start_new_session=True).pid)"
+    orphan = int(subprocess.run([sys.executable, "-c", start], capture_output=True, check=True).stdout)
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open(log[0], "a") as file:
+        file.write(f"{child.pid}\\n{orphan}\\n")
+    if "exit" in completions:
+        os._exit(1)
+    while bombed(completions):
+        time.sleep(1)
+    return [1.0 for _ in completions]
+
 def exits(completions, log, **kwargs):
     note(log[0])
     if bombed(completions):
@@ -169,6 +183,7 @@ def wrong(completions, log, values, **kwargs):
 '''
 
 Make = Callable[..., Task]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 both = pytest.mark.parametrize("make", ["fork", pytest.param("fresh", marks=pytest.mark.slow)], indirect=True)
 
 
@@ -550,6 +565,21 @@ def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
     assert_gone([worker, child])
 
 
+@linux
+@both
+@pytest.mark.parametrize("text", ["a", "bomb", "exit"])
+def test_sessions_of_their_own_end_with_the_worker(make: Make, log: Path, text: str) -> None:
+    task = make("escapes", retries=0, timeout=5.0)
+    if text == "a":
+        task.rewards([text], [row(log)])
+        assert all(map(is_running, pids(log)))
+        task.close()
+    else:
+        refused(task, [text], row(log))
+    assert len(pids(log)) % 3 == 0
+    assert_gone(pids(log))
+
+
 def test_the_worker_ends_with_the_task_object(make: Make, tmp_path: Path, log: Path) -> None:
     task = tasks.isolate(
         tasks.create(TaskConfig(name="custom"), [load_object(f"{tmp_path / 'graders.py'}:good", "rewards")]),
@@ -613,6 +643,8 @@ def wait_for(log: Path, lines: int) -> list[int]:
         ("holds_the_gil", "bomb", "-"),
         ("leaves_a_child", "a", "wait"),  # between calls
         ("leaves_a_child", "a", "fork"),
+        pytest.param("escapes", "bomb", "-", marks=linux),
+        pytest.param("escapes", "a", "wait", marks=linux),
     ],
 )
 def test_kill_9_of_the_trainer_leaves_nothing(
@@ -620,17 +652,17 @@ def test_kill_9_of_the_trainer_leaves_nothing(
 ) -> None:
     process = trainer(tmp_path, kind, name, text, log, then)
     try:
-        started = wait_for(log, 2 if name == "leaves_a_child" else 1)
+        started = wait_for(log, {"leaves_a_child": 2, "escapes": 3}.get(name, 1))
         if then != "-":
             assert process.stdout is not None
             assert process.stdout.readline() == "idle\n"
         members = group_of(started[0])
-        assert set(started) < set(members)  # and the guard
+        assert set(started[:1] if name == "escapes" else started) < set(members)  # and the guard
     finally:
         process.kill()
         process.wait()
     try:
-        assert_gone(members)
+        assert_gone([*members, *started])
     finally:
         for pid in group_of(process.pid):  # the trainer's own fork
             os.kill(pid, signal.SIGKILL)

@@ -62,14 +62,13 @@ def test_a_folder_that_holds_no_run_stays_where_it_is(tmp_path):
     assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_dry_run_refuses_a_taken_folder(tmp_path):
+def test_a_dry_run_tells_of_a_taken_folder(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "journal.jsonl").write_text("")
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
-    with pytest.raises(RunExistsError, match="not empty"):
-        evoalign.dry_run(tree)
-    assert evoalign.dry_run(tree, overwrite=True)
+    assert any(line.startswith("refused as it stands: output_dir") for line in evoalign.dry_run(tree))
+    assert not any("refused" in line for line in evoalign.dry_run(tree, overwrite=True))
 
 
 def test_a_run_with_a_reward_object_asks_for_it_again(tmp_path):

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in and around a run directory: the user's own files stay, two processes keep apart, nothing stale is used."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+import evoalign
+import killing
+from evoalign import checkpoint, journal, replaying
+from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ResumeError, RunExistsError
+from evoalign.rundir import RunDir, saved_folders
+from evoalign.tasks.conciseness import Conciseness
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=300)
+
+
+def text_of(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def small(output: Path, generations: int = 2, **sections: Any) -> dict[str, Any]:
+    tree = killing.config("lora", output)
+    tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
+    tree["evaluation"] = {"max_tokens": 8, **sections.pop("evaluation", {})}
+    return tree | sections
+
+
+def numbers(run: Path) -> list[int]:
+    return [int(f.name.removeprefix("generation_")) for f in saved_folders(run)]
+
+
+def cut(run: Path, generations: int) -> None:
+    path = run / "journal.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[: 1 + 2 * generations]))
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six generations, each saved and evaluated."""
+    run = tmp_path_factory.mktemp("six") / "run"
+    evoalign.train(small(run, 6, evaluation={"every": 1}, checkpoint={"every": 1, "keep_last": 9}), console=quiet())
+    return run
+
+
+@pytest.fixture
+def copy(six: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(six, tmp_path / "run"))
+
+
+def go_on(run: Path, generations: int, **sections: Any) -> str:
+    console = quiet()
+    tree = small(
+        run, generations, **{"evaluation": {"every": 1}, "checkpoint": {"every": 1, "keep_last": 9}, **sections}
+    )
+    evoalign.train(tree, resume=True, console=console)
+    return text_of(console)
+
+
+# --- the user's own files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{"resume": True}, {"overwrite": True}, {}])
+def test_a_project_folder_with_a_config_is_no_run(tmp_path: Path, how: dict[str, bool]) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("config.yaml", "reward.py", "data/thesis.txt"):
+        (tmp_path / name).write_text("es: {sigma: 0.01}\n")
+    with pytest.raises(RunExistsError):
+        evoalign.train(small(tmp_path), console=quiet(), **how)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.yaml", "data", "reward.py", "thesis.txt"]
+
+
+def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Path) -> None:
+    killing.killed("lora", "before the journal", 0, tmp_path / "run")
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(RunExistsError):
+        killing.train("lora", tmp_path / "run", resume=True)
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+
+
+def test_a_note_in_a_saved_mean_stays(copy: Path) -> None:
+    note = copy / "loras/generation_0006/NOTES.md"
+    note.write_text("mine")
+    go_on(copy, 6)
+    assert note.read_text() == "mine"
+
+
+def test_a_folder_that_was_there_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [float("nan")]
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for output in ("link", ".", "~/never/made"):
+        place = tmp_path / output if output == "link" else Path(output)
+        tree = small(place, task={"name": "custom", "train_data": str(rows), "test_data": str(rows)})
+        with pytest.raises(EvoalignError, match="returned 1 values for 2"):
+            evoalign.train(tree, reward=broken, console=quiet())
+        (place.expanduser() / "failed_completion.json").unlink()
+    assert not list((tmp_path / "empty").iterdir()) and (tmp_path / "link").is_symlink()
+    assert not list((tmp_path / "never/made").iterdir())
+
+
+def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Path) -> None:
+    target = tmp_path / "to"
+    target.mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        replaying.replay(copy, to=target, progress=lambda done, total: (target / "mine").write_text("mine"))
+    assert [p.name for p in target.iterdir()] == ["mine"]
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+
+def running(run: Path) -> subprocess.Popen[str]:
+    """A run of 400 generations in a process of its own that is past its first generation."""
+    file = run.parent / "long.yaml"
+    file.write_text(yaml.safe_dump(small(run, 400)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evoalign.cli", "train", str(file)],
+        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").is_file():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = running(run)
+    try:
+        for how in ({"overwrite": True}, {"resume": True}):
+            with pytest.raises(RunExistsError, match="another process is training there"):
+                evoalign.train(small(run, 400), console=quiet(), **how)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["run"]
+    log = journal.read(run / "journal.jsonl")
+    assert log.damage is None and numbers(run)[-1] == log.sealed
+    go_on(run, log.sealed + 1, evaluation={}, checkpoint={"every": 1, "keep_last": 2})
+
+
+def test_the_lock_ends_with_the_process_and_leaves_no_folder(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a/b")
+    run.lock()
+    with pytest.raises(RunExistsError, match="another process"):
+        RunDir(tmp_path / "a/b").lock()
+    run.release()
+    assert not (tmp_path / "a").exists()
+
+
+# --- nothing stale is used -------------------------------------------------------------------------------------------
+
+
+def test_means_beyond_a_journal_that_was_cut_back_are_set_aside(copy: Path) -> None:
+    cut(copy, 2)
+    with pytest.raises(CheckpointError, match="is not of this journal"):
+        evoalign.evaluate(copy)
+    told = go_on(copy, 3, checkpoint={"every": 1, "keep_last": 2, "keep_best": False})
+    assert "generation_0006 is not of this journal; set aside as generation_0006.unusable" in told
+    assert numbers(copy) == [2, 3]
+    assert evoalign.evaluate(copy).measures["reward"] is not None
+
+
+def test_a_damaged_mean_does_not_count_among_those_that_stay(copy: Path) -> None:
+    cut(copy, 5)
+    shutil.rmtree(copy / "loras/generation_0006")
+    for number in (3, 4, 5):
+        (copy / f"loras/generation_000{number}/adapter_model.safetensors").write_bytes(b"no")
+    go_on(copy, 6, checkpoint={"every": 1, "keep_last": 3, "keep_best": False}, evaluation={})
+    assert numbers(copy) == [2, 5, 6]
+    assert all(checkpoint.verify(folder) for folder in saved_folders(copy))
+
+
+def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
+    rewards = {n: checkpoint.reward_of(f) for n, f in zip(numbers(copy), saved_folders(copy), strict=True)}
+    assert rewards.pop(6) is None and None not in rewards.values(), "the last is evaluated apart"
+    best = max(rewards, key=lambda n: (rewards[n] or 0.0, -n))
+    (copy / "metrics.jsonl").unlink()
+    go_on(copy, 6, checkpoint={"every": 0, "keep_last": 1})
+    assert numbers(copy) == sorted({best, 6})
+
+
+def test_an_update_without_its_seal_counts_as_a_generation(copy: Path) -> None:
+    path = copy / "journal.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:10]))
+    with pytest.raises(ResumeError, match="has 5 generations already, es.num_generations is 4"):
+        go_on(copy, 4)
+
+
+def test_each_mean_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[str] = []
+    inner = checkpoint.save
+
+    def spy(folder: Path, *arguments: Any, **more: Any) -> None:
+        saved.append(folder.name)
+        inner(folder, *arguments, **more)
+
+    monkeypatch.setattr(checkpoint, "save", spy)
+    evoalign.train(small(tmp_path / "run", checkpoint={"every": 1}), console=quiet())
+    assert saved == ["generation_0001", "generation_0002"]
+
+
+def test_a_saved_mean_may_be_a_link_to_another_disk(copy: Path, tmp_path: Path) -> None:
+    there = shutil.move(copy / "loras/generation_0005", tmp_path / "disk")
+    (copy / "loras/generation_0005").symlink_to(there)
+    go_on(copy, 7, checkpoint={"every": 1, "keep_last": 1, "keep_best": False}, evaluation={})
+    assert numbers(copy) == [7] and (Path(there) / "evoalign.json").is_file()
+
+
+def test_what_a_process_left_half_written_goes(copy: Path) -> None:
+    for name in ("loras/.generation_0007.tmp", "results/completions/.x.parquet.tmp", ".metrics.jsonl.tmp"):
+        (copy / name).mkdir() if name.startswith("loras") else (copy / name).write_text("half")
+    go_on(copy, 6)
+    assert not [p for p in copy.rglob(".*.tmp")]
+
+
+# --- the same run or none --------------------------------------------------------------------------------------------
+
+
+class Brief(Conciseness):
+    def compute_reward(self, text: str, example: Any) -> float:
+        return -float(len(text))
+
+
+def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
+    tree = small(tmp_path / "run")
+    task = Brief(evoalign.Config.model_validate(tree).task)
+    evoalign.train(tree, task=task, console=quiet())
+    tree["es"]["num_generations"] = 3
+    with pytest.raises(ResumeError, match="was trained with a task object; go on in Python"):
+        evoalign.train(tree, resume=True, console=quiet())
+    evoalign.train(tree, task=Brief(evoalign.Config.model_validate(tree).task), resume=True, console=quiet())
+
+
+def test_other_data_are_another_run(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"prompt": "Say a:", "answer": "a"}, {"prompt": "Say b:", "answer": "b"}]))
+    (tmp_path / "rewards.py").write_text(
+        "def f(completions, **rest):\n    return [-float(len(c)) for c in completions]\n"
+    )
+    task = {"name": "custom", "train_data": str(rows), "test_data": str(rows), "rewards": [f"{tmp_path}/rewards.py:f"]}
+    evoalign.train(small(tmp_path / "run", task=task), console=quiet())
+    rows.write_text(rows.read_text().replace("Say b:", "Say c:"))
+    with pytest.raises(ResumeError, match="was trained on other data"):
+        evoalign.train(small(tmp_path / "run", 3, task=task), resume=True, console=quiet())
+
+
+def cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "evoalign.cli", *words], cwd=cwd, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Path, tmp_path: Path) -> None:
+    moved = copy.rename(tmp_path / "run #2: 2024")
+    for target in (str(moved), str(moved / "config.yaml"), moved.name):
+        before = len((moved / "journal.jsonl").read_bytes())
+        sealed = journal.read(moved / "journal.jsonl").sealed
+        done = cli("train", target, "--resume", "-s", f"es.num_generations={sealed + 1}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len((moved / "journal.jsonl").read_bytes()) > before
+    assert [p.name for p in tmp_path.iterdir()] == [moved.name]
+
+
+def test_a_run_without_its_config_says_what_to_give(copy: Path, tmp_path: Path) -> None:
+    (copy / "config.yaml").unlink()
+    done = cli("train", str(copy), "--resume", cwd=tmp_path)
+    assert done.returncode == 2 and "has no config.yaml; give the config that the run was made with" in done.stderr
+
+
+def test_a_hook_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    evoalign.train(small(Path("run")), on_generation=lambda g: os.chdir(tmp_path / "elsewhere"), console=quiet())
+    assert numbers(tmp_path / "run") == [1, 2] and not list((tmp_path / "elsewhere").iterdir())
+
+
+# --- failures in the middle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), OSError(28, "No space left on device"), EvoalignError("a judge is out")]
+)
+def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exception) -> None:
+    def hook(generation: evoalign.Generation) -> None:
+        if generation.index == 1:
+            raise error
+
+    with pytest.raises(EvoalignError, match=r"2 generations are kept; go on with: evoalign train .*run --resume"):
+        evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
+    evoalign.train(small(tmp_path / "run", 3), resume=True, console=quiet())
+
+
+def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign import rundir
+
+    before = killing.traces(copy)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rundir, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        evoalign.train(small(copy, 6), overwrite=True, console=quiet())
+    assert killing.traces(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
+
+
+def test_overwrite_says_where_the_old_run_went(copy: Path) -> None:
+    console = quiet()
+    evoalign.train(small(copy), overwrite=True, console=console)
+    aside = next(p for p in copy.parent.iterdir() if p.name.startswith("run."))
+    assert f"the run that was there is now {aside}" in text_of(console)
+    assert numbers(aside)[-1] == 6 and numbers(copy) == [1, 2]
+
+
+def test_trackers_are_told_rows_that_were_lost(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign import tracking
+
+    told: list[Any] = []
+
+    class Ear:
+        def log(self, row: Any) -> None:
+            told.append(row["generation"])
+
+        def finish(self, summary: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    def create(config: Any, run: Path, at: int | None) -> list[Ear]:
+        told.append(("start", at))
+        return [Ear()]
+
+    monkeypatch.setattr(tracking, "create", create)
+    cut(copy, 3)
+    rows = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join([rows[0], '{"generation": 1, "mean": 0.0}\n', rows[2][:40]]))
+    go_on(copy, 5)
+    assert told == [("start", 3), 1, 2, 3, 4]
+
+
+def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign import tracking
+
+    def create(config: Any, run: Path, at: int | None) -> list[Any]:
+        raise ConfigError("no login")
+
+    monkeypatch.setattr(tracking, "create", create)
+    console = quiet()
+    with pytest.raises(ConfigError, match="no login"):
+        evoalign.train(small(tmp_path / "run"), console=console)
+    assert "evaluating the start" not in text_of(console) and not (tmp_path / "run").exists()
