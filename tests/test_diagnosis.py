@@ -198,6 +198,29 @@ def test_a_collapse_in_the_first_steps_is_not_taken_for_a_small_sigma():
     only(run, "fitness fell from 0.3772 to 0.01", "es.learning_rate 0.005 (eta 0.5 instead of 20)")
 
 
+def made_up(members, seed, drift=0.0):
+    """Whether a run of 60 generations, members' fitness pure noise but for the drift, is said to fall."""
+    rng, total = np.random.default_rng(seed), 60
+    settings = config(es={"population_size": members}, task={})
+    place, diagnosis, told = torch.zeros(NUMBERS), Diagnosis(settings, LAYOUT, torch.zeros(NUMBERS)), []
+    for k in range(total):
+        scores = rng.standard_normal((members, 1)) + 0.3 * rng.standard_normal((members, 4)) - drift * k
+        place = place + torch.from_numpy(rng.standard_normal(NUMBERS)).float()
+        made = Generation(
+            k, total, tuple(scores.mean(1)), tuple(map(tuple, scores)),
+            Update(k, k, population(members), (1.0,) * members, 0.01, 0.005), "", 0, 0, 0, {}, rows=(0, 1, 2, 3),
+        )  # fmt: skip
+        diagnosis.update(made, place)
+        told += [line for line in diagnosis.warnings() if "fitness fell" in line]
+    return bool(told)
+
+
+@pytest.mark.parametrize("members", [2, 4, 30])
+def test_pure_noise_is_hardly_ever_called_a_fall(members):
+    assert sum(made_up(members, seed) for seed in range(60)) <= 2
+    assert all(made_up(members, seed, drift=0.2) for seed in range(5))
+
+
 def test_jitter_at_the_top_is_no_fall():
     run = Run(task={}).all(np.linspace(-80, 0, 20), spread=0.5).all([0.0] * 5, spread=0).all([-0.3] * 15, spread=0.1)
     assert run.warnings == []
@@ -282,7 +305,7 @@ def test_the_figures_of_a_row():
     row = diagnosis.update(made, start + step, Control(0.9, 0.7, 0.05))
     assert row["spread"] == pytest.approx(np.std([0.5, 0, 1, 0]))
     # Columns 0.5 and 0.25: standard error over two prompts, and over four members.
-    assert row["mean_error"] == pytest.approx(math.hypot(np.std([0.5, 0, 1, 0]) / 2, 0.125))
+    assert row["mean_error"] == pytest.approx(math.hypot(np.std([0.5, 0, 1, 0], ddof=1) / 2, 0.125))
     assert row["distance"] == pytest.approx(5 * math.sqrt(400 / 100))
     assert row["distance_sigmas"] == pytest.approx(10 / (0.01 * math.sqrt(200 * 4 + 200)))
     assert row["cosine"] is None
@@ -332,6 +355,21 @@ def test_after_a_resume_it_goes_on_where_it_was():
     assert [row["diagnosis"] for row in second.rows[1:]] == expected
     verdicts = [run.diagnosis.summary() for run in (whole, second)]
     assert verdicts[0][0] == verdicts[1][0] and verdicts[0][3:] == verdicts[1][3:]
+
+
+def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it():
+    class Counts(Diagnosis):
+        looks = 0
+
+        def _causes(self):
+            self.looks += 1
+            return super()._causes()
+
+    run = Run().all([0.3], finish="length")
+    again = Counts(run.config, LAYOUT, run.place)
+    again.restore([{**run.rows[0], "generation": k} for k in range(3000)])
+    assert 50 < again.looks <= 101
+    assert "cut off" in " ".join(again.summary()) and again.warnings() == []
 
 
 def test_rows_that_were_rebuilt_from_the_journal_know_less():

@@ -42,6 +42,8 @@ SIGNAL_TO_NOISE = 1.2
 """Spread over noise floor: at 1.2, 70 % of the variance that members are ranked by is noise."""
 LOST = 0.5
 """Share of its fitness, above the lowest score seen, that the population has lost when it counts as broken."""
+LOOKS = 100
+"""How often at most a resume looks for what was told: each look goes over all generations before it."""
 CONTROLS = 3
 """Controls whose mean says what the population has lost: one has a generation's few prompts."""
 OPPOSED = -0.1
@@ -53,6 +55,8 @@ VERY_SURE = 5.0
 luck."""
 FIRST_SURE = 3.0
 """Standard errors of a fall from the first generation: one comparison, looked at again each generation."""
+FEW_MEMBERS = 8
+"""With fewer than so many, the spread of one generation is no measure of its error: a fall is measured from `PEAK`."""
 MATERIAL = 0.25
 """A fall below this share of all that fitness has ranged over is none: a run that is done still jitters."""
 RISEN = 0.25
@@ -164,13 +168,18 @@ class Diagnosis:
         return diagnosis
 
     def restore(self, rows: Sequence[Mapping[str, Any]], sample: torch.Tensor | None = None) -> None:
-        """Go on after a resume, from the rows of metrics.jsonl and the engine's sample now. Old warnings stay told."""
-        for row in rows:
-            known = {"spread": row["std"], "mean_error": row["std"] / math.sqrt(self.config.es.population_size)}
+        """Go on after a resume, from the rows of metrics.jsonl and the engine's sample now.
+
+        Old warnings stay told, unless what one was of lasted less than a hundredth of the run.
+        """
+        every = 1 + len(rows) // LOOKS
+        for count, row in enumerate(rows, 1):
+            known = {"spread": row["std"], "mean_error": row["std"] / math.sqrt(self.config.es.population_size - 1)}
             kept = {name: row[name] for name in ("generation", "mean", "zero_variance")}
             shares = {name: row.get(name) for name in ("empty_share", "truncated_share")}
             self._rows.append({**known, **shares, **kept, **(row.get("diagnosis") or {})})
-            self._told |= set(self._causes())
+            if count % every == 0 or count == len(rows):
+                self._told |= set(self._causes())
         self._step = None
         self._last = None if sample is None else sample.double()
 
@@ -201,7 +210,7 @@ class Diagnosis:
         """Standard error of the population's mean fitness: over members, and over prompts where these change."""
         scores_MP = np.asarray(generation.scores_MP, dtype=np.float64)
         members, prompts = scores_MP.shape
-        error = float(np.std(generation.fitness_M)) / math.sqrt(members)
+        error = float(np.std(generation.fitness_M, ddof=1)) / math.sqrt(members)
         if self.config.task.batch_size is None or prompts < 2:
             return error
         return math.hypot(error, float(scores_MP.mean(axis=0).std(ddof=1)) / math.sqrt(prompts))
@@ -355,7 +364,8 @@ class Diagnosis:
         earlier = len(means) - WINDOW
         if earlier < 1:
             return None
-        stretches = [(self._rows[:1], FIRST_SURE)]
+        alone = self.config.es.population_size >= FEW_MEMBERS
+        stretches = [(self._rows[: 1 if alone else PEAK], FIRST_SURE)] if alone or earlier >= PEAK else []
         if earlier >= PEAK:
             k = int(np.convolve(means[:earlier], np.ones(PEAK), "valid").argmax())
             stretches.append((self._rows[k : k + PEAK], VERY_SURE))
