@@ -25,9 +25,12 @@ def journal_table(log: Log, console: Console) -> None:
     for recorded in log.generations:
         table.add_row(*_cells(recorded))
     console.print(table)
-    kept = f"{log.sealed} generations, {log.size:,} bytes"
     per = (log.size / len(log.generations)) if log.generations else 0.0
-    console.print(f"{kept}, {per:,.0f} a generation", markup=False, highlight=False)
+    state = "whole" if log.damage is None else "damaged beyond this"
+    console.print(f"{log.sealed} generations, {log.size:,} bytes, {per:,.0f} a generation; {state}", highlight=False)
+    if len(log.generations) > log.sealed:
+        console.print(f"the update of generation {len(log.generations)} was written down and never sealed: --resume "
+                      "applies it", highlight=False)  # fmt: skip
 
 
 def _head(header: Header) -> Iterator[str]:
