@@ -213,6 +213,7 @@ def _load(path: str, revision: str | None = None, dtype: str = "auto") -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
+        tokens.refuse_pickles(path, revision)
         return AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )

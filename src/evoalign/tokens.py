@@ -102,6 +102,24 @@ def load(config: ModelConfig) -> Tokens:
     return Tokens(tokenizer, sorted(stop))
 
 
+def refuse_pickles(path: str, revision: str | None) -> None:
+    """Raise ModelError where a model's index names files of another form: the library would read those too."""
+    from transformers.utils.hub import cached_file
+
+    index = "model.safetensors.index.json"
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, index, revision=revision, **quiet)
+    if found is None:
+        return
+    try:
+        names = json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
+        odd = [name for name in names if not name.endswith(".safetensors")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error
+    if odd:
+        raise ModelError(f"model {path}: {index} names {odd[0]!r}; convert it to safetensors")
+
+
 def why_not(error: Exception) -> str:
     """Why a model does not load, in one line."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]

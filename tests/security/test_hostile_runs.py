@@ -120,6 +120,21 @@ def test_weights_in_pickle_form_are_not_read(tmp_path: Path) -> None:
     served.close()
 
 
+@pytest.mark.parametrize(("index", "message"), [(None, "names 'weights.bin'; convert it"), ("[]", "is damaged")])
+def test_an_index_that_names_pickles(index: str | None, message: str, tmp_path: Path) -> None:
+    """The model library would unpickle them, whatever it was asked for."""
+    folder = build("llama", tmp_path / "model")
+    config, weights = make_config(folder), load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "weights.bin")
+    (folder / "model.safetensors").unlink()
+    whole = json.dumps({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "weights.bin")})
+    (folder / "model.safetensors.index.json").write_text(whole if index is None else index)
+    with pytest.raises(ModelError, match=message):
+        engines.create(config, tokens.load(config.model))
+    with pytest.raises(ModelError, match=message):
+        exporting._load(str(folder))  # pyright: ignore[reportPrivateUsage]
+
+
 # --- journals whose chain was made anew -----------------------------------------------------------------------------
 
 

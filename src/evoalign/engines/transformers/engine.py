@@ -23,7 +23,7 @@ from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, model_path, why_not
+from evoalign.tokens import Tokens, model_path, refuse_pickles, why_not
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorKind, TensorSpec, Update
 
 DEFAULT_MEMORY_GIB = 2.0
@@ -291,6 +291,7 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
     dtype = ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name
     path = model_path(config.model)
     try:
+        refuse_pickles(path, config.model.revision)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             revision=config.model.revision,
