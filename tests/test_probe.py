@@ -38,8 +38,8 @@ def tree(folder, space="lowrank", **changes):
     }
 
 
-def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5):
-    return Rung(width=width, changed_share=changed, spread=spread, drop=0.0, kept=kept, broken_share=0.0, gain=gain)
+def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0):
+    return Rung(width=width, changed_share=changed, spread=spread, drop=0.0, kept=kept, broken_share=broken, gain=gain)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +146,13 @@ def test_the_largest_gain_of_those_that_are_whole():
     width, reason, warnings = recommend(rungs, "sigma", START, 1.0)
     assert (width, warnings) == (0.004, ())
     assert "es.sigma 0.004, es.learning_rate 0.002" in reason
+
+
+def test_members_whose_texts_are_broken_do_not_count_as_whole():
+    """Beside the widest noise of a reward without a bottom they seem to keep most of the fitness."""
+    rungs = [rung(0.01, 0.05, broken=0.06), rung(0.04, 0.11, kept=0.8, broken=0.73)]
+    assert recommend(rungs, "sigma", START, 1.0)[0] == 0.01
+    assert recommend(rungs, "sigma", START, 1.0, broken=0.6)[0] == 0.04, "the model itself writes such texts"
 
 
 def test_of_equal_gains_the_smallest_width():

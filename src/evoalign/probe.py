@@ -31,7 +31,7 @@ from rich.table import Table
 from evoalign import evolve, shaping
 from evoalign.analysis import hacking
 from evoalign.config import Config
-from evoalign.diagnosis import SIGNAL_TO_NOISE, Control, answers, control_of, redrawn
+from evoalign.diagnosis import RISEN, SIGNAL_TO_NOISE, Control, answers, control_of, redrawn
 from evoalign.errors import ConfigError
 from evoalign.evaluation import rewards_of
 from evoalign.optimizer import reach
@@ -183,7 +183,7 @@ def _measure(parts: Parts, rows: Sequence[int], widths: Sequence[float], members
         _rung(climb, climbs[max(0, k - 1)], start.first, floor, paired=paired) for k, climb in enumerate(climbs)
     )
     eta = ETA / reach(config.es)
-    width, reason, warnings = recommend(rungs, _setting(config), start, parts.task.max_reward, eta)
+    width, reason, warnings = recommend(rungs, _setting(config), start, parts.task.max_reward, eta, _broken(own))
     by_sigma = config.es.sigma is not None
     return ProbeResult(
         setting=_setting(config),
@@ -254,13 +254,15 @@ def _setting(config: Config) -> str:
 
 
 def recommend(
-    rungs: Sequence[Rung], setting: str, start: Control, max_reward: float, eta: float = ETA
+    rungs: Sequence[Rung], setting: str, start: Control, max_reward: float, eta: float = ETA, broken: float = 0.0
 ) -> tuple[float | None, str, tuple[str, ...]]:
     """The width of the largest gain among those whose members are not broken, the reason, and warnings.
 
-    `eta` is what takes the config's optimizer as far as `ETA` takes plain SGD.
+    `eta` is what takes the config's optimizer as far as `ETA` takes plain SGD; `broken` is the share of the
+    unperturbed model's completions that are broken.
     """
-    whole = [r for r in rungs if r.kept >= KEPT]
+    # A reward without a bottom makes any model look whole beside the widest noise: then the texts tell.
+    whole = [r for r in rungs if r.kept >= KEPT and r.broken_share - broken <= RISEN]
     usable = [r for r in whole if r.gain > 0 and r.spread > SIGNAL_TO_NOISE * start.floor]
     if not usable:
         return None, f"no {setting} of the ladder gives a signal to learn from", (_no_signal(rungs, whole, start),)
@@ -268,8 +270,9 @@ def recommend(
     rate = f"{eta * best.width:.4g}" if setting == "sigma" else f"{eta:.4g}"
     same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
     reason = (
-        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): the largest gain "
-        f"({best.gain:.2g} a generation) among widths whose members keep {KEPT:.0%} of the start's fitness; "
+        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): the smallest within "
+        f"{NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose members keep {KEPT:.0%} of "
+        "the start's fitness and write few more broken completions; "
         f"{best.changed_share:.0%} of their completions change"
     )
     warnings: list[str] = []
@@ -286,7 +289,7 @@ def _no_signal(rungs: Sequence[Rung], whole: Sequence[Rung], start: Control) -> 
     if not whole:
         return (
             f"the smallest width, {low.width:.4g}, already breaks the model (members keep {low.kept:.0%} of its "
-            "fitness); try smaller ones with --sigmas"
+            f"fitness, {low.broken_share:.0%} of their completions are broken); try smaller ones with --sigmas"
         )
     if all(r.spread == 0 for r in rungs):
         if high.changed_share == 0:

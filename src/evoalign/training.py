@@ -307,6 +307,10 @@ class _Training:
         mean = {"generation": generation, "weights_hash": weights_hash}
         _write_evaluation(self.run, self.config.evaluation, mean, before, after, change)
         before_after(before.measures, after.measures, self.recorder.console, _samples(before, after), change)
+        mean_change, low, high = change["reward"]
+        if low <= 0 <= high:
+            self.tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: its 95 % interval, "
+                      f"{low:+.4g} to {high:+.4g}, contains 0")  # fmt: skip
         self.recorder.finish({"before": before.measures, "after": after.measures})
         self.tell(f"saved {_shown(saved)}\nrun   {_shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
