@@ -200,7 +200,7 @@ def test_no_signal(rungs, start, words):
 @pytest.mark.parametrize(
     ("optimizer", "share", "words"),
     [
-        ("sgd", 1.0, "(eta 0.5): the largest"),
+        ("sgd", 1.0, "(eta 0.5): the smallest"),
         ("adam", 1 / 8**0.5, "(eta 0.177, with this optimizer as far as 0.5 with sgd)"),
         ({"name": "momentum", "momentum": 0.8}, 0.2, "(eta 0.1, with this optimizer as far as 0.5 with sgd)"),
     ],

@@ -270,8 +270,8 @@ def recommend(
     rate = f"{eta * best.width:.4g}" if setting == "sigma" else f"{eta:.4g}"
     same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
     reason = (
-        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): the smallest within "
-        f"{NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose members keep {KEPT:.0%} of "
+        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): the smallest "
+        f"within {NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose members keep {KEPT:.0%} of "
         "the start's fitness and write few more broken completions; "
         f"{best.changed_share:.0%} of their completions change"
     )

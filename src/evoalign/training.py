@@ -309,8 +309,8 @@ class _Training:
         before_after(before.measures, after.measures, self.recorder.console, _samples(before, after), change)
         mean_change, low, high = change["reward"]
         if low <= 0 <= high:
-            self.tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: its 95 % interval, "
-                      f"{low:+.4g} to {high:+.4g}, contains 0")  # fmt: skip
+            interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
+            self.tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: {interval}")
         self.recorder.finish({"before": before.measures, "after": after.measures})
         self.tell(f"saved {_shown(saved)}\nrun   {_shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
