@@ -109,7 +109,7 @@ def escapes(completions, log, **kwargs):
     """Into a session of its own; and once more, with nothing between that leads there."""
     note(log[0])
     start = "import subprocess; print(subprocess.Popen(['sleep', '1000'], stdout=-3, start_new_session=True).pid)"
-    orphan = int(subprocess.run([sys.executable, "-c", start], capture_output=True, check=True).stdout)
+    orphan = int(subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, check=True).stdout)
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with open(log[0], "a") as file:
         file.write(f"{child.pid}\\n{orphan}\\n")

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -327,6 +328,7 @@ class _Worker:
         self._is_ready = False
         self._unread = bytearray()
         self._asked = 0
+        self._mark = uuid.uuid4().hex
 
     def load(self, data: Data, seed: int | None) -> None:
         """Start, with the data: a fork has them, a fresh process loads them itself where `seed` is not None."""
@@ -373,6 +375,7 @@ class _Worker:
         if child.poll() is None:  # a fork that has no group yet
             _quietly(os.kill, child.pid)
         child.wait()
+        worker.kill_marked(self._mark)
 
     def close(self) -> None:
         """Let an idle worker leave by itself, with its exit handlers, and then end what is left of it."""
@@ -405,6 +408,7 @@ class _Worker:
             [sys.executable, "-c", PROGRAM, path, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=self._folder,
+            env=os.environ | {worker.MARK: self._mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -416,6 +420,7 @@ class _Worker:
         status = 1
         try:
             os.setsid()
+            os.environ[worker.MARK] = self._mark
             for number in (signal.SIGINT, signal.SIGTERM):  # the trainer's handlers are not the worker's
                 signal.signal(number, signal.SIG_DFL)
             if self._end is not None:  # the trainer's end, which would never hang up while a copy is open here

@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from evoalign.config import TaskConfig
@@ -35,6 +36,8 @@ from evoalign.types import Example
 Build: TypeAlias = Callable[[Mapping[str, Any]], tuple[Task, Data | None]]
 """Makes the task, and its data where rows are sent by their place, from the first request."""
 
+MARK = "EVOALIGN_WORKER"
+"""The environment variable by which a worker's descendants are found, in whatever session they are."""
 GUARD_SECONDS = 2
 """How often the guard looks for the trainer itself, in case another process holds the trainer's end of the socket."""
 
@@ -115,7 +118,21 @@ def _guard(end: socket.socket) -> None:
         while not hangup.poll(GUARD_SECONDS * 1000) and _is_alive(trainer):
             pass
     finally:
+        with contextlib.suppress(OSError, KeyError):
+            kill_marked(os.environ[MARK])
         os.killpg(0, signal.SIGKILL)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill all other processes that were started with this mark: the end of the group spares other sessions.
+
+    Reads /proc, so only on Linux. Spared: a process that was given another environment, or forked without an exec.
+    """
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:
