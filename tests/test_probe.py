@@ -155,9 +155,10 @@ def test_members_whose_texts_are_broken_do_not_count_as_whole():
     assert recommend(rungs, "sigma", START, 1.0, broken=0.6)[0] == 0.04, "the model itself writes such texts"
 
 
-def test_of_equal_gains_the_smallest_width():
-    rungs = [rung(0.001, 0.01), rung(0.002, 0.047), rung(0.004, 0.05), rung(0.008, 0.02)]
-    assert recommend(rungs, "sigma", START, 1.0)[0] == 0.002
+def test_of_equal_gains_the_width_in_the_middle():
+    rungs = [rung(0.001, 0.01), rung(0.002, 0.047), rung(0.004, 0.05), rung(0.008, 0.046), rung(0.016, 0.02)]
+    assert recommend(rungs, "sigma", START, 1.0)[0] == 0.004
+    assert recommend(rungs[:3], "sigma", START, 1.0)[0] == 0.002, "of two, the one that moves the model less"
 
 
 @pytest.mark.parametrize(("gains", "end"), [((0.5, 0.1, 0.1), "smallest"), ((0.1, 0.2, 0.5), "largest")])
@@ -200,7 +201,7 @@ def test_no_signal(rungs, start, words):
 @pytest.mark.parametrize(
     ("optimizer", "share", "words"),
     [
-        ("sgd", 1.0, "(eta 0.5): the smallest"),
+        ("sgd", 1.0, "(eta 0.5): in the middle"),
         ("adam", 1 / 8**0.5, "(eta 0.177, with this optimizer as far as 0.5 with sgd)"),
         ({"name": "momentum", "momentum": 0.8}, 0.2, "(eta 0.1, with this optimizer as far as 0.5 with sgd)"),
     ],

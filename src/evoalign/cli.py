@@ -118,9 +118,9 @@ def replay(
     log, console = log_of(run), Console(stderr=True)
     count = log.sealed if generation is None else generation
     if log.damage is not None and generation is None and log.damage.cut:
-        typer.echo(f"warning: {log.damage.message}", err=True)
+        _say(f"warning: {log.damage.message}")
     if generation is None and len(log.generations) > log.sealed:
-        typer.echo(f"warning: the update of generation {log.sealed + 1} was never sealed and is left out", err=True)
+        _say(f"warning: the update of generation {log.sealed + 1} was never sealed and is left out")
     with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
         work = bar.add_task("replaying", total=None)
         found = rebuild(

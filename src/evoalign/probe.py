@@ -52,7 +52,7 @@ exp(-|x|^2 / 2 t^2), the gain of a step is largest where members keep exp(-1/2) 
 start. The rest is room for the error of the measurement."""
 
 NEAR = 0.9
-"""Of widths whose gains are as close as this the smallest is taken: it moves the model least."""
+"""Of widths whose gains are as close as this the middle one is taken: it is safest from an error to either side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +266,13 @@ def recommend(
     usable = [r for r in whole if r.gain > 0 and r.spread > SIGNAL_TO_NOISE * start.floor]
     if not usable:
         return None, f"no {setting} of the ladder gives a signal to learn from", (_no_signal(rungs, whole, start),)
-    best = next(r for r in usable if r.gain >= NEAR * max(u.gain for u in usable))
+    tied = [r for r in usable if r.gain >= NEAR * max(u.gain for u in usable)]
+    best = tied[(len(tied) - 1) // 2]
     rate = f"{eta * best.width:.4g}" if setting == "sigma" else f"{eta:.4g}"
     same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
     reason = (
-        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): the smallest "
-        f"within {NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose members keep "
+        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): in the "
+        f"middle of those within {NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose members keep "
         f"{KEPT:.0%} of the start's fitness and write few more broken completions; "
         f"{best.changed_share:.0%} of their completions change"
     )

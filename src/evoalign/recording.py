@@ -16,6 +16,7 @@ from evoalign.parts import Parts
 from evoalign.report import completions, figures
 from evoalign.report.progress import Display
 from evoalign.report.rows import metrics_row
+from evoalign.report.tables import visible
 from evoalign.rundir import RunDir
 from evoalign.types import Generation
 
@@ -98,7 +99,9 @@ class Recorder:
             tracker.close()
 
     def tell(self, line: str) -> None:
-        """One plain line on the console."""
+        """Plain lines on the console."""
+        ascii_only = not self.console.encoding.startswith("utf")
+        line = "\n".join(visible(part, ascii_only=ascii_only) for part in line.split("\n"))
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _control_of(self, index: int) -> diagnosis.Control | None:
