@@ -22,8 +22,8 @@ class RewardError(EvoalignError):
     """A reward function hung, died, raised, or gave something that is not one finite number (or None) a completion.
 
     `failed`, where there is one, is what a person needs to see it happen again, as JSON has it: `reason` (hung, died,
-    raised or value), `function`, `prompt`, `completion` and `example` (None where no single completion is to blame: then
-    the first `completions` and their `count`), `traceback`, `attempts` and the `seconds` they took together.
+    raised or value), `function`, `prompt`, `completion` and `example` (None where no single completion is to blame,
+    then the first `completions` and their `count`), `traceback`, `attempts` and the `seconds` they took together.
     """
 
     def __init__(self, message: str, failed: dict[str, Any] | None = None) -> None:

@@ -272,8 +272,8 @@ def recommend(
     same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
     reason = (
         f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): in the "
-        f"middle of those within {NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose members keep "
-        f"{KEPT:.0%} of the start's fitness and write few more broken completions; "
+        f"middle of those within {NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose "
+        f"members keep {KEPT:.0%} of the start's fitness and write few more broken completions; "
         f"{best.changed_share:.0%} of their completions change"
     )
     warnings: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in and around a run directory: the user's own files stay, two processes keep apart, nothing stale is used."""
+"""In and around a run directory: the user's own files stay, two processes keep apart, nothing stale is used."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
 def test_an_update_without_its_seal_counts_as_a_generation(copy: Path) -> None:
     path = copy / "journal.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:10]))
-    with pytest.raises(ResumeError, match="has 5 generations already, es.num_generations is 4"):
+    with pytest.raises(ResumeError, match=r"has 5 generations already, es\.num_generations is 4"):
         go_on(copy, 4)
 
 
@@ -236,7 +236,7 @@ def test_what_a_process_left_half_written_goes(copy: Path) -> None:
     for name in ("loras/.generation_0007.tmp", "results/completions/.x.parquet.tmp", ".metrics.jsonl.tmp"):
         (copy / name).mkdir() if name.startswith("loras") else (copy / name).write_text("half")
     go_on(copy, 6)
-    assert not [p for p in copy.rglob(".*.tmp")]
+    assert not list(copy.rglob(".*.tmp"))
 
 
 # --- the same run or none --------------------------------------------------------------------------------------------
