@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -26,6 +27,13 @@ from evoalign.journal import Journal
 
 SPACES = ("lora", "lowrank", "full")
 GENERATIONS = 4
+# Forks of a process that has imported what a run needs and run nothing: a fork of the tests' own could crash for its
+# threads.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["evoalign.training", "evoalign.engines.transformers", "matplotlib.figure", "peft", "pyarrow.parquet",
+     "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
+)  # fmt: skip
 Patch = Callable[[int], None]
 
 
@@ -131,15 +139,15 @@ POINTS: dict[str, Patch] = {
 
 def killed(space: str, point: str, generation: int, output: Path, *, resume: bool = False) -> None:
     """A run in a process of its own that dies at that point. Raises AssertionError where it did not get there."""
-    child = os.fork()
-    if not child:
-        try:
-            {**START, **POINTS}[point](generation)
-            train(space, output, resume=resume)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{point} {generation}: not killed"
+    child = PROCESSES.Process(target=_run_to, args=(space, point, generation, output, resume))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL, f"{point} {generation}: not killed, exit code {child.exitcode}"
+
+
+def _run_to(space: str, point: str, generation: int, output: Path, resume: bool) -> None:
+    {**START, **POINTS}[point](generation)
+    train(space, output, resume=resume)
 
 
 def traces(output: Path) -> dict[str, Any]:
