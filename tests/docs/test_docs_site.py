@@ -157,7 +157,7 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # it runs an event loop, which no other module may meet
 def browser() -> Iterator[Any]:
     """Headless Chromium, the one that is installed."""
     api = pytest.importorskip("playwright.sync_api")
