@@ -120,5 +120,4 @@ class Recorder:
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
         self._drawn = time.monotonic()
-        self._control: diagnosis.Control | None = None
         self._drawing = self._drawn - start

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from evoalign import checkpoint, engines, evaluation, journal, saving, tokens
-from evoalign.config import Config, from_dict, load
+from evoalign.config import Config, code_of, from_dict, load
 from evoalign.errors import ConfigError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.parts import ConfigLike, Rewards, as_config, start, task_and_data
@@ -89,7 +89,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
 def of_run(path: Path, mend: str | None = None) -> Config:
     """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
     own = load([path / "config.yaml"])
-    code = [name for name in (own.space.name, own.task.name, *own.task.rewards) if ":" in name]
+    code = code_of(own)
     if code:
         mend = mend or f"pass it with --config {path / 'config.yaml'}"
         raise ConfigError(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces, tracking
 from evoalign.checkpoint import Mark
-from evoalign.config import Config, EvaluationConfig, from_dict
+from evoalign.config import Config, EvaluationConfig, code_of, from_dict
 from evoalign.errors import (
     DataError,
     EvoalignError,
@@ -170,7 +170,6 @@ class _Training:
         self.recorder.start()
         before = self._evaluate("start")
         if self.stop.asked is not None:
-            self.run.undo()
             raise StoppedError("stopped before the first generation; nothing was written", self.stop.asked)
         if self.run.aside is not None:
             self.tell(f"the run that was there is now {self.run.aside}")
@@ -328,8 +327,7 @@ class _Training:
         """Names the run itself, or, where it names code, the config in it."""
         if self.given is not None:
             return f"go on with train(..., {self.given}=..., resume=True)"
-        own = ":" in "".join([self.config.space.name, self.config.task.name, *self.config.task.rewards])
-        target = self.run.config if own else self.run.path
+        target = self.run.config if code_of(self.config) else self.run.path
         return f"go on with: evoalign train {shlex.quote(str(target))} --resume"
 
     @contextmanager
@@ -338,6 +336,8 @@ class _Training:
         try:
             yield
         except StoppedError:
+            if fresh and not self.run.journal.is_file():
+                self.run.undo()
             raise
         except BaseException as error:
             if not self.run.rows:

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs killed at every instant, and runs damaged at random: what the README says they withstand.
+
+    OMP_NUM_THREADS=1 python benchmarks/endurance.py killing                   # 120 kills, 0 mismatches
+    OMP_NUM_THREADS=1 python benchmarks/endurance.py corrupting --count 1000   # 1,000 corruptions
+
+The harness is that of the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    if len(sys.argv) < 2 or sys.argv[1] not in ("killing", "corrupting"):
+        sys.exit(__doc__)
+    importlib.import_module(sys.argv.pop(1)).main()
