@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,9 +39,16 @@ def written(what: str, name: str | None) -> str:
     if what == "python":
         return "\n".join(_python(public) for public in sorted(evoalign._HOMES, key=lambda n: (n[0].isupper(), n)))
     section = "" if name == "run" else f"{name}."
-    chosen = [s for s in settings() if s["key"].startswith(section)] if section else _top_level()
-    intro = " ".join(docstrings()[chosen[0]["section"]].split()) + "\n\n" if section else ""
-    return intro + "\n".join(_setting(s) for s in chosen)
+    if not section:
+        return "\n".join(map(_setting, _top_level()))
+    chosen = [s for s in settings() if s["key"].startswith(section)]
+    groups = itertools.groupby(chosen, key=lambda s: s["section"] if name == "engine" else "")
+    return "\n\n".join(_group(list(group)) for _, group in groups)
+
+
+def _group(chosen: list[dict[str, Any]]) -> str:
+    """A section's own words and its settings."""
+    return " ".join(docstrings()[chosen[0]["section"]].split()) + "\n\n" + "\n".join(map(_setting, chosen))
 
 
 # Settings
@@ -58,12 +66,17 @@ def _walk(
 ) -> Iterator[dict[str, Any]]:
     for name, field in schema["properties"].items():
         key = prefix + name
-        if "$ref" in field:
-            below = field["$ref"].rsplit("/", 1)[-1]
+        for below in _below(field):
             yield from _walk(definitions[below], below, f"{key}.", definitions)
-        else:
-            text = docstrings().get(f"{section}.{name}") or more().get(f"{section}.{name}", "")
-            yield {"key": key, "schema": field, "section": section, "text": text}
+        if _below(field):
+            continue
+        text = docstrings().get(f"{section}.{name}") or more().get(f"{section}.{name}", "")
+        yield {"key": key, "schema": field, "section": section, "text": text}
+
+
+def _below(field: Mapping[str, Any]) -> list[str]:
+    """The section classes that a field holds: one, or one of several that its `name` tells apart."""
+    return [part["$ref"].rsplit("/", 1)[-1] for part in field.get("oneOf", [field]) if "$ref" in part]
 
 
 def _top_level() -> list[dict[str, Any]]:
@@ -92,12 +105,14 @@ def more() -> dict[str, str]:
 
 def _setting(setting: Mapping[str, Any]) -> str:
     schema, key = setting["schema"], setting["key"]
-    return f"`{key}`{{#{key}}}\n\n:   {allowed(schema)} · default `{default(key)}`\n\n    {setting['text']}\n"
+    engine = next((n for n, s in config.ENGINES.items() if s.__name__ == setting["section"]), "transformers")
+    anchor = key if engine == "transformers" else key.replace("engine.", f"engine.{engine}.")
+    return f"`{key}`{{#{anchor}}}\n\n:   {allowed(schema)} · default `{default(key, engine)}`\n\n    {setting['text']}\n"
 
 
-def default(key: str) -> str:
-    """The default of a setting as YAML writes it."""
-    value: Any = config.from_dict({"es": {"sigma": 1}}).model_dump(mode="json")
+def default(key: str, engine: str = "transformers") -> str:
+    """The default of a setting as YAML writes it; of `engine`, those of the engine of that name."""
+    value: Any = config.from_dict({"es": {"sigma": 1}, "engine": engine}).model_dump(mode="json")
     for part in key.split("."):
         value = value[part]
     return _yaml(None if key == "es.sigma" else value)

@@ -174,8 +174,8 @@ class EsConfig(Section):
         return self.learning_rate / self.sigma if self.sigma is not None else self.learning_rate
 
 
-class EngineConfig(Section):
-    """Which engine answers the prompts, and its own settings."""
+class TransformersConfig(Section):
+    """The in-process engine, on the CPU or one GPU."""
 
     name: Literal["transformers"] = "transformers"
     device: str = "auto"
@@ -187,6 +187,57 @@ class EngineConfig(Section):
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     threads: PositiveInt | None = None
     """CPU threads; None leaves torch's own choice."""
+
+
+class VllmConfig(Section):
+    """vLLM in this process, which all members share; needs the extra `vllm`. It takes the GPUs it finds."""
+
+    name: Literal["vllm"]
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs over which each matrix is split."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory for the weights, the float32 master, the adapters and the cache together."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Room for keys and values. None: what `gpu_memory_utilization` leaves; 1 on the CPU."""
+    max_num_seqs: PositiveInt = 1024
+    """At most this many sequences in one batch; more wait their turn."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """At most this many tokens in one step; None leaves vLLM's own choice."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt and completion together; None: as many positions as the model has."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy: random weights of the model's shapes, to measure with."""
+    enforce_eager: bool = False
+    """No CUDA graphs: a faster start and slower steps."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """vLLM's own seed, of dummy weights. None: the run's. Completions are seeded by prompt and sample."""
+    attention_backend: str | None = None
+    """One of vLLM's, such as FLASH_ATTN or TRITON_ATTN; None leaves vLLM's own choice."""
+    population: Literal["auto", "deep", "generic", "stock"] = "auto"
+    """How rows get their members' terms: `deep`, inside the kernels of norm, rotation and activation (Qwen2, Qwen3,
+    Llama); `generic`, one kernel a layer, for every model; `stock`, vLLM's own multi-LoRA. auto: the first that fits."""
+    members: PositiveInt | None = None
+    """Adapters on the GPU at once; None: the population. A larger population takes its turns."""
+    master: Literal["device", "host"] = "device"
+    """Where the float32 mean of `lowrank` and `full` lies; `host` frees 4 bytes a weight and makes updates slower."""
+
+    @property
+    def device(self) -> str:
+        """vLLM is built for one kind of device and takes it."""
+        return "auto"
+
+
+def _engine(value: object) -> object:
+    """`vllm` is short for `{name: vllm}`, and no name means transformers."""
+    value = _named(value)
+    return {"name": "transformers", **cast(Mapping[str, Any], value)} if isinstance(value, Mapping) else value
+
+
+ENGINES: dict[str, type[Section]] = {"transformers": TransformersConfig, "vllm": VllmConfig}
+EngineConfig = Annotated[
+    Annotated[TransformersConfig | VllmConfig, Field(discriminator="name")], BeforeValidator(_engine)
+]
+"""Which engine answers the prompts, and its own settings."""
 
 
 class EvaluationConfig(Section):
@@ -268,7 +319,7 @@ class Config(Section):
     lowrank: LowrankConfig = Field(default_factory=LowrankConfig)
     full: FullConfig = Field(default_factory=FullConfig)
     es: EsConfig
-    engine: Annotated[EngineConfig, BeforeValidator(_named)] = Field(default_factory=EngineConfig)
+    engine: EngineConfig = Field(default_factory=TransformersConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -381,37 +432,51 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    location = ".".join(str(part) for part in error["loc"])
+    where, engine = _without_tag(error["loc"])
+    location = ".".join(str(part) for part in where)
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {location}{_nearest(error['loc'])}"
+        return f"unknown setting {location}{_nearest(where, engine)}"
     if error["type"] == "missing":
         return f"missing setting {location}" + (
             "; es needs at least sigma or noise_multiplier" if location == "es" else ""
         )
+    if error["type"] == "union_tag_invalid":
+        return f"{location}.name: unknown engine {error['ctx']['tag']!r}; use {' or '.join(ENGINES)}"
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
     shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
     return f"{location}: {message}{shown}" if location else message
 
 
-def _nearest(location: tuple[str | int, ...]) -> str:
-    names = _names(Config, "")
+def _without_tag(location: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], str]:
+    """A place as the user wrote it, and the engine meant: pydantic puts the engine's name after `engine`."""
+    if len(location) > 1 and location[0] == "engine" and location[1] in ENGINES:
+        return (location[0], *location[2:]), str(location[1])
+    return location, "transformers"
+
+
+def _nearest(location: tuple[str | int, ...], engine: str) -> str:
+    names = _names(Config, "", engine)
     wanted = ".".join(str(part) for part in location)
     leaf = str(location[-1])
     siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
     near = difflib.get_close_matches(leaf, siblings, n=1)
     if near:
         return f"; did you mean {siblings[near[0]]}?"
+    others = [other for other, section in ENGINES.items() if leaf in section.model_fields]
+    if location[0] == "engine" and others:
+        return f"; it belongs to engine {others[0]}, and engine.name is {engine}"
     elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     return f"; known here: {', '.join(sorted(siblings))}"
 
 
-def _names(section: type[BaseModel], prefix: str) -> list[str]:
+def _names(section: type[BaseModel], prefix: str, engine: str) -> list[str]:
     found: list[str] = []
     for name, info in section.model_fields.items():
         found.append(prefix + name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found += _names(info.annotation, f"{prefix}{name}.")
+        below = ENGINES[engine] if prefix + name == "engine" else info.annotation
+        if isinstance(below, type) and issubclass(below, BaseModel):
+            found += _names(below, f"{prefix}{name}.", engine)
     return found

@@ -23,6 +23,7 @@ import torch
 from evoalign import canary, engines, estimate, evolve, parts, saving, shaping, spaces, tokens, tracking
 from evoalign.config import Config, from_dict
 from evoalign.engines import Engine
+from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
 from evoalign.estimate import gib
 from evoalign.rundir import RunDir, versions
@@ -351,7 +352,7 @@ def _lengths(case: _Case) -> Finding:
     task, tokens_ = _need(case.task, "task"), _need(case.tokens, "tokenizer")
     longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
     room = case.config.evaluation.max_tokens
-    text = estimate.model_config(case.config).get_text_config()
+    text = model_config(case.config).get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
     detail = f"longest prompt {longest} tokens and evaluation.max_tokens {room}"
     if limit is not None and longest + room > limit:
@@ -363,7 +364,7 @@ def _lengths(case: _Case) -> Finding:
 def _targets(case: _Case) -> Finding:
     """What evolves; an unknown layer or module is an error that names those of the model."""
     config = case.config
-    specs = estimate.shapes(config)
+    specs = specs_of_config(config)
     space = spaces.create(config)
     case.planned = parts.layout_of(space, specs, estimate.served_dtype(config))
     case.specs = specs

@@ -6,15 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from evoalign.config import Config
-from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB, specs_of
-from evoalign.errors import ModelError
+from evoalign.config import Config, TransformersConfig, VllmConfig
+from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB
+from evoalign.engines.vllm.settings import slot_rank, slots
 from evoalign.optimizer import reach
-from evoalign.tokens import model_path
+from evoalign.spaces.base import module_of
 from evoalign.types import Layout, TensorSpec
 
 ETA_USUAL = (0.05, 2.0)
@@ -59,17 +58,6 @@ def _effective(config: Config, layout: Layout) -> str:
     return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
 
 
-def model_config(config: Config) -> Any:
-    """The model's own configuration as transformers has it. Raises ModelError."""
-    from transformers import AutoConfig
-
-    path = model_path(config.model)
-    try:
-        return AutoConfig.from_pretrained(path, revision=config.model.revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
-
-
 def on_gpu(config: Config) -> bool:
     """Whether the engine will serve from a GPU."""
     device = config.engine.device
@@ -82,42 +70,48 @@ def served_dtype(config: Config) -> torch.dtype:
     return getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
 
 
-def shapes(config: Config) -> list[TensorSpec]:
-    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
-    hf = model_config(config)
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
-    except ValueError as error:
-        raise ModelError(f"model {config.model.name} ({hf.model_type}) is not a causal language model") from error
-    return specs_of(model, lambda _: math.nan)
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by what they hold. `start`: the starting weights, for decay; `cache`: at most, with one chunk's logits."""
+    """Bytes by what they hold. `start`: the starting weights, for decay; `cache`: at most, with one chunk's logits;
+    `host`: of these, what lies in the host's memory though the model is on a GPU."""
 
     weights: int
     master: int
     start: int
     cache: float
+    adapters: int = 0
+    host: int = 0
 
     @property
     def kept(self) -> int:
-        """What is held from the start of a run to its end."""
-        return self.weights + self.master + self.start
+        """What is held on the device from the start of a run to its end."""
+        return self.weights + self.master + self.start + self.adapters - self.host
 
 
 def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> Memory:
     """What a run holds on its device."""
-    return Memory(
-        weights=sum(math.prod(s.shape) for s in specs) * dtype.itemsize,
-        master=_master_bytes(config, layout, dtype),
-        start=4 * layout.parameters if config.es.decay else 0,
-        cache=(config.engine.memory_gib or DEFAULT_MEMORY_GIB) * 2**30,
-    )
+    engine = config.engine
+    master, start = _master_bytes(config, layout, dtype), 4 * layout.parameters if config.es.decay else 0
+    if isinstance(engine, TransformersConfig):
+        cache, adapters, host = (engine.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, 0, 0
+    else:
+        cache, adapters = _vllm_cache(engine), _slot_bytes(config, layout, specs, dtype)
+        host = master + start if engine.master == "host" and on_gpu(config) else 0
+    return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, cache, adapters, host)
+
+
+def _vllm_cache(engine: VllmConfig) -> float:
+    """vLLM takes all that `gpu_memory_utilization` leaves; this is the least that is worth starting with."""
+    return (engine.kv_cache_gib or 1.0) * 2**30
+
+
+def _slot_bytes(config: Config, layout: Layout, specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
+    """vLLM keeps room for every member's factors, at a rank of its own choice and on every layer."""
+    if not layout.rank or not isinstance(config.engine, VllmConfig):
+        return 0
+    modules = {module_of(t.module) for t in layout.tensors}
+    sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
+    return slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
 
 
 def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> list[str]:
@@ -127,10 +121,19 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dt
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
         f"memory {gib(need.kept + need.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
-        f"starting weights for decay {gib(need.start)}, cache up to {gib(need.cache)} "
-        "(engine.memory_gib; unset, half the free memory of a GPU that is not deterministic)",
+        f"starting weights for decay {gib(need.start)}, {_cache_words(config, need)}",
         *_left_out(config, specs, layout),
     ]  # fmt: skip
+
+
+def _cache_words(config: Config, need: Memory) -> str:
+    if isinstance(config.engine, TransformersConfig):
+        return (
+            f"cache up to {gib(need.cache)} "
+            "(engine.memory_gib; unset, half the free memory of a GPU that is not deterministic)"
+        )
+    host = f"; {gib(need.host)} of it in host memory" if need.host else ""
+    return f"adapters {gib(need.adapters)}, cache at least {gib(need.cache)} (engine.kv_cache_gib){host}"
 
 
 def _left_out(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:

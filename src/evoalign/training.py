@@ -18,6 +18,7 @@ from rich.console import Console
 from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces, tracking
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, EvaluationConfig, code_of, from_dict
+from evoalign.engines.specs import specs_of_config
 from evoalign.errors import (
     DataError,
     EvoalignError,
@@ -108,7 +109,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         work.insert(0, f"goes on after generation {len(log.generations)} of {config.es.num_generations}")
     dtype = estimate.served_dtype(config)
     try:
-        specs = estimate.shapes(config)
+        specs = specs_of_config(config)
     except ModelError as error:
         return [*estimate.step_lines(config, None), *work, f"memory: not estimated; {error}"]
     layout = layout_of(spaces.create(config), specs, dtype)

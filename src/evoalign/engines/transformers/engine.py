@@ -8,7 +8,7 @@ over the served weights from the float32 master. The mean is that master: restor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,16 @@ from evoalign.config import Config
 from evoalign.engines.base import sampled_places, weights_hash
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
+from evoalign.engines.specs import specs_of
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, model_path, refuse_pickles, why_not
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorKind, TensorSpec, Update
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorSpec, Update
 
 DEFAULT_MEMORY_GIB = 2.0
 CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer whose whole past is keys and values."""
-_LAYER = re.compile(r"\.(\d+)\.")
 
 
 class TransformersEngine:
@@ -324,36 +324,3 @@ def _check_whole(name: str, info: Mapping[str, Any]) -> None:
             f"model {name} does not load: {tensor} is {tuple(found)} in its files, and {tuple(wanted)} by its "
             "config.json; fetch it again"
         )
-
-
-def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
-    """Name, shape, kind and layer of each parameter, tied ones once."""
-    kinds = _kinds(model)
-    return [
-        TensorSpec(
-            name=name,
-            shape=tuple(p.shape),
-            kind=kinds.get(name, "other"),
-            layer=int(found[1]) if (found := _LAYER.search(name)) else None,
-            mean_abs=mean_abs(p),
-        )
-        for name, p in model.named_parameters()
-    ]
-
-
-def _kinds(model: nn.Module) -> dict[str, TensorKind]:
-    """What each parameter is, from the module that holds it."""
-    kinds: dict[str, TensorKind] = {}
-    for path, module in model.named_modules():
-        for name, _ in module.named_parameters(recurse=False):
-            kind: TensorKind = "other"
-            if name.endswith("bias"):
-                kind = "bias"
-            elif isinstance(module, nn.Linear):
-                kind = "linear"
-            elif isinstance(module, nn.Embedding):
-                kind = "embedding"
-            elif "norm" in type(module).__name__.lower():
-                kind = "norm"
-            kinds.setdefault(f"{path}.{name}" if path else name, kind)
-    return kinds

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tensors under their Hugging Face names: from the model, or from its configuration alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from evoalign.config import Config
+from evoalign.errors import ModelError
+from evoalign.tokens import model_path
+from evoalign.types import TensorKind, TensorSpec
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def model_config(config: Config) -> Any:
+    """The model's own configuration as transformers has it. Raises ModelError."""
+    from transformers import AutoConfig
+
+    path = model_path(config.model)
+    try:
+        return AutoConfig.from_pretrained(path, revision=config.model.revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
+
+
+def specs_of_config(config: Config) -> list[TensorSpec]:
+    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    hf = model_config(config)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
+    except ValueError as error:
+        raise ModelError(f"model {config.model.name} ({hf.model_type}) is not a causal language model") from error
+    return specs_of(model, lambda _: math.nan)
+
+
+def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
+    """Name, shape, kind and layer of each parameter, tied ones once."""
+    kinds = _kinds(model)
+    return [
+        TensorSpec(
+            name=name,
+            shape=tuple(p.shape),
+            kind=kinds.get(name, "other"),
+            layer=int(found[1]) if (found := _LAYER.search(name)) else None,
+            mean_abs=mean_abs(p),
+        )
+        for name, p in model.named_parameters()
+    ]
+
+
+def _kinds(model: nn.Module) -> dict[str, TensorKind]:
+    """What each parameter is, from the module that holds it."""
+    kinds: dict[str, TensorKind] = {}
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            kind: TensorKind = "other"
+            if name.endswith("bias"):
+                kind = "bias"
+            elif isinstance(module, nn.Linear):
+                kind = "linear"
+            elif isinstance(module, nn.Embedding):
+                kind = "embedding"
+            elif "norm" in type(module).__name__.lower():
+                kind = "norm"
+            kinds.setdefault(f"{path}.{name}" if path else name, kind)
+    return kinds

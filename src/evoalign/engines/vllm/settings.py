@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a config asks of vLLM, as vLLM takes it. Imports no vLLM, so that estimates need none."""
+
+from __future__ import annotations
+
+from evoalign.config import Config, VllmConfig
+from evoalign.errors import ConfigError
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has slots for."""
+KERNEL_RANK = 16
+"""Highest rank of the population kernels."""
+
+
+def settings(config: Config) -> VllmConfig:
+    """The config's engine section."""
+    assert isinstance(config.engine, VllmConfig)
+    return config.engine
+
+
+def slots(config: Config) -> int:
+    """Adapters on the GPU at once: the population and, where its mean is one as well, that of the mean."""
+    own = settings(config).members or config.es.population_size
+    return own + (config.space.name != "lowrank")
+
+
+def rank(config: Config) -> int:
+    """Rank of the adapters; a space of one's own says it as `rank` among its settings."""
+    if config.space.name == "lora":
+        return config.lora.rank
+    return config.lowrank.rank if config.space.name == "lowrank" else int(config.space.options.get("rank", 16))
+
+
+def slot_rank(wanted: int) -> int:
+    """The smallest rank of vLLM's that holds an adapter. Raises ConfigError above the largest."""
+    for size in RANKS:
+        if wanted <= size:
+            return size
+    raise ConfigError(f"rank {wanted}: engine vllm takes adapters of rank {RANKS[-1]} at most; lower it")
+
+
+def scaling(config: Config) -> float:
+    """What the population kernels multiply a member's term with; elsewhere it is folded into B."""
+    return config.lora.alpha / config.lora.rank if config.space.name == "lora" else 1.0
+
+
+def form(config: Config) -> str:
+    """How rows get their members' terms: `deep` (where the model allows), `generic` or `stock`. Raises ConfigError."""
+    wanted = settings(config).population
+    if rank(config) <= KERNEL_RANK:
+        return "deep" if wanted == "auto" else wanted
+    if wanted in ("auto", "stock"):
+        return "stock"
+    raise ConfigError(
+        f"engine.population {wanted} takes ranks up to {KERNEL_RANK}, not {rank(config)}; lower the rank or use stock"
+    )
