@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels. evoalign runs without them, and without Triton: each has a twin in plain torch.
+
+Modules here import Triton, so they are imported only where `available` says yes.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+def available(device: torch.device | str) -> bool:
+    """Whether Triton kernels run on this device: a GPU, or anything in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return _installed() and (torch.device(device).type == "cuda" or interpreted())
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: numpy on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None

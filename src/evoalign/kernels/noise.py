@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+# Kernels are compiled from their source and cannot be typed.
+"""The noise of `evoalign.noise` on a GPU: one launch for all members of a part of a tensor, bit for bit the same.
+
+A program computes `BLOCK` Philox calls and so `8 * BLOCK` consecutive elements; nothing is drawn twice. The normals
+come from a table. Random look-ups in it are what bounds the rate, so it has to stay in the L1 cache: it is
+antisymmetric, so half of it (128 KiB) and a sign do, and what streams by (the mean, the output) is kept out of the
+cache where Triton lets us say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from evoalign.kernels import interpreted
+
+NORMALS_PER_BLOCK = 8
+_INT32 = 1 << 31
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is laid out; the bits do not depend on it.
+
+    `block` is the number of Philox calls of a program. `half` looks up half the table and puts the sign on. `keep`
+    asks the cache to keep the table's lines.
+    """
+
+    block: int = 128
+    warps: int = 4
+    half: bool = True
+    keep: bool = False
+
+
+TUNING = Tuning()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A matrix out of a row-major tensor: element (row, column) has index `base + row * pitch + column`.
+
+    `views` are the tensors that go with it, [..., rows, columns] with any strides.
+    """
+
+    base: int
+    pitch: int
+    views: tuple[torch.Tensor, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.views[0].shape[-2]
+
+    @property
+    def columns(self) -> int:
+        return self.views[0].shape[-1]
+
+    @property
+    def joined(self) -> bool:
+        """The rows follow one another in the index, so that a Philox call may span two of them."""
+        return self.rows == 1 or self.pitch == self.columns
+
+    @property
+    def flat(self) -> bool:
+        """The rows follow one another in all tensors as well."""
+        return self.rows == 1 or (self.joined and all(_follows(v, -2) for v in self.views))
+
+    @property
+    def launch(self) -> tuple[int, int, bool]:
+        """Runs of consecutive elements, their width, and whether a kernel has to tell rows from columns in them."""
+        if self.flat or (self.joined and self.columns < 256):
+            return 1, self.rows * self.columns, not self.flat
+        return self.rows, self.columns, False
+
+    @property
+    def aligned(self) -> bool:
+        """Runs start where a Philox call does."""
+        return self.base % NORMALS_PER_BLOCK == 0 and (self.launch[0] == 1 or self.pitch % NORMALS_PER_BLOCK == 0)
+
+
+def lines(shape: Sequence[int], bounds: Sequence[tuple[int, int]], tensors: Sequence[torch.Tensor]) -> Iterator[Lines]:
+    """A rectangle as matrices. Each tensor is [..., *the rectangle]; two matrices where dimensions cannot be merged."""
+    if any(stop <= start for start, stop in bounds):
+        return
+    pending = [(0, tuple(shape), tuple(bounds), tuple(tensors))]
+    while pending:
+        base, shape, bounds, views = pending.pop()
+        while len(shape) < 2:
+            views = tuple(v.unsqueeze(v.dim() - len(shape)) for v in views)
+            shape, bounds = (1, *shape), ((0, 1), *bounds)
+        if len(shape) == 2:
+            yield Lines(base + bounds[0][0] * shape[1] + bounds[1][0], shape[1], views)
+            continue
+        (first, last), inner, trailing = bounds[0], math.prod(shape[1:]), len(shape)
+        if bounds[1] == (0, shape[1]) and all(_follows(v, -trailing) for v in views):
+            merged = ((first * shape[1], last * shape[1]), *bounds[2:])
+            views = tuple(v.flatten(-trailing, 1 - trailing) for v in views)
+            pending.append((base, (shape[0] * shape[1], *shape[2:]), merged, views))
+            continue
+        for i in reversed(range(last - first)):
+            parts = tuple(v.select(-trailing, i) for v in views)
+            pending.append((base + (first + i) * inner, shape[1:], bounds[1:], parts))
+
+
+def _follows(view: torch.Tensor, dim: int) -> bool:
+    """Whether steps along `dim` go on where the next dimension ends."""
+    return view.shape[dim] == 1 or view.stride(dim) == view.stride(dim + 1) * view.shape[dim + 1]
+
+
+@lru_cache(maxsize=256)
+def words(members: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Counter words as int32 bits on a device; a generation asks for the same ones tensor after tensor."""
+    return torch.tensor([signed32(m) for m in members], dtype=torch.int32).to(device)
+
+
+@lru_cache(maxsize=1024)
+def factors(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Factors on a device, rounded once to float32."""
+    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(device)
+
+
+def signed32(word: int) -> int:
+    """A 32-bit word as the signed number with its bits, so that kernels get one type whatever its value."""
+    return (word + _INT32) % (2 * _INT32) - _INT32
+
+
+@cache
+def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """All 65,536 quantiles in ascending order, and the positive half of them, float32."""
+    from evoalign.noise import table
+
+    full = table("cpu").roll(1 << 15)
+    return full.to(device), full[1 << 15 :].to(device)
+
+
+def scaled(
+    key: tuple[int, int],
+    shape: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    generation: int,
+    members: Sequence[int],
+    widths: Sequence[float],
+    mean: torch.Tensor | None,
+    out: torch.Tensor,
+    tuning: Tuning = TUNING,
+) -> None:
+    """out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`."""
+    tensors = (out,) if mean is None else (out, mean)
+    stream, width = words(tuple(members), out.device), factors(tuple(widths), out.device)
+    quantiles = tables(out.device)[tuning.half]
+    for part in lines(shape, bounds, tensors):
+        target, centre = part.views[0], part.views[-1]
+        runs, length, split = part.launch
+        chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
+        _scaled[(len(members) * runs * chunks,)](
+            target, centre, stream, width, quantiles,
+            signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, runs, chunks,
+            length, part.columns, target.stride(0), target.stride(-2), target.stride(-1),
+            centre.stride(-2), centre.stride(-1),
+            MEAN=mean is not None, SPLIT=split, ALIGNED=part.aligned, LONG=length >= _INT32 - 8 * tuning.block,
+            BLOCK=tuning.block, HALF=tuning.half, KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
+            num_warps=tuning.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "runs", "chunks"])
+def _scaled(
+    out, mean, members, widths, table, key0, key1, generation, base, pitch, runs, chunks, length, columns,
+    out_member, out_row, out_column, mean_row, mean_column,
+    MEAN: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    chunk, line = program % chunks, program // chunks
+    run, m = line % runs, line // runs
+    start = run.to(tl.int64) * pitch + base
+    block, first, lane, inside = places(start, chunk, length, ALIGNED, LONG, BLOCK)
+    value = eight(block, tl.load(members + m), generation, key0, key1, table, BLOCK, HALF, KEEP)
+    value = value * tl.load(widths + m)
+    if MEAN:
+        at = address(run, first, lane, columns, mean_row, mean_column, SPLIT)
+        value = value + tl.load(mean + at, mask=inside, cache_modifier=".cg").to(tl.float32)
+    at = address(run, first, lane, columns, out_row, out_column, SPLIT)
+    tl.store(out + m.to(tl.int64) * out_member + at, rounded(value, out.dtype.element_ty, SOFT), mask=inside)
+
+
+@triton.jit
+def places(start, chunk, length, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr):
+    """The Philox blocks of a program, and its elements: the first one's place in the run, the others', which are in it.
+
+    `start` is the index of the run's first element.
+    """
+    if LONG:
+        chunk = chunk.to(tl.int64)
+    lane = tl.arange(0, 8 * BLOCK)
+    block = (start >> 3) + chunk * BLOCK + tl.arange(0, BLOCK)
+    first = chunk * (8 * BLOCK)
+    if ALIGNED:
+        inside = lane < length - first
+    else:
+        first = first - (start & 7).to(tl.int32)
+        inside = (lane < length - first) & (lane >= -first)
+    return block, first, lane, inside
+
+
+@triton.jit
+def address(run, first, lane, columns, row_stride, column_stride, SPLIT: tl.constexpr):
+    """Where the elements of a run lie in a tensor."""
+    if SPLIT:
+        element = first.to(tl.int64) + lane
+        return (element // columns) * row_stride + (element % columns) * column_stride
+    else:
+        return run.to(tl.int64) * row_stride + first.to(tl.int64) * column_stride + lane * column_stride
+
+
+@triton.jit
+def eight(
+    block, member, generation, key0, key1, table, BLOCK: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr
+):  # fmt: skip
+    """Normals [8 * BLOCK] of BLOCK consecutive Philox blocks (int64)."""
+    w0, w1, w2, w3 = philox(block, generation, member, key0, key1)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (4 * BLOCK,)).to(tl.int32, bitcast=True)
+    # Each half as a signed number of 32 bits: its top bit says which half of the table.
+    half = tl.reshape(tl.join((word << 16) >> 16, word >> 16), (8 * BLOCK,))
+    if HALF:
+        low = ~(half >> 31)  # all ones below the median, where element k is minus element 65,535 - k
+        value = tl.load(table + ((half ^ low) & 0x7FFF), eviction_policy=KEEP).to(tl.int32, bitcast=True)
+        return (value ^ (low & -0x80000000)).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(table + (half & 0xFFFF), eviction_policy=KEEP)
+
+
+@triton.jit
+def philox(block, generation, member, key0, key1):
+    """Philox 4x32-10 on counters (block low, block high, generation, member)."""
+    c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
+    c2 = tl.zeros_like(c0) + generation.to(tl.uint32, bitcast=True)
+    c3 = tl.zeros_like(c0) + member.to(tl.uint32, bitcast=True)
+    k0, k1 = key0.to(tl.uint32, bitcast=True), key1.to(tl.uint32, bitcast=True)
+    m0, m1 = tl.full(c0.shape, 0xD2511F53, tl.uint32), tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        high0, high1 = tl.umulhi(c0, m0), tl.umulhi(c2, m1)
+        low0, low1 = c0 * m0, c2 * m1
+        c0, c2 = high1 ^ c1 ^ k0, high0 ^ c3 ^ k1
+        c1, c3 = low1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr, SOFT: tl.constexpr):
+    """To the output's dtype, to nearest, ties to even. Triton's interpreter does not round bfloat16 so: by hand there."""
+    if SOFT and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(dtype)
