@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on vLLM: all members of a population in one batch of a real serving engine."""
+
+from evoalign.engines.vllm.engine import VllmEngine
+
+__all__ = ["VllmEngine"]

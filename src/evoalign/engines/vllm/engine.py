@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM as an engine: plans and token ids go to the workers, completions come back.
+
+Adapter members (`lora`, `lowrank`) have a slot each in the model's LoRA layers and answer together in one batch; dense
+ones (`full`) are written over the served weights one after the other. Workers keep the mean and regenerate all noise.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evoalign.config import Config
+from evoalign.engines.base import hash_of_sums, sampled_places
+from evoalign.engines.specs import specs_of_config
+from evoalign.engines.vllm import start as starting
+from evoalign.engines.vllm.settings import settings, slots
+from evoalign.errors import DataError, EvoalignError, ModelError
+from evoalign.optimizer import Optimizer
+from evoalign.spaces.base import Space
+from evoalign.tokens import Tokens
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
+
+FILE = "in-memory"
+"""What vLLM is told of where an adapter lies. Nothing lies there, and vLLM never looks: all are resident."""
+
+
+class VllmEngine:
+    """See `evoalign.engines.base.Engine` for what each method promises."""
+
+    def __init__(self, config: Config, tokens: Tokens) -> None:
+        self._config, self._tokens = config, tokens
+        self.on_cpu = starting.on_cpu()
+        self.deterministic = self.on_cpu if config.deterministic is None else config.deterministic
+        self.llm: Any = starting.start(config, self.on_cpu, self.deterministic)
+        self._space: Space | None = None
+        self._serial = itertools.count()
+        self.facts: dict[str, Any] = {}
+        try:
+            self._specs = self._measured(specs_of_config(config))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the weights are served in."""
+        return self.llm.llm_engine.model_config.dtype
+
+    def specs(self) -> list[TensorSpec]:
+        """The model's tensors under their Hugging Face names, tied ones once."""
+        return list(self._specs)
+
+    def _measured(self, specs: list[TensorSpec]) -> list[TensorSpec]:
+        """The specs with their mean |W|. Raises ModelError where vLLM's model lacks a part of a tensor."""
+        parts = [part for held in self.rpc("es_means") for part in held]
+        wanted = {s.name: s.shape for s in specs}
+        counted, total = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0.0)
+        whole: dict[str, float] = {}
+        for name, shape, numbers, mean in parts:
+            if wanted.get(name) == tuple(shape):
+                counted[name] += numbers
+                total[name] += numbers * mean
+                whole[name] = mean
+        for name, shape in wanted.items():
+            numbers = math.prod(shape)
+            if counted[name] != numbers:
+                raise ModelError(
+                    f"engine vllm keeps {name} of model {self._config.model.name} in a form that ES cannot move "
+                    "(quantised, or fused in a way that is not known); use engine transformers"
+                )
+            if sum(part[0] == name for part in parts) > 1:
+                whole[name] = total[name] / numbers
+        return [TensorSpec(s.name, s.shape, s.kind, s.layer, whole[s.name]) for s in specs]
+
+    def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
+        """Make the master and, for adapters, a slot for each member."""
+        count = slots(self._config) if space.carrier == "adapter" else 0
+        host = settings(self._config).master == "host"
+        said = self.rpc("es_start", space, layout, optimizer, keep_start, host, count)
+        missing = sorted({name for worker in said for name in worker["missing"]})
+        if missing:
+            raise ModelError(f"vLLM has no adapter slot for {missing[0]}; choose other target modules")
+        self._space, self._layout, self.facts = space, layout, said[0]
+        self._has_optimizer = optimizer is not None
+        return Facts(
+            engine="vllm",
+            device=said[0]["device"],
+            dtype=layout.dtype,
+            deterministic=self.deterministic,
+            model_hash=hash_of_sums(row for worker in said for row in worker["sums"]),
+            master_bytes=sum(worker["bytes"] for worker in said),
+        )
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One completion of each request for each member. Before `start`, the mean alone answers."""
+        self._check_length(requests)
+        _check_members(plan)
+        if self._space is None:
+            if plan.members != (MEAN,):
+                raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+            yield from self._ask([(MEAN, None)], requests)
+        elif self._space.carrier == "dense":
+            yield from self._dense(plan, requests)
+        else:
+            yield from self._adapters(plan, requests)
+
+    def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One member after the other, each straight from the mean; the mean is put back once."""
+        if plan.members == (MEAN,):
+            yield from self._ask([(MEAN, None)], requests)
+            return
+        try:
+            for member in plan.members:
+                self._change("es_write", plan, member)
+                yield from self._ask([(member, None)], requests)
+        finally:  # also where the rollout fails or is left half-way
+            self._change("es_write", plan, None)
+
+    def _adapters(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """As many members as there are slots at once, all their requests in flight."""
+        assert self._space is not None
+        bare = self._space.evolves_model
+        base = [m for m in plan.members if m.is_mean and bare]
+        adapted = [m for m in plan.members if not (m.is_mean and bare)]
+        room = slots(self._config)
+        pieces = [adapted[i : i + room] for i in range(0, len(adapted), room)] or [[]]
+        for number, members in enumerate(pieces):
+            if members:
+                self.rpc("es_put", plan, members)
+            serial = next(self._serial)
+            # A name of its own each time: what vLLM has cached of a prompt belongs to the adapter's name.
+            named = [(m, f"{serial}.{slot}") for slot, m in enumerate(members)]
+            alone = [(m, None) for m in base] if number == 0 else []
+            yield from self._ask([*named, *alone], requests)
+
+    def _ask(self, members: Sequence[tuple[Member, str | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Completions of all members, in one call; a member with no adapter's name is the served weights."""
+        from vllm.lora.request import LoRARequest
+
+        prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
+        sampling = [_sampling(r, self._tokens.stop_ids) for r in requests]
+        adapters = [None if name is None else LoRARequest(name, slot + 1, FILE) for slot, (_, name) in enumerate(members)]
+        count = len(members)
+        outputs = self.llm.generate(
+            prompts * count,
+            sampling * count,
+            lora_request=[a for a in adapters for _ in requests] if any(adapters) else None,
+            use_tqdm=False,
+        )
+        pairs = itertools.product([m for m, _ in members], requests)
+        for (member, request), output in zip(pairs, outputs, strict=True):
+            yield self._rollout(member, request, output.outputs[0])
+
+    def _rollout(self, member: Member, request: Request, said: Any) -> Rollout:
+        ids = tuple(said.token_ids)
+        logprobs = None
+        if request.logprobs:
+            logprobs = tuple(float(row[token].logprob) for row, token in zip(said.logprobs, ids, strict=True))
+        return Rollout(
+            member=member,
+            request=request.index,
+            token_ids=ids,
+            text=self._tokens.decode(ids),
+            finish_reason="stop" if said.finish_reason == "stop" else "length",
+            logprobs=logprobs,
+        )
+
+    def _check_length(self, requests: Sequence[Request]) -> None:
+        limit: int = self.llm.llm_engine.model_config.max_model_len
+        for request in requests:
+            length, room = len(request.prompt_ids), request.sampling.max_tokens
+            if length + room > limit:
+                raise DataError(
+                    f"a prompt of {length} tokens and evaluation.max_tokens {room} exceed the model's {limit} "
+                    "positions (engine.max_model_len); shorten the prompt or lower evaluation.max_tokens"
+                )
+
+    def apply(self, update: Update) -> None:
+        """Move the mean and serve it: served weights equal round(master)."""
+        self._started()
+        self._change("es_apply", update)
+
+    def fingerprint(self) -> str:
+        """`weights_hash` of the master, summed where the weights are."""
+        self._started()
+        return hash_of_sums(row for worker in self.rpc("es_sums") for row in worker)
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The master, on the CPU."""
+        layout = self._started()
+        for tensor in (*layout.tensors, *layout.frozen):
+            whole = torch.empty(tensor.shape, dtype=torch.float32)
+            for worker in self.rpc("es_state", tensor.name):
+                for slices, part in worker:
+                    whole[slices] = part
+            yield tensor.name, whole
+
+    def sample(self, count: int) -> torch.Tensor:
+        """The master at fixed places, gathered where it lies."""
+        layout = self._started()
+        found = [torch.empty(len(places)) for _, places in sampled_places(layout, count)]
+        for worker in self.rpc("es_sample", count):
+            for order, inside, values in worker:
+                found[order][inside] = values
+        return torch.cat(found)
+
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Momentum's or Adam's slots, on the CPU."""
+        self._started()
+        yield from self.rpc("es_optimizer_state")[0]  # kept alike by all workers
+
+    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Put a master back. Raises ModelError where names or shapes differ, and then changes nothing."""
+        layout = self._started()
+        shapes = {t.name: t.shape for t in (*layout.tensors, *layout.frozen)}
+        if set(state) != set(shapes):
+            odd = sorted(set(state) ^ set(shapes))[0]
+            raise ModelError(f"the saved mean does not fit this run: {odd} is in one and not in the other")
+        for name, tensor in state.items():
+            if tuple(tensor.shape) != tuple(shapes[name]):
+                raise ModelError(f"the saved {name} is {tuple(tensor.shape)}, not {tuple(shapes[name])}")
+        for name, tensor in state.items():
+            self.rpc("es_load", name, tensor)
+        self.rpc("es_load_optimizer", dict(optimizer or {}))
+        self._forget()
+
+    def close(self) -> None:
+        """Free the model, the cache and, under tensor parallelism, the workers."""
+        llm, self.llm = self.llm, None
+        if llm is None:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def rpc(self, method: str, *arguments: object) -> list[Any]:
+        """What each worker returns."""
+        return self.llm.collective_rpc(method, args=arguments)
+
+    def _change(self, method: str, *arguments: object) -> None:
+        """A call after which the served weights are others."""
+        self.rpc(method, *arguments)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what vLLM has computed of any prompt with the weights of before."""
+        if not self.llm.reset_prefix_cache():
+            raise EvoalignError("vLLM would not drop its prefix cache, which holds answers of other weights; start anew")
+
+    def _started(self) -> Layout:
+        if self._space is None:
+            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
+        return self._layout
+
+
+def _sampling(request: Request, stop_ids: Sequence[int]) -> Any:
+    """vLLM's settings for a request. The seed belongs to the prompt and sample, so members draw alike."""
+    from vllm import SamplingParams
+
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=request.seed if sampling.temperature > 0 else None,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # the stop tokens are the task's, of whatever model
+        logprobs=0 if request.logprobs else None,
+        detokenize=False,
+    )
+
+
+def _check_members(plan: Plan) -> None:
+    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise."""
+    for member in plan.members:
+        if not 0 <= member.noise < 1 << 32:
+            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")

