@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false
+# ruff: noqa: RUF005, C901, SIM108
+# Kernels are compiled from their source and cannot be typed; their tuples do not unpack; their ifs are compile-time.
+"""The Triton kernels of `population`, and their launches. One program has one row, so tiles never mix members.
+
+Rank 1 is the case to be fast: the dots are scalars, the factors plain vectors. Loads that do not need the row's member
+go first, its factors next, arithmetic last: at few rows the time is the latency of these two waits. A higher rank is
+one more axis of the tile: A [R, K] for the dots, B [N, R] for the sums, R padded to a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from evoalign.kernels.reference import Dot, Partial
+
+
+@triton.jit
+def _load_member(members, row):
+    """Whether the row has a member, and its slot (0 where not)."""
+    member = tl.load(members + row, eviction_policy="evict_last")
+    return member >= 0, tl.maximum(member, 0).to(tl.int64)
+
+
+@triton.jit
+def _load_a(a, slot, mask, k, K: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr):
+    """Columns k of a member's A: [BK] for rank 1, else [RP, BK]."""
+    base = a + slot * (RS * K)
+    if R == 1:
+        return tl.load(base + k, mask=mask, other=0.0)
+    else:
+        j = tl.arange(0, RP)[:, None]
+        return tl.load(base + j * K + k[None, :], mask=mask[None, :] & (j < R), other=0.0)
+
+
+@triton.jit
+def _dot(x, a, R: tl.constexpr):
+    """x (float32) with each row of A: a scalar for rank 1, else [RP]."""
+    if R == 1:
+        return tl.sum(x * a.to(tl.float32), axis=0)
+    else:
+        return tl.sum(x[None, :] * a.to(tl.float32), axis=1)
+
+
+@triton.jit
+def _load_each(a, slot, mask, k, K: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr):
+    """The same of several A, as a tuple."""
+    factors = ()
+    for i in tl.static_range(len(a)):
+        factors = factors + (_load_a(a[i], slot, mask, k, K, R, RS, RP),)
+    return factors
+
+
+@triton.jit
+def _load_b(b, slot, mask, n, N: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr):
+    """Rows n of a member's B: n's shape for rank 1, else with one more axis of RP."""
+    base = b + slot * (N * RS)
+    if R == 1:
+        return tl.load(base + n * RS, mask=mask, other=0.0)
+    else:
+        j = tl.arange(0, RP)
+        if len(n.shape) == 1:
+            return tl.load(base + n[:, None] * RS + j[None, :], mask=mask[:, None] & (j < R)[None, :], other=0.0)
+        else:
+            j = j[None, None, :]
+            return tl.load(base + n[:, :, None] * RS + j, mask=mask[:, :, None] & (j < R), other=0.0)
+
+
+@triton.jit
+def _expand(dots, b, R: tl.constexpr):
+    """dots B^T, float32, in the shape of the rows that b has."""
+    if R == 1:
+        return dots * b.to(tl.float32)
+    else:
+        if len(b.shape) == 2:
+            return tl.sum(dots[None, :] * b.to(tl.float32), axis=1)
+        else:
+            return tl.sum(dots[None, None, :] * b.to(tl.float32), axis=2)
+
+
+@triton.jit
+def _load_dots(dots, R: tl.constexpr, RP: tl.constexpr):
+    if R == 1:
+        return tl.load(dots)
+    else:
+        j = tl.arange(0, RP)
+        return tl.load(dots + j, mask=j < R, other=0.0)
+
+
+@triton.jit
+def _store_dots(at, dots, R: tl.constexpr, RP: tl.constexpr):
+    if R == 1:
+        tl.store(at, dots)
+    else:
+        j = tl.arange(0, RP)
+        tl.store(at + j, dots, mask=j < R)
+
+
+@triton.jit
+def _load_partials(dots, NP: tl.constexpr, NPB: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
+    """[NP, R] partial dots: [NPB] for rank 1, else [NPB, RP]."""
+    p = tl.arange(0, NPB)
+    if R == 1:
+        return tl.load(dots + p, mask=p < NP, other=0.0)
+    else:
+        j = tl.arange(0, RP)[None, :]
+        return tl.load(dots + p[:, None] * R + j, mask=(p < NP)[:, None] & (j < R), other=0.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["members"])
+def _add(
+    y, x, a, b, members, scaling,
+    Y_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, K: tl.constexpr, NS: tl.constexpr,
+    R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+    BK: tl.constexpr, BNS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The dots of one row, then every GROUPS-th tile of its outputs; each group of tiles takes the dots anew."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    has, slot = _load_member(members, row)
+    if has:
+        products = ()
+        for _ in tl.static_range(len(NS)):
+            products = products + (0.0,)
+        for start in tl.static_range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            inside = k < K
+            value = tl.load(x + row * X_STRIDE + k, mask=inside, other=0.0).to(tl.float32)
+            summed = ()
+            for i in tl.static_range(len(NS)):
+                factor = _load_a(a[i], slot, inside, k, K, R, RS, RP).to(tl.float32)
+                if R == 1:
+                    summed = summed + (products[i] + value * factor,)
+                else:
+                    summed = summed + (products[i] + value[None, :] * factor,)
+            products = summed
+        dots = ()
+        for i in tl.static_range(len(NS)):
+            dots = dots + (tl.sum(products[i], axis=0 if R == 1 else 1) * scaling,)
+        to = y + row * Y_STRIDE
+        for i in tl.static_range(len(NS)):
+            for tile in tl.static_range((NS[i] + GROUPS * BNS[i] - 1) // (GROUPS * BNS[i])):
+                n = (tile * GROUPS + group) * BNS[i] + tl.arange(0, BNS[i])
+                inside = n < NS[i]
+                term = _expand(dots[i], _load_b(b[i], slot, inside, n, NS[i], R, RS, RP), R)
+                old = tl.load(to + n, mask=inside, other=0.0)
+                tl.store(to + n, (old.to(tl.float32) + term).to(old.dtype), mask=inside)
+            to += NS[i]
+
+
+@triton.jit(do_not_specialize_on_alignment=["members"])
+def _norm(
+    hidden, residual, weight, out, dots, members, x, x_a, partials, b, into_a, eps, scaling,
+    H_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, NP: tl.constexpr,
+    R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+    BH: tl.constexpr, BK: tl.constexpr, NPB: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row: add what the projection before owes (x with x_a, or partials; times b) and the residual, norm, dots.
+
+    EARLY loads all the member's factors before the first sum; where the rank is high they would not fit the registers.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BH)
+    inside = c < H
+    k = tl.arange(0, BK)
+    has, slot = _load_member(members, row)
+    total = tl.load(hidden + row * H_STRIDE + c, mask=inside, other=0.0)
+    if residual is not None:
+        carried = tl.load(residual + row * H + c, mask=inside, other=0.0)
+    if x is not None:
+        entered = tl.load(x + row * X_STRIDE + k, mask=k < K, other=0.0)
+    if partials is not None:
+        parts = _load_partials(partials + row * (NP * R), NP, NPB, R, RP)
+    scale = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        if b is not None:
+            up = _load_b(b, slot, inside & has, c, H, R, RS, RP)
+        if x is not None:
+            down = _load_a(x_a, slot, (k < K) & has, k, K, R, RS, RP)
+        factors = _load_each(into_a, slot, inside & has, c, H, R, RS, RP)
+
+    total = total.to(tl.float32)
+    if b is not None:
+        if x is None:
+            owed = tl.sum(parts, axis=0)
+        elif EARLY:
+            owed = _dot(entered.to(tl.float32), down, R)
+        else:
+            owed = _dot(entered.to(tl.float32), _load_a(x_a, slot, (k < K) & has, k, K, R, RS, RP), R)
+        if not EARLY:
+            up = _load_b(b, slot, inside & has, c, H, R, RS, RP)
+        total += _expand(tl.where(has, owed * scaling, 0.0), up, R)
+    if residual is not None:
+        rounded = (total + carried.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(residual + row * H + c, rounded, mask=inside)
+        total = rounded.to(tl.float32)
+    elif b is not None:
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(hidden + row * H_STRIDE + c, rounded, mask=inside)
+        total = rounded.to(tl.float32)
+
+    width = tl.rsqrt(tl.sum(total * total, axis=0) / H + eps)
+    normed = ((total * width).to(out.dtype.element_ty).to(tl.float32) * scale).to(out.dtype.element_ty)
+    tl.store(out + row * H + c, normed, mask=inside)
+    value = normed.to(tl.float32)
+    for i in tl.static_range(len(into_a)):
+        if not EARLY:
+            factor = _load_a(into_a[i], slot, inside & has, c, H, R, RS, RP)
+        else:
+            factor = factors[i]
+        _store_dots(dots + (row * len(into_a) + i) * R, tl.where(has, _dot(value, factor, R), 0.0), R, RP)
+
+
+@triton.jit
+def _load_heads(
+    base, b, slot, has, HEADS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    HB: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """COUNT dimensions from FIRST of each head: columns, mask, the values [HB, CB] and B's rows."""
+    h = tl.arange(0, HB)[:, None]
+    j = tl.arange(0, CB)[None, :]
+    n = h * D + FIRST + j
+    inside = (h < HEADS) & (j < COUNT)
+    return n, inside, tl.load(base + n, mask=inside, other=0.0), _load_b(b, slot, inside & has, n, HEADS * D, R, RS, RP)
+
+
+@triton.jit
+def _load_weight(weight, FIRST: tl.constexpr, COUNT: tl.constexpr, CB: tl.constexpr):
+    j = tl.arange(0, CB)
+    return tl.load(weight + FIRST + j, mask=j < COUNT, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _turn(
+    base, one, two, rest, dots, cosine, sine, weight, eps,
+    D: tl.constexpr, HALF: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Add the term to the loaded parts of some heads, norm each head where there is a weight, rotate, store."""
+    first = one[2].to(tl.float32) + _expand(dots, one[3], R)
+    second = two[2].to(tl.float32) + _expand(dots, two[3], R)
+    if RB > 0:
+        third = rest[2].to(tl.float32) + _expand(dots, rest[3], R)
+    if weight is not None:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if RB > 0:
+            squares += tl.sum(third * third, axis=1)
+        width = tl.rsqrt(squares / D + eps)[:, None]
+        first *= width * _load_weight(weight, 0, HALF, CB)
+        second *= width * _load_weight(weight, HALF, HALF, CB)
+        if RB > 0:
+            third *= width * _load_weight(weight, 2 * HALF, D - 2 * HALF, RB)
+    tl.store(base + one[0], (first * cosine - second * sine).to(base.dtype.element_ty), mask=one[1])
+    tl.store(base + two[0], (second * cosine + first * sine).to(base.dtype.element_ty), mask=two[1])
+    if RB > 0:
+        tl.store(base + rest[0], third.to(base.dtype.element_ty), mask=rest[1])
+
+
+@triton.jit(do_not_specialize_on_alignment=["members", "positions"])
+def _rotate(
+    qkv, positions, cos_sin, dots, b, members, q_norm, k_norm, eps, scaling,
+    STRIDE: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+    QB: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr,
+):  # fmt: skip
+    """One row: the terms of q, k and v, the heads' norms, the rotation. RB > 0: a part of each head does not turn."""
+    row = tl.program_id(0).to(tl.int64)
+    has, slot = _load_member(members, row)
+    position = tl.load(positions + row).to(tl.int64)
+    q = qkv + row * STRIDE
+    k = q + HQ * D
+    v = k + HK * D
+    n = tl.arange(0, VB)
+    inside = n < HK * D
+    value = tl.load(v + n, mask=inside, other=0.0)
+    to_q = tl.where(has, _load_dots(dots + row * (3 * R), R, RP) * scaling, 0.0)
+    to_k = tl.where(has, _load_dots(dots + row * (3 * R) + R, R, RP) * scaling, 0.0)
+    to_v = tl.where(has, _load_dots(dots + row * (3 * R) + 2 * R, R, RP) * scaling, 0.0)
+    one_q = _load_heads(q, b[0], slot, has, HQ, D, 0, HALF, QB, CB, R, RS, RP)
+    two_q = _load_heads(q, b[0], slot, has, HQ, D, HALF, HALF, QB, CB, R, RS, RP)
+    one_k = _load_heads(k, b[1], slot, has, HK, D, 0, HALF, KB, CB, R, RS, RP)
+    two_k = _load_heads(k, b[1], slot, has, HK, D, HALF, HALF, KB, CB, R, RS, RP)
+    if RB > 0:
+        rest_q = _load_heads(q, b[0], slot, has, HQ, D, 2 * HALF, D - 2 * HALF, QB, RB, R, RS, RP)
+        rest_k = _load_heads(k, b[1], slot, has, HK, D, 2 * HALF, D - 2 * HALF, KB, RB, R, RS, RP)
+    else:
+        rest_q = None
+        rest_k = None
+    up = _load_b(b[2], slot, inside & has, n, HK * D, R, RS, RP)
+    cosine = _load_weight(cos_sin + position * (2 * HALF), 0, HALF, CB)
+    sine = _load_weight(cos_sin + position * (2 * HALF), HALF, HALF, CB)
+    _turn(q, one_q, two_q, rest_q, to_q, cosine, sine, q_norm, eps, D, HALF, CB, RB, R)
+    _turn(k, one_k, two_k, rest_k, to_k, cosine, sine, k_norm, eps, D, HALF, CB, RB, R)
+    tl.store(v + n, (value.to(tl.float32) + _expand(to_v, up, R)).to(value.dtype), mask=inside & has)
+
+
+@triton.jit(do_not_specialize_on_alignment=["members"])
+def _gate(
+    gate_up, out, dots, b, down_a, partials, members, scaling,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr,
+    R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """One tile of one row: SwiGLU with both terms, and the tile's part of down_proj's dots."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    c = tile * BI + tl.arange(0, BI)
+    inside = c < WIDTH
+    has, slot = _load_member(members, row)
+    at = gate_up + row * STRIDE + c
+    left = tl.load(at, mask=inside, other=0.0)
+    right = tl.load(at + WIDTH, mask=inside, other=0.0)
+    to_left = tl.where(has, _load_dots(dots + row * (2 * R), R, RP) * scaling, 0.0)
+    to_right = tl.where(has, _load_dots(dots + row * (2 * R) + R, R, RP) * scaling, 0.0)
+    b_left = _load_b(b[0], slot, inside & has, c, WIDTH, R, RS, RP)
+    b_right = _load_b(b[1], slot, inside & has, c, WIDTH, R, RS, RP)
+    if down_a is not None:
+        down = _load_a(down_a, slot, inside & has, c, WIDTH, R, RS, RP)
+    gated = left.to(tl.float32) + _expand(to_left, b_left, R)
+    value = right.to(tl.float32) + _expand(to_right, b_right, R)
+    value = (gated / (1.0 + tl.exp(-gated)) * value).to(out.dtype.element_ty)
+    tl.store(out + row * WIDTH + c, value, mask=inside)
+    if down_a is not None:
+        taken = tl.where(has, _dot(value.to(tl.float32), down, R), 0.0)
+        _store_dots(partials + (row * NP + tile) * R, taken, R, RP)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Columns of a tile, warps of a program; for `add` also the depth of a step of the dots, and groups of tiles."""
+
+    columns: int
+    warps: int
+    depth: int = 0
+    groups: int = 1
+
+
+def row_sizes() -> tuple[int, ...]:
+    """One number of rows for each choice of tiles."""
+    return (1, _FEW_ROWS + 1)
+
+
+def norm_tiles(width: int, rank: int) -> Tiles:
+    """Whole rows of `width`, the longer of what comes in and goes out."""
+    columns = _power(width)
+    return Tiles(columns, _warps(columns * _power(rank)))
+
+
+def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:
+    """Whole rows too."""
+    columns = _power(heads) * _power(half)
+    return Tiles(columns, _warps(columns * _power(rank)))
+
+
+def gate_tiles(width: int, rows: int, rank: int, fixed: bool) -> Tiles:
+    """The best choice is one for all rows so far; `rows` and `fixed` are here for the day it is not."""
+    columns = min(_power(width), 2048 if rank <= 8 else 1024)
+    return Tiles(columns, _warps(columns * _power(rank)))
+
+
+def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tiles:
+    """Few rows: more programs share a wide output, each with the dots anew. `outer` is the widest of the layers'."""
+    padded = _power(rank)
+    depth = min(_power(inner), 4096 if rank == 1 else 1024 if rank <= 4 else 512)
+    columns = min(_power(outer), 4096 if outer <= 8192 else 2048, 16384 // padded)
+    groups = 1 if outer <= 8192 else 5 if rows <= _FEW_ROWS and not fixed else 2
+    return Tiles(columns, 8 if rank == 1 and inner <= 4096 else 16, depth, groups)
+
+
+def add(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    members: torch.Tensor,
+    *,
+    rank: int,
+    scaling: float = 1.0,
+    fixed: bool = False,
+    tiles: Tiles | None = None,
+) -> None:
+    """See `population.add`."""
+    rows, inner = x.shape
+    outer = tuple(one.shape[2] for one in b)
+    tiles = tiles or add_tiles(inner, max(outer), rows, rank, fixed)
+    _add[(rows, tiles.groups)](
+        y, x, tuple(a), tuple(b), members, float(scaling),
+        Y_STRIDE=y.stride(0), X_STRIDE=x.stride(0), K=inner, NS=outer, R=rank, RS=b[0].shape[3], RP=_power(rank),
+        BK=tiles.depth, BNS=tuple(min(tiles.columns, _power(n)) for n in outer), GROUPS=tiles.groups,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def norm(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    members: torch.Tensor,
+    *,
+    rank: int,
+    scaling: float = 1.0,
+    fixed: bool = False,
+    into_a: Sequence[torch.Tensor] = (),
+    source: Dot | Partial | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `population.norm`."""
+    rows, width = hidden.shape
+    out = torch.empty((rows, width), dtype=hidden.dtype, device=hidden.device)
+    dots = torch.empty((rows, len(into_a), rank), dtype=torch.float32, device=hidden.device)
+    dot = source if isinstance(source, Dot) else None
+    partial = source if isinstance(source, Partial) else None
+    inner = dot.x.shape[1] if dot else 1
+    parts = partial.dots.shape[1] if partial else 1
+    padded = source.b.shape[3] if source else into_a[0].shape[2] if into_a else rank
+    tiles = tiles or norm_tiles(max(width, inner), rank)
+    _norm[(rows,)](
+        hidden, residual, weight, out, dots if into_a else None, members,
+        dot.x if dot else None, dot.a if dot else None, partial.dots if partial else None,
+        source.b if source else None, tuple(into_a), float(eps), float(scaling),
+        H_STRIDE=hidden.stride(0), X_STRIDE=dot.x.stride(0) if dot else 0, H=width, K=inner, NP=parts,
+        R=rank, RS=padded, RP=_power(rank), BH=_power(width), BK=_power(inner), NPB=_power(parts), EARLY=rank <= 4,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    return out, dots
+
+
+def rotate(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    dots: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    members: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rank: int,
+    scaling: float = 1.0,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    tiles: Tiles | None = None,
+) -> None:
+    """See `population.rotate`."""
+    half = cos_sin.shape[-1] // 2
+    rest = head_dim - 2 * half
+    tiles = tiles or rotate_tiles(heads, half, rank)
+    _rotate[(qkv.shape[0],)](
+        qkv, positions, cos_sin, dots, tuple(b), members, q_norm, k_norm, float(eps), float(scaling),
+        STRIDE=qkv.stride(0), HQ=heads, HK=kv_heads, D=head_dim, HALF=half,
+        R=rank, RS=b[0].shape[3], RP=_power(rank), QB=_power(heads), KB=_power(kv_heads),
+        VB=_power(kv_heads * head_dim), CB=_power(half), RB=_power(rest) if rest else 0,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def gate(
+    gate_up: torch.Tensor,
+    dots: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    down_a: torch.Tensor | None,
+    members: torch.Tensor,
+    *,
+    rank: int,
+    scaling: float = 1.0,
+    fixed: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `population.gate`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    tiles = tiles or gate_tiles(width, rows, rank, fixed)
+    count = -(-width // tiles.columns)
+    parts = count if down_a is not None else 0
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    partials = torch.empty((rows, parts, rank), dtype=torch.float32, device=gate_up.device)
+    _gate[(rows, count)](
+        gate_up, out, dots, tuple(b), down_a, partials if parts else None, members, float(scaling),
+        STRIDE=gate_up.stride(0), WIDTH=width, NP=parts, R=rank, RS=b[0].shape[3], RP=_power(rank), BI=tiles.columns,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    return out, partials
+
+
+_FEW_ROWS = 128
+
+
+def _power(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def _warps(elements: int) -> int:
+    """About 16 elements of each operand a thread: two loads of 16 bytes at half precision."""
+    return max(4, min(16, elements // 512))
