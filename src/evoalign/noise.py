@@ -97,19 +97,22 @@ def scaled(
     takes the numbers in its own dtype, whatever its strides; without it they come in `dtype`. `device` is needed where
     neither is given. A GPU needs one launch and no temporary.
     """
-    bounds = _bounds(tuple(shape), slices)
-    if out is None:
-        where = device if mean is None else mean.device
-        out = torch.empty(len(members), *(b - a for a, b in bounds), dtype=dtype, device=where)
-    if kernels.available(out.device):
+    bounds = bounds_of(tuple(shape), slices)
+    given = mean if out is None else out
+    where = torch.device(device or "cpu") if given is None else given.device
+    if kernels.available(where):
         from evoalign.kernels.noise import scaled as launch
 
+        if out is None:
+            out = torch.empty(len(members), *(b - a for a, b in bounds), dtype=dtype, device=where)
         launch(key, shape, bounds, generation, members, widths, mean, out)
         return out
-    width = torch.tensor(widths, dtype=torch.float64).to(device=out.device, dtype=torch.float32)
-    drawn = _normals(key, tuple(shape), generation, members, slices, out.device)
+    width = torch.tensor(widths, dtype=torch.float64).to(device=where, dtype=torch.float32)
+    drawn = _normals(key, tuple(shape), generation, members, slices, where)
     drawn.mul_(width.view(-1, *(1 for _ in bounds)))
-    return out.copy_(drawn if mean is None else drawn.add_(mean))
+    if mean is not None:
+        drawn.add_(mean)
+    return drawn.to(dtype) if out is None else out.copy_(drawn)
 
 
 def _normals(
@@ -121,7 +124,7 @@ def _normals(
     device: torch.device | str,
 ) -> torch.Tensor:
     """`normals` in plain torch."""
-    starts, width, out_shape = _runs(shape, slices)
+    starts, width, out_shape = runs(shape, slices)
     first = torch.tensor(starts, dtype=torch.int64, device=device)
     offset = first % NORMALS_PER_BLOCK
     block = first // NORMALS_PER_BLOCK
@@ -181,15 +184,15 @@ def _draw(key: tuple[int, int], generation: int, members: Sequence[int], blocks:
     return out
 
 
-def _bounds(shape: tuple[int, ...], slices: Slices | None) -> list[tuple[int, int]]:
+def bounds_of(shape: tuple[int, ...], slices: Slices | None) -> list[tuple[int, int]]:
     """Start and stop of a rectangle in each dimension; those that `slices` leaves out are whole."""
     bounds = [s.indices(n)[:2] for s, n in zip(slices or (), shape, strict=False)]
     return bounds + [(0, n) for n in shape[len(bounds) :]]
 
 
-def _runs(shape: tuple[int, ...], slices: Slices | None) -> tuple[list[int], int, tuple[int, ...]]:
+def runs(shape: tuple[int, ...], slices: Slices | None) -> tuple[list[int], int, tuple[int, ...]]:
     """A rectangle as runs of consecutive row-major elements: their starts, their common width, the out shape."""
-    bounds = _bounds(shape, slices)
+    bounds = bounds_of(shape, slices)
     out_shape = tuple(stop - start for start, stop in bounds)
     width, inner = 1, len(shape)
     while inner > 0:  # take whole inner dimensions into one run, and the first partial one with them

@@ -257,7 +257,7 @@ def philox(block, generation, member, key0, key1):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr, SOFT: tl.constexpr):
-    """To the output's dtype, to nearest, ties to even. Triton's interpreter does not round bfloat16 so: by hand there."""
+    """To the output's dtype, to nearest, ties to even: by hand in Triton's interpreter, which errs in bfloat16."""
     if SOFT and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import Config
 from evoalign.errors import ConfigError
@@ -80,22 +81,69 @@ class Space(ABC):
         device: torch.device | str = "cpu",
     ) -> torch.Tensor | Factors:
         """Standard normals of one tensor, unscaled and unsigned: float32 [M, *shape], or the two factors."""
-        key = noise_source.key(layout.seed, "noise", name)
-        return noise_source.normals(key, layout[name].shape, generation, members, slices, device)
+        return noise_source.normals(_key(layout, name), layout[name].shape, generation, members, slices, device)
 
     def adapter(
-        self, layout: Layout, module: str, master: Master, plan: Plan, members: Sequence[Member]
+        self,
+        layout: Layout,
+        module: str,
+        master: Master,
+        plan: Plan,
+        members: Sequence[Member],
+        slices: Slices | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter | None:
-        """The members' adapters of one linear weight in the served dtype; None where they add nothing."""
+        """The members' adapters of one linear weight in the served dtype; None where they add nothing.
+
+        `slices` cuts rows and columns of the weight: those of B, and those of A. `out` takes the factors, whatever
+        its strides: a [M, R, in] and b [M, out, R], of those slices.
+        """
         raise NotImplementedError(f"space {self.name} has no adapters")
 
-    def perturbed(self, layout: Layout, name: str, master: torch.Tensor, plan: Plan, member: Member) -> torch.Tensor:
-        """A member's dense tensor, float32: master + fl32(s * noise), one multiply and one add, not rounded yet."""
+    def perturbed(
+        self,
+        layout: Layout,
+        name: str,
+        master: torch.Tensor,
+        plan: Plan,
+        member: Member,
+        slices: Slices | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A member's dense tensor, float32: master + fl32(s * noise), one multiply and one add, not rounded yet.
+
+        `master` is the part of the mean that `slices` cuts, all of it without. `out`, of that shape and any dtype,
+        takes the numbers rounded once; on a GPU in one pass.
+        """
         if member.is_mean:
-            return master
-        eps = self.noise(layout, name, plan.generation, [member.noise], None, master.device)
+            return master if out is None else out.copy_(master)
+        width = member.sign * plan.sigma * layout[name].scale
+        into = None if out is None else out[None]
+        return self._scaled(layout, name, plan.generation, [member.noise], [width], master, slices, out=into)[0]
+
+    def _scaled(
+        self,
+        layout: Layout,
+        name: str,
+        generation: int,
+        streams: Sequence[int],
+        widths: Sequence[float],
+        mean: torch.Tensor,
+        slices: Slices | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`noise.scaled` of one tensor, and the same of the noise of a space that has its own."""
+        if type(self).noise is Space.noise:
+            return noise_source.scaled(
+                _key(layout, name), layout[name].shape, generation, streams, widths,
+                mean=mean, dtype=dtype, slices=slices, out=out,
+            )  # fmt: skip
+        eps = self.noise(layout, name, generation, streams, slices, mean.device)
         assert isinstance(eps, torch.Tensor)
-        return eps[0].mul_(member.sign * plan.sigma * layout[name].scale).add_(master)
+        width = torch.tensor(widths, dtype=torch.float64).to(device=mean.device, dtype=torch.float32)
+        moved = eps.mul_(width.view(-1, *(1 for _ in mean.shape))).add_(mean)
+        return moved.to(dtype) if out is None else out.copy_(moved)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
         """(1/N) sum_i c_i sign_i eps_i of one part of one tensor, float32.
@@ -121,23 +169,57 @@ class Space(ABC):
         update: Update,
         start: torch.Tensor | None = None,
         optimizer: Optimizer | None = None,
+        served: torch.Tensor | None = None,
     ) -> None:
         """Move one part of the mean, in place. `master` and `start` are float32 views of that part.
 
         All coefficients zero move nothing, whatever the optimizer. `start`, the anchor of the decay (arXiv
-        2605.30148, L2 form), is needed where `update.decay` is not 0.
+        2605.30148, L2 form), is needed where `update.decay` is not 0. `served`, that part in the dtype it is served
+        in, gets the rounded mean, on a GPU in the same pass.
         """
         if not any(update.coefficients):
             return
+        if update.decay and start is None:
+            raise ConfigError(
+                f"an update decays by {update.decay:g}, and es.decay of its config is 0: altered by hand?"
+            )
+        if optimizer is None and self.fused(master.device):
+            self._accumulate_fused(layout, master, name, slices, update, start, served)
+            return
         gradient = self.gradient(layout, name, update, slices, master.device)
         direction = gradient if optimizer is None else optimizer.direction(name, gradient)
-        if update.decay:
-            if start is None:
-                raise ConfigError(
-                    f"an update decays by {update.decay:g}, and es.decay of its config is 0: altered by hand?"
-                )
+        if start is not None and update.decay:
             master.sub_((master - start).mul_(update.decay))
         master.add_(direction.mul_(update.step * layout[name].scale))
+        if served is not None:
+            served.copy_(master)
+
+    def fused(self, device: torch.device | str) -> bool:
+        """Whether `accumulate` needs one pass and no temporary there, without an optimizer: parts can be large then."""
+        own = type(self)
+        return kernels.available(device) and own.noise is Space.noise and own.gradient is Space.gradient
+
+    def _accumulate_fused(
+        self,
+        layout: Layout,
+        master: torch.Tensor,
+        name: str,
+        slices: Slices,
+        update: Update,
+        start: torch.Tensor | None,
+        served: torch.Tensor | None,
+    ) -> None:
+        from evoalign.kernels.update import dense
+
+        tensor = layout[name]
+        dense(
+            master, served, start, _key(layout, name), tensor.shape, noise_source.bounds_of(tensor.shape, slices),
+            update.generation, pair_weights(update), len(update.members), update.step * tensor.scale, update.decay,
+        )  # fmt: skip
+
+
+def _key(layout: Layout, name: str) -> tuple[int, int]:
+    return noise_source.key(layout.seed, "noise", name)
 
 
 def pair_weights(update: Update) -> dict[int, float]:
@@ -154,10 +236,10 @@ def batched(items: Sequence[int], size: int) -> Iterator[list[int]]:
         yield list(items[i : i + size])
 
 
-def signed(members: Sequence[Member], width: float, device: torch.device, dims: int) -> torch.Tensor:
-    """`sign * width` of each member as float32 [M, 1, ...] with `dims` trailing ones; one rounding to float32."""
-    values = torch.tensor([m.sign * width for m in members], dtype=torch.float64).to(torch.float32)
-    return values.to(device).view(-1, *[1] * dims)
+def factor_slices(slices: Slices | None) -> tuple[Slices, Slices]:
+    """The parts of A [R, in] and of B [out, R] that belong to some rows and columns of B A."""
+    rows, columns = (*(slices or ()), slice(None), slice(None))[:2]
+    return (slice(None), columns), (rows, slice(None))
 
 
 def targets(

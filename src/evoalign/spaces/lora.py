@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from evoalign import noise as noise_source
-from evoalign.spaces.base import Adapter, Master, Space, check_rank, scales, signed, targets
-from evoalign.types import EvolvedTensor, Layout, Member, Plan, TensorSpec
+from evoalign.spaces.base import Adapter, Master, Space, check_rank, factor_slices, scales, targets
+from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 
 class Lora(Space):
@@ -57,23 +57,40 @@ class Lora(Space):
         return torch.zeros(tensor.shape, dtype=torch.float32, device=device)
 
     def adapter(
-        self, layout: Layout, module: str, master: Master, plan: Plan, members: Sequence[Member]
+        self,
+        layout: Layout,
+        module: str,
+        master: Master,
+        plan: Plan,
+        members: Sequence[Member],
+        slices: Slices | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter | None:
         """Served factors: round(master + fl32(s * noise)). A frozen A is shared by all members."""
-        a = self._factor(layout, factor_name(module, "A"), master, plan, members)
-        b = self._factor(layout, factor_name(module, "B"), master, plan, members)
+        of_a, of_b = factor_slices(slices)
+        into_a, into_b = out or (None, None)
+        a = self._factor(layout, factor_name(module, "A"), master, plan, members, of_a, into_a)
+        b = self._factor(layout, factor_name(module, "B"), master, plan, members, of_b, into_b)
         return Adapter(a, b, layout.scaling)
 
-    def _factor(self, layout: Layout, name: str, master: Master, plan: Plan, members: Sequence[Member]) -> torch.Tensor:
-        mean, dtype = master(name), layout.torch_dtype
+    def _factor(
+        self,
+        layout: Layout,
+        name: str,
+        master: Master,
+        plan: Plan,
+        members: Sequence[Member],
+        slices: Slices,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        mean, dtype = master(name)[slices], layout.torch_dtype
         if layout[name] in layout.frozen:
-            return mean[None].to(dtype)
+            return mean[None].to(dtype) if out is None else out.copy_(mean[None].expand_as(out))
         if all(m.is_mean for m in members):
-            return mean.expand(len(members), *mean.shape).to(dtype)
-        eps = self.noise(layout, name, plan.generation, [m.noise for m in members], None, mean.device)
-        assert isinstance(eps, torch.Tensor)
-        width = signed(members, plan.sigma * layout[name].scale, mean.device, mean.dim())
-        return eps.mul_(width).add_(mean).to(dtype)
+            return mean.expand(len(members), *mean.shape).to(dtype) if out is None else out.copy_(mean.expand_as(out))
+        widths = [m.sign * plan.sigma * layout[name].scale for m in members]
+        streams = [m.noise for m in members]
+        return self._scaled(layout, name, plan.generation, streams, widths, mean, slices, dtype, out)
 
 
 def factor_name(module: str, factor: str) -> str:

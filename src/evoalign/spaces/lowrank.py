@@ -10,10 +10,12 @@ rounded factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
+from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.spaces.base import (
     Adapter,
@@ -23,12 +25,14 @@ from evoalign.spaces.base import (
     batched,
     check_rank,
     evolved,
+    factor_slices,
     pair_weights,
     scales,
-    signed,
     targets,
 )
 from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
+
+_Factor: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 
 
 class LowRank(Space):
@@ -61,22 +65,36 @@ class LowRank(Space):
         device: torch.device | str = "cpu",
     ) -> Factors:
         """The two factors; row slices cut B, column slices cut A."""
+        a, b = self._factors(layout, name)
+        of_a, of_b = factor_slices(slices)
+        return Factors(
+            noise_source.normals(*a, generation, members, of_a, device),
+            noise_source.normals(*b, generation, members, of_b, device),
+        )
+
+    def _factors(self, layout: Layout, name: str) -> tuple[_Factor, _Factor]:
+        """Key and shape of each factor's noise."""
         out, in_ = layout[name].shape
-        rows, columns = ((*slices, slice(None), slice(None)) if slices else (slice(None), slice(None)))[:2]
-        a_key = noise_source.key(layout.seed, "noise", name, "A")
-        b_key = noise_source.key(layout.seed, "noise", name, "B")
-        rank = slice(0, layout.rank)
-        a = noise_source.normals(a_key, (layout.rank, in_), generation, members, (rank, columns), device)
-        b = noise_source.normals(b_key, (out, layout.rank), generation, members, (rows, rank), device)
-        return Factors(a, b)
+        a, b = (noise_source.key(layout.seed, "noise", name, factor) for factor in "AB")
+        return (a, (layout.rank, in_)), (b, (out, layout.rank))
 
     def adapter(
-        self, layout: Layout, module: str, master: Master, plan: Plan, members: Sequence[Member]
+        self,
+        layout: Layout,
+        module: str,
+        master: Master,
+        plan: Plan,
+        members: Sequence[Member],
+        slices: Slices | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter | None:
-        """Served factors; the mean has none."""
+        """Served factors; the mean has none, and zeros in `out`."""
         if all(m.is_mean for m in members):
+            for factor in out or ():
+                factor.zero_()
             return None
-        return self._served(layout, module, plan.generation, plan.sigma, members, None, master(module).device)
+        device = (master(module) if out is None else out[0]).device
+        return self._served(layout, module, plan.generation, plan.sigma, members, slices, device, out)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
         """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width: one GEMM over N * r.
@@ -85,18 +103,45 @@ class LowRank(Space):
         """
         rows, columns = (s.stop - s.start for s in slices)
         total = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+        for left, right in self._terms(layout, name, update, slices, device):
+            total.addmm_(left.T.contiguous(), right)
+        return total.mul_(1 / len(update.members))
+
+    def _terms(
+        self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Weighted factors, float32 [K, rows] and [K, columns], of up to 256 noises at once."""
         summed, width = pair_weights(update), update.sigma * layout[name].scale
         if not width:  # noise of no width moves nothing
-            return total
+            return
         for streams in batched(list(summed), 256):
             members = [Member(-1, stream, 1) for stream in streams]
             factors = self._served(layout, name, update.generation, update.sigma, members, slices, device)
             weights = torch.tensor([summed[s] / width for s in streams], dtype=torch.float64).to(torch.float32)
             b = factors.b.to(torch.float32).mul_(weights.to(device)[:, None, None])
-            left = b.permute(1, 0, 2).reshape(rows, -1)
-            right = factors.a.to(torch.float32).reshape(-1, columns)
-            total.addmm_(left, right)
-        return total.mul_(1 / len(update.members))
+            yield b.transpose(1, 2).flatten(0, 1), factors.a.to(torch.float32).flatten(0, 1)
+
+    def fused(self, device: torch.device | str) -> bool:
+        """On GPUs: products of the factors are added in order there, so a shard gets the bits of the whole."""
+        return kernels.available(device) and type(self).gradient is LowRank.gradient
+
+    def _accumulate_fused(
+        self,
+        layout: Layout,
+        master: torch.Tensor,
+        name: str,
+        slices: Slices,
+        update: Update,
+        start: torch.Tensor | None,
+        served: torch.Tensor | None,
+    ) -> None:
+        from evoalign.kernels.update import product
+
+        none = (master.new_empty(0, master.shape[0]), master.new_empty(0, master.shape[1]))
+        terms = [none, *self._terms(layout, name, update, slices, master.device)]
+        left, right = (torch.cat(factors) for factors in zip(*terms, strict=True))
+        step = update.step * layout[name].scale
+        product(master, served, start, left, right, len(update.members), step, update.decay)
 
     def _served(
         self,
@@ -107,8 +152,23 @@ class LowRank(Space):
         members: Sequence[Member],
         slices: Slices | None,
         device: torch.device,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter:
-        factors = self.noise(layout, name, generation, [m.noise for m in members], slices, device)
-        width = signed(members, sigma * layout[name].scale / math.sqrt(layout.rank), device, 2)
-        dtype = layout.torch_dtype
-        return Adapter(factors.a.to(dtype), factors.b.mul_(width).to(dtype), 1.0)
+        width, dtype = sigma * layout[name].scale / math.sqrt(layout.rank), layout.torch_dtype
+        streams, widths = [m.noise for m in members], [m.sign * width for m in members]
+        if type(self).noise is not LowRank.noise:  # a space derived from this one, with noise of its own
+            own, into = self.noise(layout, name, generation, streams, slices, device), out or (None, None)
+            factor = torch.tensor(widths, dtype=torch.float64).to(device=device, dtype=torch.float32)[:, None, None]
+            drawn = own.a.to(dtype), own.b.mul_(factor).to(dtype)
+            return Adapter(*(d if o is None else o.copy_(d) for d, o in zip(drawn, into, strict=True)), 1.0)
+        (a_key, a_shape), (b_key, b_shape) = self._factors(layout, name)
+        of_a, of_b = factor_slices(slices)
+        into_a, into_b = out or (None, None)
+        ones = [1.0] * len(members)
+        a = noise_source.scaled(
+            a_key, a_shape, generation, streams, ones, dtype=dtype, slices=of_a, device=device, out=into_a
+        )
+        b = noise_source.scaled(
+            b_key, b_shape, generation, streams, widths, dtype=dtype, slices=of_b, device=device, out=into_b
+        )
+        return Adapter(a, b, 1.0)

@@ -194,6 +194,35 @@ def check_decay(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
         _close(master - start, want - start.double(), 1e-4, f"the decay of {tensor.name} is not the documented one")
 
 
+def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> None:
+    """Members and updates of a slice are that part of the whole, written rounded where an engine serves them."""
+    masters, plan, update = _masters(space, layout), _plan(population(_MEMBERS)), _update()
+    for tensor in layout.tensors:
+        for part in _slices(tensor.shape):
+            master = _random(tensor.shape)[part].clone()
+            served = torch.zeros(master.shape, dtype=layout.torch_dtype)
+            space.accumulate(layout, master, tensor.name, part, update, served=served)
+            assert torch.equal(served, master.to(served.dtype)), f"{tensor.name} is not served as the rounded mean"
+            if space.carrier == "dense":
+                member, mean = plan.members[2], _random(tensor.shape)
+                want = space.perturbed(layout, tensor.name, mean, plan, member)[part].to(served.dtype)
+                space.perturbed(layout, tensor.name, mean[part], plan, member, part, served)
+                assert torch.equal(served, want), f"member 2 in {part} of {tensor.name} is not that part of the whole"
+    shapes = {s.name: s.shape for s in specs}
+    for module in dict.fromkeys(t.module for t in layout.tensors) if space.carrier == "adapter" else ():
+        for rows, columns in _slices(shapes[module]):
+            whole = space.adapter(layout, module, masters.__getitem__, plan, plan.members)
+            assert whole is not None, f"no member has an adapter in {module}"
+            want = whole.a[..., columns].expand(_MEMBERS, -1, -1), whole.b[:, rows]
+            padded = [torch.ones(n, i + 3, j + 5, dtype=layout.torch_dtype) for n, i, j in (w.shape for w in want)]
+            a, b = (p[:, : w.shape[1], : w.shape[2]] for p, w in zip(padded, want, strict=True))
+            space.adapter(layout, module, masters.__getitem__, plan, plan.members, (rows, columns), (a, b))
+            same = torch.equal(a, want[0]) and torch.equal(b, want[1])
+            assert same, f"the factors of {module} in {rows}, {columns} are not those parts of the whole"
+            a.fill_(1), b.fill_(1)
+            assert all(bool((p == 1).all()) for p in padded), f"the factors of {module} are written beyond their place"
+
+
 CHECKS: tuple[Check, ...] = (
     check_layout,
     check_start,
@@ -205,6 +234,7 @@ CHECKS: tuple[Check, ...] = (
     check_update_is_pure,
     check_zero_coefficients,
     check_decay,
+    check_parts,
 )
 
 

@@ -18,9 +18,9 @@ from torch import nn
 from evoalign import noise
 from evoalign.config import Config
 from evoalign.engines.base import sampled_places, weights_hash
+from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
-from evoalign.engines.specs import specs_of
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
@@ -77,7 +77,7 @@ class TransformersEngine:
         if space.carrier == "adapter":
             names = dict.fromkeys(t.module for t in layout.tensors)
             self._adapters = Adapters({n: self.model.get_submodule(n.removesuffix(".weight")) for n in names})
-        own = [t for n, t in self._master.items() if t.data_ptr() != self._served_pointer(n)]
+        own = [t for n, t in self._master.items() if n not in self._parameters or self._served(n) is not None]
         kept = [*own, *self._start.values()]
         return Facts(
             engine="transformers",
@@ -144,15 +144,18 @@ class TransformersEngine:
         """Move the mean and serve it: served weights equal round(master)."""
         space, layout = self._started()
         for tensor in layout.tensors:
-            master = self._master[tensor.name]
+            master, served = self._master[tensor.name], self._served(tensor.name)
             for part in self._blocks(tensor.shape):
                 start = self._start[tensor.name][part] if self._start else None
-                space.accumulate(layout, master[part], tensor.name, part, update, start, self._optimizer)
-        self._serve_mean()
+                into = None if served is None else served[part]
+                space.accumulate(layout, master[part], tensor.name, part, update, start, self._optimizer, into)
 
     def _blocks(self, shape: tuple[int, ...]) -> Iterator[Slices]:
-        """Pieces of a tensor; an optimizer with state takes it whole."""
-        return noise.row_blocks(shape) if self._optimizer is None else iter([tuple(slice(0, n) for n in shape)])
+        """Pieces of a tensor; an optimizer with state takes it whole, and so does an update without temporaries."""
+        space, _ = self._started()
+        if self._optimizer is None and not space.fused(self.device):
+            return noise.row_blocks(shape)
+        return iter([tuple(slice(0, n) for n in shape)])
 
     def fingerprint(self) -> str:
         """`weights_hash` of the master."""
@@ -206,27 +209,29 @@ class TransformersEngine:
         # Weights that are served in float32 and never perturbed in place are their own master.
         return served if in_place else served.to(torch.float32, copy=True)
 
-    def _served_pointer(self, name: str) -> int:
+    def _served(self, name: str) -> torch.Tensor | None:
+        """The model's own tensor where the mean is rounded into it; None where it is the mean or has no such tensor."""
         served = self._parameters.get(name)
-        return served.data_ptr() if served is not None else 0
+        return None if served is None or served.data_ptr() == self._master[name].data_ptr() else served
 
     def _serve_mean(self) -> None:
-        space, layout = self._started()
-        if space.evolves_model:
-            for tensor in layout.tensors:
-                if self._master[tensor.name].data_ptr() != self._served_pointer(tensor.name):
-                    self._parameters[tensor.name].copy_(self._master[tensor.name])
+        _, layout = self._started()
+        for tensor in layout.tensors:
+            served = self._served(tensor.name)
+            if served is not None:
+                served.copy_(self._master[tensor.name])
 
     def _serve(self, plan: Plan, member: Member | None) -> None:
         """Write a dense member over the served weights; None puts the mean back."""
         if plan.members == (MEAN,):
             return
+        if member is None:
+            self._serve_mean()
+            return
         space, layout = self._started()
         for tensor in layout.tensors:
-            master = self._master[tensor.name]
-            if member is not None:
-                master = space.perturbed(layout, tensor.name, master, plan, member)
-            self._parameters[tensor.name].copy_(master)
+            served = self._parameters[tensor.name]
+            space.perturbed(layout, tensor.name, self._master[tensor.name], plan, member, None, served)
 
     def _started(self) -> tuple[Space, Layout]:
         if self._space is None:
