@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evoalign.config import Config, load
+from evoalign.config import Config, VllmConfig, load
+from evoalign.engines.vllm.settings import form, slots
 
 REPOSITORY = Path(__file__).parents[1]
 EXPERIMENTS = sorted((REPOSITORY / "configs" / "experiments").glob("*.yaml"))
@@ -132,3 +133,15 @@ def test_the_quickstarts_need_no_download() -> None:
 def test_quickstart_countdown_never_trains_on_its_test_rows() -> None:
     task = load([REPOSITORY / "configs" / "quickstart_countdown.yaml"]).task
     assert (task.prompt, task.split, task.train_size, task.test_size) == ("short", "first_last", 1700, 500)
+
+
+def test_the_config_for_vllm_gets_the_deep_kernels_and_the_settings_of_its_experiment() -> None:
+    config, source = load([REPOSITORY / "configs" / "vllm_countdown.yaml"]), experiment("countdown_lowrank_1.5b")
+    assert isinstance(config.engine, VllmConfig)
+    assert form(config) == "deep"
+    assert slots(config) == config.es.population_size
+    shorter = {"num_generations": source.es.num_generations}
+    assert config.es.model_copy(update=shorter) == source.es
+    assert (config.model, config.lowrank, config.evaluation) == (source.model, source.lowrank, source.evaluation)
+    assert config.engine.max_model_len is not None
+    assert config.evaluation.max_tokens < config.engine.max_model_len
