@@ -11,7 +11,7 @@ import torch
 
 from evoalign.config import Config, TransformersConfig, VllmConfig
 from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB
-from evoalign.engines.vllm.settings import slot_rank, slots
+from evoalign.engines.vllm.settings import room, slot_rank
 from evoalign.optimizer import reach
 from evoalign.spaces.base import module_of
 from evoalign.types import Layout, TensorSpec
@@ -111,7 +111,7 @@ def _slot_bytes(config: Config, layout: Layout, specs: Sequence[TensorSpec], dty
         return 0
     modules = {module_of(t.module) for t in layout.tensors}
     sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
-    return slots(config) * slot_rank(layout.rank) * sides * dtype.itemsize
+    return room(config) * slot_rank(layout.rank) * sides * dtype.itemsize
 
 
 def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> list[str]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import hash_of_sums, sampled_places
+from evoalign.engines.base import sampled_places, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import start as starting
-from evoalign.engines.vllm.settings import settings, slots
+from evoalign.engines.vllm.settings import room, settings, slots
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
@@ -80,7 +80,7 @@ class VllmEngine:
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the master and, for adapters, a slot for each member."""
-        count = slots(self._config) if space.carrier == "adapter" else 0
+        count = room(self._config) if space.carrier == "adapter" else 0
         host = settings(self._config).master == "host"
         said = self.rpc("es_start", space, layout, optimizer, keep_start, host, count)
         missing = sorted({name for worker in said for name in worker["missing"]})
@@ -93,7 +93,7 @@ class VllmEngine:
             device=said[0]["device"],
             dtype=layout.dtype,
             deterministic=self.deterministic,
-            model_hash=hash_of_sums(row for worker in said for row in worker["sums"]),
+            model_hash=_hash(row for worker in said for row in worker["sums"]),
             master_bytes=sum(worker["bytes"] for worker in said),
         )
 
@@ -128,8 +128,8 @@ class VllmEngine:
         bare = self._space.evolves_model
         base = [m for m in plan.members if m.is_mean and bare]
         adapted = [m for m in plan.members if not (m.is_mean and bare)]
-        room = slots(self._config)
-        pieces = [adapted[i : i + room] for i in range(0, len(adapted), room)] or [[]]
+        most = slots(self._config)
+        pieces = [adapted[i : i + most] for i in range(0, len(adapted), most)] or [[]]
         for number, members in enumerate(pieces):
             if members:
                 self.rpc("es_put", plan, members)
@@ -189,7 +189,7 @@ class VllmEngine:
     def fingerprint(self) -> str:
         """`weights_hash` of the master, summed where the weights are."""
         self._started()
-        return hash_of_sums(row for worker in self.rpc("es_sums") for row in worker)
+        return _hash(row for worker in self.rpc("es_sums") for row in worker)
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The master, on the CPU."""
@@ -260,6 +260,14 @@ class VllmEngine:
         if self._space is None:
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
         return self._layout
+
+
+def _hash(sums: Iterable[tuple[str, tuple[int, ...], int]]) -> str:
+    """`weights_hash` of tensors whose parts lie on several workers, or in several pieces on one."""
+    total: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, shape, part in sums:
+        total[name, shape] = total.get((name, shape), 0) + part
+    return weights_hash_of_sums((name, shape, whole) for (name, shape), whole in total.items())
 
 
 def _sampling(request: Request, stop_ids: Sequence[int]) -> Any:

@@ -24,6 +24,11 @@ def slots(config: Config) -> int:
     return own + (config.space.name != "lowrank")
 
 
+def room(config: Config) -> int:
+    """Slots that vLLM makes: on a CPU its own kernels give rows of the base model the last one, which stays zero."""
+    return slots(config) + (form(config) == "stock")
+
+
 def rank(config: Config) -> int:
     """Rank of the adapters; a space of one's own says it as `rank` among its settings."""
     if config.space.name == "lora":

@@ -14,8 +14,8 @@ import torch
 
 from evoalign import spaces
 from evoalign.config import Config
-from evoalign.engines.specs import specs_of_config
-from evoalign.engines.vllm.settings import form, rank, scaling, settings, slot_rank, slots
+from evoalign.engines.specs import model_config, specs_of_config
+from evoalign.engines.vllm.settings import form, rank, room, scaling, settings, slot_rank
 from evoalign.errors import ModelError
 from evoalign.spaces.base import module_of
 from evoalign.tokens import model_path, refuse_pickles, why_not
@@ -33,6 +33,7 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
     _environment(deterministic and not on_cpu)
+    _check_split(config, on_cpu)
     specs = specs_of_config(config)
     try:
         from vllm import LLM
@@ -79,6 +80,19 @@ def _environment(batch_invariant: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start says little else than that all is well
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the caller's threads where they are
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _check_split(config: Config, cpu: bool) -> None:
+    """Raise ModelError where a matrix cannot be split as asked: workers that die of it do not say why."""
+    size, text = settings(config).tensor_parallel_size, model_config(config).get_text_config()
+    there = size if cpu else torch.cuda.device_count()
+    if size > there:
+        raise ModelError(f"engine.tensor_parallel_size {size}: there are {there} GPUs here; lower it")
+    if text.num_attention_heads % size:
+        raise ModelError(
+            f"engine.tensor_parallel_size {size} does not divide the {text.num_attention_heads} attention heads of "
+            f"model {config.model.name}; choose one that does"
+        )
 
 
 def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
@@ -165,8 +179,8 @@ def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
     modules = section.target_modules or sorted({module_of(s.name) for s in linear})
     return {
         "enable_lora": True,
-        "max_loras": slots(config),
-        "max_cpu_loras": slots(config),
+        "max_loras": room(config),
+        "max_cpu_loras": room(config),
         "max_lora_rank": slot_rank(rank(config)),
         "lora_target_modules": list(modules),
     }
@@ -185,6 +199,6 @@ def _plainly(config: Config, error: Exception) -> str:
         return f"engine vllm: {why_not(error)}; set engine.max_model_len"
     if "does not support lora" in low or "not supported for now" in low or "are not supported" in low:
         return f"model {config.model.name} is not one that vLLM adapts ({why_not(error)}); use engine transformers"
-    if "world size" in low or "number of gpus" in low or "divisible" in low:
-        return f"engine.tensor_parallel_size {wanted.tensor_parallel_size} does not fit: {why_not(error)}"
+    if "workerproc" in low:
+        return f"engine.tensor_parallel_size {wanted.tensor_parallel_size}: a worker does not start, and says above why"
     return f"model {config.model.name} does not start on engine vllm: {why_not(error)}"

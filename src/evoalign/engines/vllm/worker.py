@@ -20,7 +20,7 @@ from evoalign.engines.base import sampled_places, tensor_sum
 from evoalign.engines.vllm import population
 from evoalign.engines.vllm.shards import Shard, shards
 from evoalign.optimizer import Optimizer
-from evoalign.spaces.base import Adapter, Space
+from evoalign.spaces.base import Space
 from evoalign.types import Layout, Member, Plan, Slices, Update
 
 SETTINGS = "evoalign"
@@ -122,11 +122,14 @@ class EvolvingWorker:
     @torch.inference_mode()
     def es_put(self, plan: Plan, members: Sequence[Member]) -> None:
         """Write the members' factors into slots 0, 1, ..., in place: no file, no weights through the driver."""
+        rank, count, lookup = self._layout.rank, len(members), self._by_name.__getitem__
+        fold = self._layout.scaling / population.scaling()
         for module in self._modules:
-            adapter = self._space.adapter(self._layout, module, self._by_name.__getitem__, plan, members)
-            if adapter is None:
-                raise ValueError(f"space {self._space.name} has no adapter on {module}")
-            _write(self._slots[module], adapter, len(members))
+            slot = self._slots[module]
+            out = (slot.a[:count, 0, :rank], slot.b[:count, 0, :, :rank])
+            self._space.adapter(self._layout, module, lookup, plan, members, (slot.rows, slot.columns), out)
+            if fold != 1:  # stock kernels multiply by nothing
+                out[1].mul_(fold)
 
     @torch.inference_mode()
     def es_write(self, plan: Plan, member: Member | None) -> None:
@@ -164,11 +167,11 @@ class EvolvingWorker:
             master.copy_(on_device)
 
     def _blocks(self, part: Part) -> Iterator[tuple[Slices, Slices]]:
-        """Pieces of a part, as they lie in it and in the whole tensor; an optimizer with state takes it whole."""
-        if self._optimizer is not None:
+        """Pieces of a part, as they lie in it and in the whole tensor: the same as the in-process engine takes."""
+        if self._optimizer is not None or self._space.fused(self.device):
             yield tuple(slice(0, n) for n in part.master.shape), part.slices
             return
-        for here in noise.row_blocks(part.master.shape, device=self.device):
+        for here in noise.row_blocks(part.master.shape):
             moved = zip(here, part.slices, strict=True)
             yield here, tuple(slice(h.start + s.start, h.stop + s.start) for h, s in moved)
 
@@ -238,15 +241,6 @@ def _inside(places: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tenso
         stride *= held.stop - held.start
     where = inside.nonzero()[:, 0]
     return where, local[where]
-
-
-def _write(slot: population.Slot, adapter: Adapter, members: int) -> None:
-    """Factors into the first slots; what the kernels do not multiply by is folded into B."""
-    rank = adapter.a.shape[1]
-    fold = adapter.scaling / population.scaling()
-    b = adapter.b[:, slot.rows]
-    slot.a[:members, 0, :rank].copy_(adapter.a[:, :, slot.columns])
-    slot.b[:members, 0, :, :rank].copy_(b if fold == 1 else b * fold)
 
 
 def _keep_plain_weights() -> None:
