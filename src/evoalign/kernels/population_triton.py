@@ -127,8 +127,8 @@ def _add(
     if has:
         products = ()
         for _ in tl.static_range(len(NS)):
-            products = products + (0.0,)
-        for start in tl.static_range(0, K, BK):
+            products = products + (tl.zeros([BK] if R == 1 else [RP, BK], tl.float32),)
+        for start in tl.range(0, K, BK):
             k = start + tl.arange(0, BK)
             inside = k < K
             value = tl.load(x + row * X_STRIDE + k, mask=inside, other=0.0).to(tl.float32)
@@ -157,8 +157,8 @@ def _add(
 @triton.jit(do_not_specialize_on_alignment=["members"])
 def _norm(
     hidden, residual, weight, out, dots, members, x, x_a, partials, b, into_a, eps, scaling,
-    H_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, NP: tl.constexpr,
-    R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
+    H_STRIDE: tl.constexpr, R_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, NPB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: add what the projection before owes (x with x_a, or partials; times b) and the residual, norm, dots.
@@ -172,7 +172,7 @@ def _norm(
     has, slot = _load_member(members, row)
     total = tl.load(hidden + row * H_STRIDE + c, mask=inside, other=0.0)
     if residual is not None:
-        carried = tl.load(residual + row * H + c, mask=inside, other=0.0)
+        carried = tl.load(residual + row * R_STRIDE + c, mask=inside, other=0.0)
     if x is not None:
         entered = tl.load(x + row * X_STRIDE + k, mask=k < K, other=0.0)
     if partials is not None:
@@ -198,7 +198,7 @@ def _norm(
         total += _expand(tl.where(has, owed * scaling, 0.0), up, R)
     if residual is not None:
         rounded = (total + carried.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(residual + row * H + c, rounded, mask=inside)
+        tl.store(residual + row * R_STRIDE + c, rounded, mask=inside)
         total = rounded.to(tl.float32)
     elif b is not None:
         rounded = total.to(out.dtype.element_ty)
@@ -365,7 +365,7 @@ def gate_tiles(width: int, rows: int, rank: int, fixed: bool) -> Tiles:
 def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tiles:
     """Few rows: more programs share a wide output, each with the dots anew. `outer` is the widest of the layers'."""
     padded = _power(rank)
-    depth = min(_power(inner), 4096 if rank == 1 else 1024 if rank <= 4 else 512)
+    depth = min(_power(inner), 4096 // padded)
     columns = min(_power(outer), 4096 if outer <= 8192 else 2048, 16384 // padded)
     groups = 1 if outer <= 8192 else 5 if rows <= _FEW_ROWS and not fixed else 2
     return Tiles(columns, 8 if rank == 1 and inner <= 4096 else 16, depth, groups)
@@ -384,6 +384,7 @@ def add(
     tiles: Tiles | None = None,
 ) -> None:
     """See `population.add`."""
+    _check((y, x), (*a, *b))
     rows, inner = x.shape
     outer = tuple(one.shape[2] for one in b)
     tiles = tiles or add_tiles(inner, max(outer), rows, rank, fixed)
@@ -415,6 +416,7 @@ def norm(
     dots = torch.empty((rows, len(into_a), rank), dtype=torch.float32, device=hidden.device)
     dot = source if isinstance(source, Dot) else None
     partial = source if isinstance(source, Partial) else None
+    _check((hidden, residual, dot and dot.x), (*into_a, source and source.b, dot and dot.a, partial and partial.dots))
     inner = dot.x.shape[1] if dot else 1
     parts = partial.dots.shape[1] if partial else 1
     padded = source.b.shape[3] if source else into_a[0].shape[2] if into_a else rank
@@ -423,7 +425,8 @@ def norm(
         hidden, residual, weight, out, dots if into_a else None, members,
         dot.x if dot else None, dot.a if dot else None, partial.dots if partial else None,
         source.b if source else None, tuple(into_a), float(eps), float(scaling),
-        H_STRIDE=hidden.stride(0), X_STRIDE=dot.x.stride(0) if dot else 0, H=width, K=inner, NP=parts,
+        H_STRIDE=hidden.stride(0), R_STRIDE=residual.stride(0) if residual is not None else 0,
+        X_STRIDE=dot.x.stride(0) if dot else 0, H=width, K=inner, NP=parts,
         R=rank, RS=padded, RP=_power(rank), BH=_power(width), BK=_power(inner), NPB=_power(parts), EARLY=rank <= 4,
         num_warps=tiles.warps,
     )  # fmt: skip
@@ -449,6 +452,7 @@ def rotate(
     tiles: Tiles | None = None,
 ) -> None:
     """See `population.rotate`."""
+    _check((qkv,), (cos_sin, dots, *b))
     half = cos_sin.shape[-1] // 2
     rest = head_dim - 2 * half
     tiles = tiles or rotate_tiles(heads, half, rank)
@@ -474,6 +478,7 @@ def gate(
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `population.gate`."""
+    _check((gate_up,), (dots, *b, down_a))
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     tiles = tiles or gate_tiles(width, rows, rank, fixed)
     count = -(-width // tiles.columns)
@@ -489,6 +494,14 @@ def gate(
 
 
 _FEW_ROWS = 128
+
+
+def _check(rows: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> None:
+    """Raise ValueError for tensors whose rows, or which as a whole, lie otherwise than the kernels address them."""
+    if any(t is not None and t.stride(-1) != 1 for t in rows):
+        raise ValueError("population kernels need activations with consecutive columns")
+    if any(t is not None and not t.is_contiguous() for t in whole):
+        raise ValueError("population kernels need contiguous factors, dots and tables")
 
 
 def _power(value: int) -> int:
