@@ -27,7 +27,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
 
 test-vllm: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 tests/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from evoalign.engines.vllm import start
+
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "scripts" / "install.sh"
 VLLM_SCRIPT = REPOSITORY / "scripts" / "install_vllm_cpu.sh"
@@ -189,6 +191,7 @@ def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     (extra,) = project["optional-dependencies"]["vllm"]
     supported = Requirement(extra).specifier
     assert all(supported.contains(version) for version in TESTED)
+    assert (start.OLDEST, start.NEWEST) == tuple(tuple(map(int, v.split(".")[:2])) for v in TESTED)
     assert f"VLLM ?= {TESTED[-1]}" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
 
@@ -267,4 +270,4 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     installs = (tmp_path / "installs").read_text().splitlines()
     assert installs == ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"]
     runs = (tmp_path / "runs").read_text().splitlines()
-    assert runs == [f".venv-vllm/{v}/bin/python -m pytest tests/vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")]
+    assert runs == [f".venv-vllm/{v}/bin/python -m pytest -n 2 tests/vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")]
