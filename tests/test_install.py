@@ -191,7 +191,7 @@ def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     (extra,) = project["optional-dependencies"]["vllm"]
     supported = Requirement(extra).specifier
     assert all(supported.contains(version) for version in TESTED)
-    assert (start.OLDEST, start.NEWEST) == tuple(tuple(map(int, v.split(".")[:2])) for v in TESTED)
+    assert tuple(tuple(map(int, v.split(".")[:2])) for v in TESTED) == (start.OLDEST, start.NEWEST)
     assert f"VLLM ?= {TESTED[-1]}" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
 
