@@ -107,7 +107,9 @@ def _setting(setting: Mapping[str, Any]) -> str:
     schema, key = setting["schema"], setting["key"]
     engine = next((n for n, s in config.ENGINES.items() if s.__name__ == setting["section"]), "transformers")
     anchor = key if engine == "transformers" else key.replace("engine.", f"engine.{engine}.")
-    return f"`{key}`{{#{anchor}}}\n\n:   {allowed(schema)} · default `{default(key, engine)}`\n\n    {setting['text']}\n"
+    return (
+        f"`{key}`{{#{anchor}}}\n\n:   {allowed(schema)} · default `{default(key, engine)}`\n\n    {setting['text']}\n"
+    )
 
 
 def default(key: str, engine: str = "transformers") -> str:

@@ -214,8 +214,8 @@ class VllmConfig(Section):
     attention_backend: str | None = None
     """One of vLLM's, such as FLASH_ATTN or TRITON_ATTN; None leaves vLLM's own choice."""
     population: Literal["auto", "deep", "generic", "stock"] = "auto"
-    """How rows get their members' terms: `deep`, inside the kernels of norm, rotation and activation (Qwen2, Qwen3,
-    Llama); `generic`, one kernel a layer, for every model; `stock`, vLLM's own multi-LoRA. auto: the first that fits."""
+    """How rows get their members' terms. `deep`: inside the kernels of norm, rotation and activation (Qwen2, Qwen3,
+    Llama). `generic`: one kernel a layer, any model. `stock`: vLLM's own multi-LoRA. auto: the first that fits."""
     members: PositiveInt | None = None
     """Adapters on the GPU at once; None: the population. A larger population takes its turns."""
     master: Literal["device", "host"] = "device"

@@ -181,9 +181,11 @@ def test_what_cannot_start_is_told_plainly(more, says):
 
 
 def test_a_prompt_that_is_too_long_is_refused():
-    with contract.started(VllmEngine, config("lora", engine={"max_model_len": 32})) as bench:
-        with pytest.raises(DataError, match="32 positions"):
-            list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 30, Sampling(8))]))
+    with (
+        contract.started(VllmEngine, config("lora", engine={"max_model_len": 32})) as bench,
+        pytest.raises(DataError, match="32 positions"),
+    ):
+        list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 30, Sampling(8))]))
 
 
 def test_other_releases_are_refused(monkeypatch):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from evoalign import noise
-from evoalign.config import Config
+from evoalign.config import Config, TransformersConfig
 from evoalign.engines.base import sampled_places, weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.adapters import Adapters
@@ -36,7 +36,8 @@ class TransformersEngine:
     """See `evoalign.engines.base.Engine` for what each method promises."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
-        self._config, self._tokens = config, tokens
+        assert isinstance(config.engine, TransformersConfig)
+        self._tokens, self._settings = tokens, config.engine
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
         self.device = torch.device(_device(config.engine.device))
@@ -121,7 +122,7 @@ class TransformersEngine:
 
     def rows_per_chunk(self, requests: Sequence[Request]) -> int:
         """Rows whose cache and logits fit the memory: from the config and the prompts alone when `deterministic`."""
-        config, text = self._config.engine, self.model.config.get_text_config()
+        config, text = self._settings, self.model.config.get_text_config()
         tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -133,7 +134,7 @@ class TransformersEngine:
 
     def _room(self) -> float:
         """Bytes for the cache and logits of one chunk."""
-        room = self._config.engine.memory_gib
+        room = self._settings.memory_gib
         if room is not None:
             return room * 2**30
         if self.device.type == "cuda" and not self.deterministic:

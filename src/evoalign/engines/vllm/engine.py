@@ -145,7 +145,9 @@ class VllmEngine:
 
         prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
         sampling = [_sampling(r, self._tokens.stop_ids) for r in requests]
-        adapters = [None if name is None else LoRARequest(name, slot + 1, FILE) for slot, (_, name) in enumerate(members)]
+        adapters = [
+            None if name is None else LoRARequest(name, slot + 1, FILE) for slot, (_, name) in enumerate(members)
+        ]
         count = len(members)
         outputs = self.llm.generate(
             prompts * count,
@@ -254,7 +256,9 @@ class VllmEngine:
     def _forget(self) -> None:
         """Drop what vLLM has computed of any prompt with the weights of before."""
         if not self.llm.reset_prefix_cache():
-            raise EvoalignError("vLLM would not drop its prefix cache, which holds answers of other weights; start anew")
+            raise EvoalignError(
+                "vLLM would not drop its prefix cache, which holds answers of other weights; start anew"
+            )
 
     def _started(self) -> Layout:
         if self._space is None:

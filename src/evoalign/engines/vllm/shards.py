@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def shards(model: nn.Module) -> list[Shard]:
 
 
 def _parts(
-    path: str, kind: str, module: nn.Module, tensor: torch.Tensor, packed: Mapping[str, Sequence[str]]
+    path: str, kind: str, module: Any, tensor: torch.Tensor, packed: Mapping[str, Sequence[str]]
 ) -> Iterator[Shard]:
     """The parts of one parameter, in Hugging Face's names."""
     if isinstance(module, RowParallelLinear) and kind == "weight":
@@ -85,9 +86,7 @@ def _parts(
         first += rows.size
 
 
-def _rows(
-    path: str, module: nn.Module, tensor: torch.Tensor, packed: Mapping[str, Sequence[str]]
-) -> Iterable[_Rows]:
+def _rows(path: str, module: Any, tensor: torch.Tensor, packed: Mapping[str, Sequence[str]]) -> Iterable[_Rows]:
     children = packed.get(path.rpartition(".")[2])
     if isinstance(module, QKVParallelLinear):
         return _fused(children, _qkv(module))
@@ -104,7 +103,7 @@ def _rows(
     return [_Rows(None, 0, total, total, _rank() == 0)]
 
 
-def _qkv(module: QKVParallelLinear) -> list[tuple[int, int, int, bool]]:
+def _qkv(module: Any) -> list[tuple[int, int, int, bool]]:
     """First row, rows, rows in all, and whether they count: of q, k and v. GPUs may share a key-value head."""
     replicas = module.num_kv_head_replicas
     heads, rank = module.total_num_kv_heads, module.tp_rank // replicas
@@ -133,4 +132,3 @@ def _rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank()
-

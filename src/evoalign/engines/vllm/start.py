@@ -15,8 +15,8 @@ import torch
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.specs import model_config, specs_of_config
-from evoalign.engines.vllm.settings import form, rank, room, scaling, settings, slot_rank
-from evoalign.errors import ModelError
+from evoalign.engines.vllm.settings import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
+from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.spaces.base import module_of
 from evoalign.tokens import model_path, refuse_pickles, why_not
 from evoalign.types import TensorSpec
@@ -40,6 +40,8 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
 
         arguments = {**_model(config, path, on_cpu), **_room(config, on_cpu, specs), **_adapters(config, specs)}
         return LLM(**arguments)
+    except EvoalignError:
+        raise
     except Exception as error:  # vLLM raises whatever its parts raise
         gc.collect()
         raise ModelError(_plainly(config, error)) from error
@@ -101,8 +103,14 @@ def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
     dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
     worker = "cpu_worker.CpuWorker" if cpu else "worker.GpuWorker"
     adapted = spaces.create(config).carrier == "adapter"
+    taken = form(config) if adapted else "stock"
+    if adapted and taken == "stock" and dtype == "float32" and not cpu:
+        raise ConfigError(
+            "on a GPU vLLM's own LoRA kernels take half precision only; set model.dtype bfloat16, or "
+            f"engine.population auto and a rank up to {KERNEL_RANK}"
+        )
     population = {
-        "form": form(config) if adapted else "stock",
+        "form": taken,
         "rank": rank(config) if adapted else 0,
         "scaling": scaling(config),
         "fixed": bool(config.deterministic),
@@ -192,8 +200,8 @@ def _plainly(config: Config, error: Exception) -> str:
     low = said.lower()
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in low or "memory" in low:
         return (
-            f"engine vllm does not fit the memory ({why_not(error)}); lower engine.gpu_memory_utilization if others use "
-            f"the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise engine.tensor_parallel_size"
+            f"engine vllm does not fit the memory ({why_not(error)}); lower engine.gpu_memory_utilization if others "
+            "use the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise engine.tensor_parallel_size"
         )
     if "max_model_len" in low or "max seq len" in low:
         return f"engine vllm: {why_not(error)}; set engine.max_model_len"
