@@ -24,7 +24,7 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with two threads each would take turns on two cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore=tests/vllm
 
 test-vllm: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 tests/vllm
