@@ -105,7 +105,7 @@ def scaled(
 
         if out is None:
             out = torch.empty(len(members), *(b - a for a, b in bounds), dtype=dtype, device=where)
-        launch(key, shape, bounds, generation, members, widths, mean, out)
+        launch(key, table(where), shape, bounds, generation, members, widths, mean, out)
         return out
     width = torch.tensor(widths, dtype=torch.float64).to(device=where, dtype=torch.float32)
     drawn = _normals(key, tuple(shape), generation, members, slices, where)

@@ -7,6 +7,7 @@ Modules here import Triton, so they are imported only where `available` says yes
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 
@@ -16,6 +17,11 @@ import torch
 def available(device: torch.device | str) -> bool:
     """Whether Triton kernels run on this device: a GPU, or anything in Triton's interpreter (TRITON_INTERPRET=1)."""
     return _installed() and (torch.device(device).type == "cuda" or interpreted())
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current GPU, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def interpreted() -> bool:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from evoalign.kernels import on
 from evoalign.kernels.noise import lines
 
 _BLOCK = 4096
@@ -24,9 +25,10 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tupl
         runs, length = (1, part.rows * part.columns) if part.flat else (part.rows, part.columns)
         chunks = triton.cdiv(length, _BLOCK)
         sums = torch.empty(runs * chunks, dtype=torch.int64, device=tensor.device)
-        _partial_sums[(runs * chunks,)](
-            view, sums, part.base, part.pitch, chunks, length, view.stride(0), view.stride(1), BLOCK=_BLOCK
-        )
+        with on(tensor.device):
+            _partial_sums[(runs * chunks,)](
+                view, sums, part.base, part.pitch, chunks, length, view.stride(0), view.stride(1), BLOCK=_BLOCK
+            )
         total += sums.sum()
     return total
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from evoalign.kernels import interpreted
+from evoalign.kernels import interpreted, on
 
 NORMALS_PER_BLOCK = 8
 _INT32 = 1 << 31
@@ -131,17 +131,9 @@ def signed32(word: int) -> int:
     return (word + _INT32) % (2 * _INT32) - _INT32
 
 
-@cache
-def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """All 65,536 quantiles in ascending order, and the positive half of them, float32."""
-    from evoalign.noise import table
-
-    full = table("cpu").roll(1 << 15)
-    return full.to(device), full[1 << 15 :].to(device)
-
-
 def scaled(
     key: tuple[int, int],
+    table: torch.Tensor,
     shape: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     generation: int,
@@ -151,23 +143,26 @@ def scaled(
     out: torch.Tensor,
     tuning: Tuning = TUNING,
 ) -> None:
-    """out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`."""
+    """out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
+
+    `table` is `evoalign.noise.table` on the device: it begins with the quantiles above the median.
+    """
     tensors = (out,) if mean is None else (out, mean)
     stream, width = words(tuple(members), out.device), factors(tuple(widths), out.device)
-    quantiles = tables(out.device)[tuning.half]
     for part in lines(shape, bounds, tensors):
         target, centre = part.views[0], part.views[-1]
         runs, length, split = part.launch
         chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
-        _scaled[(len(members) * runs * chunks,)](
-            target, centre, stream, width, quantiles,
-            signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, runs, chunks,
-            length, part.columns, target.stride(0), target.stride(-2), target.stride(-1),
-            centre.stride(-2), centre.stride(-1),
-            MEAN=mean is not None, SPLIT=split, ALIGNED=part.aligned, LONG=length >= _INT32 - 8 * tuning.block,
-            BLOCK=tuning.block, HALF=tuning.half, KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
-            num_warps=tuning.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on(out.device):
+            _scaled[(len(members) * runs * chunks,)](
+                target, centre, stream, width, table,
+                signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, runs, chunks,
+                length, part.columns, target.stride(0), target.stride(-2), target.stride(-1),
+                centre.stride(-2), centre.stride(-1),
+                MEAN=mean is not None, SPLIT=split, ALIGNED=part.aligned, LONG=length >= _INT32 - 8 * tuning.block,
+                BLOCK=tuning.block, HALF=tuning.half, KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
+                num_warps=tuning.warps, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "runs", "chunks"])
@@ -234,7 +229,7 @@ def eight(
         value = tl.load(table + ((half ^ low) & 0x7FFF), eviction_policy=KEEP).to(tl.int32, bitcast=True)
         return (value ^ (low & -0x80000000)).to(tl.float32, bitcast=True)
     else:
-        return tl.load(table + (half & 0xFFFF), eviction_policy=KEEP)
+        return tl.load(table + ((half & 0xFFFF) ^ 0x8000), eviction_policy=KEEP)
 
 
 @triton.jit
@@ -244,12 +239,10 @@ def philox(block, generation, member, key0, key1):
     c2 = tl.zeros_like(c0) + generation.to(tl.uint32, bitcast=True)
     c3 = tl.zeros_like(c0) + member.to(tl.uint32, bitcast=True)
     k0, k1 = key0.to(tl.uint32, bitcast=True), key1.to(tl.uint32, bitcast=True)
-    m0, m1 = tl.full(c0.shape, 0xD2511F53, tl.uint32), tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
     for _ in tl.static_range(10):
-        high0, high1 = tl.umulhi(c0, m0), tl.umulhi(c2, m1)
-        low0, low1 = c0 * m0, c2 * m1
-        c0, c2 = high1 ^ c1 ^ k0, high0 ^ c3 ^ k1
-        c1, c3 = low1, low0
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     return c0, c1, c2, c3

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from evoalign.kernels import interpreted
+from evoalign.kernels import interpreted, on
 from evoalign.kernels.noise import (
     _INT32,
     NORMALS_PER_BLOCK,
@@ -28,7 +28,6 @@ from evoalign.kernels.noise import (
     places,
     rounded,
     signed32,
-    tables,
     words,
 )
 
@@ -42,6 +41,7 @@ def dense(
     served: torch.Tensor | None,
     start: torch.Tensor | None,
     key: tuple[int, int],
+    table: torch.Tensor,
     shape: Sequence[int],
     bounds: Sequence[tuple[int, int]],
     generation: int,
@@ -66,16 +66,17 @@ def dense(
         anchor = next(views) if start is not None else mean
         runs, length, split = part.launch
         chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
-        _dense[(runs * chunks,)](
-            mean, out, anchor, stream, weight, numbers, tables(device)[tuning.half],
-            signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, chunks, len(weights),
-            length, part.columns, mean.stride(0), mean.stride(1), out.stride(0), out.stride(1),
-            anchor.stride(0), anchor.stride(1),
-            SERVED=served is not None, DECAY=start is not None and decay != 0, SPLIT=split, ALIGNED=part.aligned,
-            LONG=length >= _INT32 - 8 * tuning.block, BLOCK=tuning.block, HALF=tuning.half,
-            KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
-            num_warps=tuning.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on(master.device):
+            _dense[(runs * chunks,)](
+                mean, out, anchor, stream, weight, numbers, table,
+                signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, chunks, len(weights),
+                length, part.columns, mean.stride(0), mean.stride(1), out.stride(0), out.stride(1),
+                anchor.stride(0), anchor.stride(1),
+                SERVED=served is not None, DECAY=start is not None and decay != 0, SPLIT=split, ALIGNED=part.aligned,
+                LONG=length >= _INT32 - 8 * tuning.block, BLOCK=tuning.block, HALF=tuning.half,
+                KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
+                num_warps=tuning.warps, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def product(
@@ -99,12 +100,13 @@ def product(
     out = master if served is None else served
     anchor = master if start is None else start
     across = triton.cdiv(columns, _TILE[1])
-    _product[(triton.cdiv(rows, _TILE[0]) * across,)](
-        master, out, anchor, left.contiguous(), right.contiguous(), numbers, len(left), rows, columns, across,
-        master.stride(0), master.stride(1), out.stride(0), out.stride(1), anchor.stride(0), anchor.stride(1),
-        SERVED=served is not None, DECAY=start is not None and decay != 0, ROWS=_TILE[0], COLUMNS=_TILE[1],
-        SOFT=interpreted(), num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with on(master.device):
+        _product[(triton.cdiv(rows, _TILE[0]) * across,)](
+            master, out, anchor, left.contiguous(), right.contiguous(), numbers, len(left), rows, columns, across,
+            master.stride(0), master.stride(1), out.stride(0), out.stride(1), anchor.stride(0), anchor.stride(1),
+            SERVED=served is not None, DECAY=start is not None and decay != 0, ROWS=_TILE[0], COLUMNS=_TILE[1],
+            SOFT=interpreted(), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "chunks", "members"])
@@ -119,9 +121,11 @@ def _dense(
     start = run.to(tl.int64) * pitch + base
     block, first, lane, inside = places(start, chunk, length, ALIGNED, LONG, BLOCK)
     total = tl.zeros((8 * BLOCK,), tl.float32)
-    for m in range(members):
+    m = 0
+    while m < members:  # Triton's interpreter cannot take the end of a range from an argument with NumPy 2.4
         noise = eight(block, tl.load(streams + m), generation, key0, key1, table, BLOCK, HALF, KEEP)
         total = total + noise * tl.load(weights + m)
+        m += 1
     at = address(run, first, lane, columns, master_row, master_column, SPLIT)
     of_served = address(run, first, lane, columns, served_row, served_column, SPLIT)
     of_anchor = address(run, first, lane, columns, anchor_row, anchor_column, SPLIT)
@@ -138,10 +142,12 @@ def _product(
     r = (program // across) * ROWS + tl.arange(0, ROWS)
     c = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(terms):
+    k = 0
+    while k < terms:
         b = tl.load(left + k * rows + r, mask=r < rows, other=0.0)
         a = tl.load(right + k * columns + c, mask=c < columns, other=0.0)
         total = total + b[:, None] * a[None, :]
+        k += 1
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     r = r.to(tl.int64)
     at = r[:, None] * master_row + c[None, :] * master_column

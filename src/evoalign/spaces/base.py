@@ -213,8 +213,9 @@ class Space(ABC):
 
         tensor = layout[name]
         dense(
-            master, served, start, _key(layout, name), tensor.shape, noise_source.bounds_of(tensor.shape, slices),
-            update.generation, pair_weights(update), len(update.members), update.step * tensor.scale, update.decay,
+            master, served, start, _key(layout, name), noise_source.table(master.device), tensor.shape,
+            noise_source.bounds_of(tensor.shape, slices), update.generation, pair_weights(update),
+            len(update.members), update.step * tensor.scale, update.decay,
         )  # fmt: skip
 
 
