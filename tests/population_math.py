@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-"""Relative error of the worst row: a few roundings to the dtype (Triton's interpreter truncates to bfloat16)."""
+"""Relative error of the worst row: a few roundings to the dtype. Triton's interpreter truncates to bfloat16."""
+DEVICE_BOUNDS = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @dataclass
@@ -25,6 +26,10 @@ class Draw:
     device: str = "cpu"
     slots: int = 5
     seed: int = 0
+
+    @property
+    def bound(self) -> float:
+        return (BOUNDS if self.device == "cpu" else DEVICE_BOUNDS)[self.dtype]
 
     def __post_init__(self):
         self._generator = torch.Generator(device=self.device).manual_seed(self.seed)
@@ -60,7 +65,7 @@ def matrix(a: torch.Tensor, b: torch.Tensor, slot: int, rank: int, scaling: floa
     return scaling * b[slot, 0, :, :rank].double() @ a[slot, 0, :rank].double()
 
 
-def dots(x: torch.Tensor, a: torch.Tensor, members: torch.Tensor, rank: int) -> torch.Tensor:
+def dotted(x: torch.Tensor, a: torch.Tensor, members: torch.Tensor, rank: int) -> torch.Tensor:
     """x A^T of each row, float64 [T, R]; 0 without a member."""
     out = torch.zeros(len(x), rank, dtype=torch.float64, device=x.device)
     for row, slot in enumerate(members.tolist()):
@@ -83,7 +88,7 @@ def terms(
     x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], members: torch.Tensor, rank: int, s: float
 ) -> torch.Tensor:
     """What `add` adds, float64 [T, sum N]."""
-    return torch.cat([expanded(dots(x, i, members, rank), j, members, s) for i, j in zip(a, b, strict=True)], dim=1)
+    return torch.cat([expanded(dotted(x, i, members, rank), j, members, s) for i, j in zip(a, b, strict=True)], dim=1)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -125,3 +130,9 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     if not got.isfinite().all():
         return float("inf")
     return float(((got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max())
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """The same bits, NaN and the sign of zero included."""
+    width = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return torch.equal(left.contiguous().view(width), right.contiguous().view(width))
