@@ -2,23 +2,27 @@
 """The population path in vLLM itself, on the CPU in float32: every form answers as vLLM's own LoRA kernels do."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from safetensors import safe_open
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.lora_utils import LoraState, get_num_active_loras_for_dispatch
 
-from evoalign.engines.vllm import deep, population
+from evoalign.engines.vllm import population
 from evoalign.engines.vllm.rows import Rows
 from evoalign.errors import ModelError
+from evoalign.kernels import population as kernels
 from evoalign.models import tiny
+from vllm import LLM, SamplingParams
 
 MEMBERS = 30
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -28,38 +32,41 @@ PROMPTS = ([5, 9, 17, 33, 2, 40], [11, 3, 60, 7, 21, 8, 90, 14, 2])
 class PopulationWorker(CPUWorker):
     """A worker that serves a population and lets the test write the slots."""
 
-    asked: dict[str, Any]
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        self.asked = self.vllm_config.additional_config["population"]
         population.install(**self.asked)
         super().load_model(*args, **kwargs)
         self.active = population.attach(self.model_runner.get_model(), self.model_runner)
 
-    def es_register(self) -> None:
+    def es_register(self) -> population.Active:
         population.register(self.model_runner.lora_manager, MEMBERS)
+        return self.active
 
-    def es_write(self, seed: int, strength: float) -> None:
-        """New factors for all members, in place: the same for the same seed, whatever the form."""
-        fold = self.asked["scaling"] / population.scaling()
-        rank = self.asked["rank"]
+    def es_write(self, seed: int, strength: float, shapes: dict[str, tuple[int, int]]) -> list[str]:
+        """This rank's part of new factors for all members, in place: the same for a seed, whatever the form."""
+        fold, rank = strength * self.asked["scaling"] / population.scaling(), self.asked["rank"]
         slots = population.stacked(self.model_runner.get_model())
         for index, name in enumerate(sorted(slots)):
-            slot, source = slots[name], torch.Generator().manual_seed(1000 * seed + index)
-            for tensor, scale in ((slot.a, slot.a.shape[3] ** -0.5), (slot.b, strength * fold)):
-                drawn = torch.randn(tensor.shape, generator=source) * scale
-                tensor.zero_()
-                if tensor is slot.a:
-                    tensor[:, :, :rank] = drawn[:, :, :rank]
-                else:
-                    tensor[..., :rank] = drawn[..., :rank]
+            slot, (out, inner) = slots[name], shapes[name]
+            source = torch.Generator().manual_seed(1000 * seed + index)
+            a = torch.randn(MEMBERS, rank, inner, generator=source) * inner**-0.5
+            b = torch.randn(MEMBERS, out, rank, generator=source) * fold
+            slot.a[:, 0, :rank].copy_(a[:, :, slot.columns])
+            slot.b[:, 0, :, :rank].copy_(b[:, slot.rows])
+        return sorted(slots)
 
 
 @dataclass
 class Served:
-    """An engine and what the worker says of it."""
+    """An engine and the form that serves in it."""
 
     llm: LLM
-    worker: Any
+    active: tuple[str, str]
+    shapes: dict[str, tuple[int, int]]
+
+    def write(self, seed: int) -> list[str]:
+        """Give every member new factors; the names of the matrices that have them."""
+        return self.llm.collective_rpc("es_write", args=(seed, 0.3, self.shapes))[0]
 
     def answers(self, asks: list[tuple[int, int]], length: int = 8) -> dict[tuple[int, int], list[int]]:
         """Greedy tokens of (member or -1, prompt) in one batch; lengths differ, so that rows leave and move up."""
@@ -72,38 +79,42 @@ class Served:
         return {ask: list(o.outputs[0].token_ids) for ask, o in zip(asks, outputs, strict=True)}
 
 
+def shapes_of(model: Path) -> dict[str, tuple[int, int]]:
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+
+
 @contextmanager
 def serve(
-    model: Path, form: str, rank: int = 1, slot_rank: int = 1, targets: tuple[str, ...] = ALL, **more: Any
+    model: Path, form: str, rank: int = 1, slot_rank: int = 1, targets: Sequence[str] | None = ALL, **more: Any
 ) -> Iterator[Served]:
     """An engine on the CPU with one slot a member. One at a time: they share vLLM's process groups."""
-    PopulationWorker.asked = {"form": form, "rank": rank, "scaling": 0.5, "fixed": False}
+    asked = {"form": form, "rank": rank, "scaling": 0.5, "fixed": False}
     llm = LLM(
         str(model), worker_cls=f"{__name__}.{PopulationWorker.__name__}", dtype="float32", enforce_eager=True,
         skip_tokenizer_init=True, enable_lora=True, max_loras=MEMBERS, max_cpu_loras=MEMBERS, max_lora_rank=slot_rank,
-        lora_target_modules=list(targets), kv_cache_memory_bytes=64 << 20, max_num_seqs=64, max_model_len=64,
-        enable_prefix_caching=False, max_num_batched_tokens=256, **more,
+        lora_target_modules=targets and list(targets), kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False,
+        max_num_seqs=64, max_model_len=64, max_num_batched_tokens=256, additional_config={"population": asked}, **more,
     )  # fmt: skip
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.es_register()
     try:
-        yield Served(llm, worker)
+        yield Served(llm, llm.collective_rpc("es_register")[0], shapes_of(model))
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm, worker
+        del llm
         gc.collect()
         population.install("stock", 1, 1.0, fixed=False)
 
 
-def random_model(folder: Path, family: str) -> Path:
+def random_model(folder: Path, family: str, **more: Any) -> Path:
     """A random model of head dimension 32, without a tokenizer."""
     import transformers
 
     torch.manual_seed(3)
-    common = dict(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.1, head_dim=32,
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
+        **more,
+    }  # fmt: skip
     if family == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
         for name, parameter in model.named_parameters():
@@ -129,7 +140,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def asked() -> list[tuple[int, int]]:
     """Every member, and the base model among them, with each prompt."""
-    return [(m, p) for p in range(len(PROMPTS)) for m in (*range(10), -1, *range(10, MEMBERS))]
+    return [(m, p) for p in range(len(PROMPTS)) for m in (*range(MEMBERS // 2), -1, *range(MEMBERS // 2, MEMBERS))]
 
 
 def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
@@ -137,7 +148,7 @@ def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
     base = [(-1, p) for p in range(len(PROMPTS))]
     found = [served.answers(base)]
     for seed in (1, 2):
-        served.worker.es_write(seed, 0.3)
+        served.write(seed)
         found += [served.answers(asked()), served.answers(base)]
     return found
 
@@ -156,9 +167,94 @@ def test_every_form_answers_as_vllm_does(models, family, rank, slot_rank):
     assert sum(first[ask] == second[ask] for ask in first) < MEMBERS
     for form in ("generic", "deep"):
         with serve(models[family], form, rank, slot_rank) as served:
-            assert served.worker.active == (form, "")
+            assert served.active == (form, "")
             found = everything(served)
         assert [without_base(found[1]), without_base(found[3])] == [without_base(first), without_base(second)], form
         assert found[0] == found[2] == found[4] == base, form
         for mixed in (found[1], found[3]):
             assert {ask: mixed[ask] for ask in base} == base, form
+
+
+@pytest.mark.parametrize("form", ["generic", "deep"])
+def test_a_batch_without_members_is_the_untouched_model(models, form, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a kernel of the population ran for the base model")
+
+    with serve(models["tiny"], form) as served:
+        served.write(1)
+        for kernel in ("add", "norm", "rotate", "gate"):
+            monkeypatch.setattr(kernels, kernel, fail)
+        assert served.answers([(-1, 0), (-1, 1)])
+        with pytest.raises(AssertionError, match="a kernel of the population"):
+            served.answers([(-1, 0), (3, 1)])
+
+
+@pytest.mark.parametrize(
+    ("targets", "more", "why"),
+    [
+        (("q_proj", "v_proj"), {}, "layer 0: self_attn.o_proj has no LoRA slots of the plain kind (RowParallelLinear)"),
+        (ALL, {"attention_bias": True}, "layer 0: self_attn.o_proj has a bias"),
+    ],
+)
+def test_a_model_of_another_shape_takes_the_generic_form(tmp_path, targets, more, why):
+    model = random_model(tmp_path / "model", "llama", **more)
+    found = []
+    for form in ("stock", "deep"):
+        with serve(model, form, targets=targets) as served:
+            assert served.active == (("stock", "") if form == "stock" else ("generic", why))
+            names = served.write(1)
+            found.append(without_base(served.answers(asked())))
+    assert found[0] == found[1]
+    assert {n.split(".")[-2] for n in names} >= set(targets)
+
+
+def test_lora_on_an_embedding_is_refused(models):
+    with (
+        pytest.raises(ModelError, match=r"put LoRA on model\.embed_tokens"),
+        serve(models["llama"], "deep", targets=None),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_ranks_hold_their_parts_of_the_members(tmp_path):
+    """Two ranks that share the one key-value head; o_proj and down_proj are sums over both."""
+    model = random_model(tmp_path / "model", "llama", num_key_value_heads=1)
+    found = []
+    for ranks, form in ((1, "generic"), (2, "deep")):
+        with serve(model, form, 3, 8, tensor_parallel_size=ranks) as served:
+            assert tuple(served.active) == (form, "")
+            served.write(1)
+            found.append(served.answers(asked()))
+    assert found[0] == found[1]
+
+
+def test_rows_follow_the_batch_and_leave_nothing_behind():
+    rows = Rows(8, 3, torch.device("cpu"))
+    address = rows.of(8).data_ptr()
+    for ids in ([1, 2, 3, 0, 3], [3], [2, 2], [0, 0, 0], [1] * 8, [1] * 8, []):
+        rows.put(np.array(ids, dtype=np.int32))
+        assert rows.of(8).tolist() == [i - 1 for i in ids] + [-1] * (8 - len(ids))
+        assert rows.any == any(ids)
+    assert rows.of(8).data_ptr() == address
+    with pytest.raises(ModelError, match="LoRA id 4 is of no member: there are 3 slots"):
+        rows.put(np.array([1, 4]))
+    with pytest.raises(ModelError, match="a batch of 9 rows"):
+        rows.put(np.ones(9, dtype=np.int64))
+
+
+def test_the_second_runner_asks_for_rows_and_graphs_alike():
+    """Its own LoRA state, with requests of members and of the base model; vLLM's function says which graph it takes."""
+    state, rows = LoraState(max_num_reqs=4), Rows(16, 3, torch.device("cpu"))
+    runner = SimpleNamespace(lora_state=state)
+    population.replace_step(runner, rows)
+    for index, member in enumerate((None, 2, None, 0)):
+        lora = None if member is None else LoRARequest(f"m{member}", member + 1, "resident")
+        state.add_request(f"r{index}", index, lora)
+    config = SimpleNamespace(max_loras=3)
+    for requests, members in (([3, 0, 1], [0, 0, -1, 2]), ([2, 0], [-1, -1, -1]), ([1], [2, 2])):
+        names, counts = [f"r{i}" for i in requests], np.array([2, 1, 1][: len(requests)])
+        active = get_num_active_loras_for_dispatch(config, state, names, dummy_run=False)
+        runner._set_active_loras(*state.make_lora_inputs(names, np.array(requests), counts))
+        assert rows.of(len(members)).tolist() == members
+        assert rows.any == (active > 0)

@@ -56,8 +56,17 @@ def decoder_of(model: torch.nn.Module) -> Any | None:
     return found[0] if len(found) == 1 else None
 
 
-def obstacle(model: torch.nn.Module) -> str | None:
-    """Why a model cannot take this form, in words; None where it can."""
+def put(model: torch.nn.Module, rows: Rows, rank: int, scaling: float, fixed: bool) -> None:
+    """Give a model without an `obstacle` this form, with its kernels compiled."""
+    decoder = decoder_of(model)
+    assert decoder is not None
+    # An entry of the instance wins over its class where vLLM's __call__ looks `forward` up.
+    decoder.forward = Deep(decoder, rows, rank, scaling, fixed)
+    decoder.forward.warm_up()
+
+
+def obstacle(model: torch.nn.Module) -> str:
+    """Why a model cannot take this form, in words; empty where it can."""
     decoder = decoder_of(model)
     if decoder is None:
         return f"{type(model).__name__} is not of the Qwen2, Qwen3 or Llama family"
@@ -69,7 +78,7 @@ def obstacle(model: torch.nn.Module) -> str | None:
         return "a draft model reads the hidden states of single layers"
     if not _is_plain_norm(decoder.norm):
         return f"the last norm is {type(decoder.norm).__name__}"
-    return next((f"layer {i}: {why}" for i, layer in enumerate(decoder.layers) for why in _differences(layer)), None)
+    return next((f"layer {i}: {why}" for i, layer in enumerate(decoder.layers) for why in _differences(layer)), "")
 
 
 def _differences(layer: Any) -> Iterator[str]:
@@ -136,9 +145,20 @@ class Deep:
     def __init__(self, decoder: Any, rows: Rows, rank: int, scaling: float, fixed: bool) -> None:
         self._decoder, self._rows = decoder, rows
         self._plain = decoder.forward
-        self._terms = {"rank": rank, "scaling": scaling}
-        self._tiles = {"fixed": fixed}
+        self._terms: Any = {"rank": rank, "scaling": scaling}
+        self._tiles: Any = {"fixed": fixed}
         self._blocks = [_Block(layer) for layer in decoder.layers]
+
+    def warm_up(self) -> None:
+        """Compile the kernels for this model's shapes, so that no rollout waits for them."""
+        block = self._blocks[0]
+        a, attention = block.qkv.a[0], block.attention
+        population.warm_up(
+            a.device, a.dtype, hidden=a.shape[3], intermediate=block.down.a[0].shape[3],
+            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim,
+            rank=self._terms["rank"], padded_rank=a.shape[2], rotary_dim=block.cos_sin.shape[1],
+            cos_sin_dtype=block.cos_sin.dtype, qk_norm=bool(_head_norms(attention)), **self._tiles,
+        )  # fmt: skip
 
     def __call__(
         self,

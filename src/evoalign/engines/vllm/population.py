@@ -14,9 +14,10 @@ vLLM's warm-up, and writes to what `stacked` names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -133,17 +134,14 @@ def attach(model: torch.nn.Module, runner: Any) -> Active:
     if _asked.form == "stock":
         return Active("stock")
     terms = _terms(runner)
-    _only_linear(runner)
-    _replace_step(runner, terms.rows)
-    if _asked.form == "generic":
-        return Active("generic")
-    if reason := deep.obstacle(model):
-        return Active("generic", reason)
-    decoder = deep.decoder_of(model)
-    assert decoder is not None
-    # An entry of the instance wins over the class where vLLM's __call__ looks `forward` up.
-    decoder.forward = deep.Deep(decoder, terms.rows, _asked.rank, _asked.scaling, _asked.fixed)
-    return Active("deep")
+    layers = _linear_layers(runner)
+    replace_step(runner, terms.rows)
+    reason = deep.obstacle(model) if _asked.form == "deep" else ""
+    if _asked.form == "deep" and not reason:
+        deep.put(model, terms.rows, _asked.rank, _asked.scaling, _asked.fixed)
+        return Active("deep")
+    _warm_up(layers, terms)
+    return Active("generic", reason)
 
 
 def _terms(runner: Any) -> Terms:
@@ -154,16 +152,29 @@ def _terms(runner: Any) -> Terms:
     return wrappers[0]
 
 
-def _only_linear(runner: Any) -> None:
-    modules = runner.lora_manager._adapter_manager.modules
-    odd = sorted(name for name, layer in modules.items() if not hasattr(layer, "output_slices"))
-    if odd:
-        raise ModelError(
-            f"vLLM put LoRA on {odd[0]}, which no member changes; name the linear layers in target_modules"
-        )
+def _linear_layers(runner: Any) -> list[Any]:
+    modules: dict[str, Any] = runner.lora_manager._adapter_manager.modules
+    for name, layer in modules.items():
+        if not isinstance(layer, BaseLinearLayerWithLoRA):
+            raise ModelError(f"vLLM put LoRA on {name}, which no member changes; name the linear layers only")
+    return list(modules.values())
 
 
-def _replace_step(runner: Any, rows: Rows) -> None:
+def _warm_up(layers: Iterable[Any], terms: Terms) -> None:
+    """Compile the kernel for every shape of layer, for few rows and for many, so that no rollout waits for it."""
+    seen: set[tuple[int, ...]] = set()
+    for layer in layers:
+        a, b = layer.lora_a_stacked, layer.lora_b_stacked
+        shape = (a[0].shape[3], *(one.shape[2] for one in b))
+        if shape not in seen:
+            seen.add(shape)
+            for count in (1, 256):
+                members = terms.rows.of(count)
+                y, x = a[0].new_zeros(len(members), sum(shape[1:])), a[0].new_zeros(len(members), shape[0])
+                population.add(y, x, a, b, members, rank=terms.settings.rank, fixed=terms.settings.fixed)
+
+
+def replace_step(runner: Any, rows: Rows) -> None:
     """The runner hands over arrays, and no step touches vLLM's caches of adapters.
 
     vLLM builds two tuples of numpy integers a step, hashes every request, and keeps adapters by recency. Both of its
@@ -172,23 +183,28 @@ def _replace_step(runner: Any, rows: Rows) -> None:
     when `rows.any` holds.
     """
 
-    def set_active(input_batch: Any, num_scheduled_tokens: NDArray[np.integer], *_: Any, **__: Any) -> None:
-        ids = input_batch.request_lora_mapping[: input_batch.num_reqs]
-        rows.put(np.repeat(ids, num_scheduled_tokens))
+    state: Any = getattr(runner, "lora_state", None)
 
-    def set_rows(_prompts: Any, ids: Any, *_: Any, **__: Any) -> None:
+    def of_batch(input_batch: Any, num_scheduled_tokens: NDArray[np.integer], *_: Any, **__: Any) -> None:
+        rows.put(np.repeat(input_batch.request_lora_mapping[: input_batch.num_reqs], num_scheduled_tokens))
+
+    def of_tokens(_prompts: Any, ids: Any, *_: Any, **__: Any) -> None:
         rows.put(np.asarray(ids, dtype=np.int64))
 
-    @contextmanager
-    def no_dummies(*_: Any, **__: Any) -> Iterator[None]:
-        yield  # the slots are there; vLLM would fill them from copies in pinned memory and empty them again
+    def inputs(_requests: Any, index: NDArray[np.integer], counts: NDArray[np.integer]) -> tuple[Any, ...]:
+        return (), np.repeat(state.lora_ids[index], counts), ()
 
-    runner.set_active_loras, runner._set_active_loras = set_active, set_rows
-    runner.maybe_setup_dummy_loras, runner.maybe_remove_all_loras = no_dummies, lambda *_: None
-    state = getattr(runner, "lora_state", None)
+    def active(requests: Iterable[str]) -> set[str]:
+        return set(islice(filter(state.lora_requests.__contains__, requests), 1))  # our kernels do not ask how many
+
+    def nothing(*_: Any, **__: Any) -> nullcontext[None]:
+        return nullcontext()
+
+    runner.set_active_loras, runner._set_active_loras = of_batch, of_tokens
+    # vLLM would fill all slots from pinned copies for each dummy run, and empty them after it.
+    runner.maybe_setup_dummy_loras = runner.maybe_remove_all_loras = nothing
     if state is not None:
-        state.make_lora_inputs = lambda _ids, index, counts: ((), np.repeat(state.lora_ids[index], counts), ())
-        state.get_activate_loras = lambda ids: {next(filter(state.lora_requests.__contains__, ids), None)} - {None}
+        state.make_lora_inputs, state.get_activate_loras = inputs, active
 
 
 def register(lora_manager: Any, slots: int) -> None:
