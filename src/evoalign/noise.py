@@ -107,9 +107,8 @@ def scaled(
             out = torch.empty(len(members), *(b - a for a, b in bounds), dtype=dtype, device=where)
         launch(key, table(where), shape, bounds, generation, members, widths, mean, out)
         return out
-    width = torch.tensor(widths, dtype=torch.float64).to(device=where, dtype=torch.float32)
     drawn = _normals(key, tuple(shape), generation, members, slices, where)
-    drawn.mul_(width.view(-1, *(1 for _ in bounds)))
+    drawn.mul_(kernels.factors(tuple(widths), where).view(-1, *(1 for _ in bounds)))
     if mean is not None:
         drawn.add_(mean)
     return drawn.to(dtype) if out is None else out.copy_(drawn)

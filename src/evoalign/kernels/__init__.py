@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -27,6 +27,12 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter: numpy on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=1024)
+def factors(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Factors on a device, rounded once to float32; read only. The same ones are wanted tensor after tensor."""
+    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(device)
 
 
 @cache

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from evoalign.kernels import interpreted, on
+from evoalign.kernels import factors, interpreted, on
 
 NORMALS_PER_BLOCK = 8
 _INT32 = 1 << 31
@@ -54,32 +54,32 @@ class Lines:
     pitch: int
     views: tuple[torch.Tensor, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.views[0].shape[-2]
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return self.views[0].shape[-1]
 
-    @property
+    @cached_property
     def joined(self) -> bool:
         """The rows follow one another in the index, so that a Philox call may span two of them."""
         return self.rows == 1 or self.pitch == self.columns
 
-    @property
+    @cached_property
     def flat(self) -> bool:
         """The rows follow one another in all tensors as well."""
         return self.rows == 1 or (self.joined and all(_follows(v, -2) for v in self.views))
 
-    @property
+    @cached_property
     def launch(self) -> tuple[int, int, bool]:
         """Runs of consecutive elements, their width, and whether a kernel has to tell rows from columns in them."""
         if self.flat or (self.joined and self.columns < 256):
             return 1, self.rows * self.columns, not self.flat
         return self.rows, self.columns, False
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """Runs start where a Philox call does."""
         return self.base % NORMALS_PER_BLOCK == 0 and (self.launch[0] == 1 or self.pitch % NORMALS_PER_BLOCK == 0)
@@ -118,12 +118,6 @@ def _follows(view: torch.Tensor, dim: int) -> bool:
 def words(members: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Counter words as int32 bits on a device; a generation asks for the same ones tensor after tensor."""
     return torch.tensor([signed32(m) for m in members], dtype=torch.int32).to(device)
-
-
-@lru_cache(maxsize=1024)
-def factors(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Factors on a device, rounded once to float32."""
-    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(device)
 
 
 def signed32(word: int) -> int:

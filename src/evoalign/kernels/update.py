@@ -16,14 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from evoalign.kernels import interpreted, on
+from evoalign.kernels import factors, interpreted, on
 from evoalign.kernels.noise import (
     _INT32,
     NORMALS_PER_BLOCK,
     Tuning,
     address,
     eight,
-    factors,
     lines,
     places,
     rounded,
@@ -83,29 +82,30 @@ def product(
     master: torch.Tensor,
     served: torch.Tensor | None,
     start: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weights: tuple[float, ...],
     count: int,
     step: float,
     decay: float,
 ) -> None:
-    """Move a matrix of the mean by `left` [K, rows] and `right` [K, columns], float32: sum_k left_k outer right_k.
+    """Move a matrix of the mean by sum_m weight_m b_m a_m, with contiguous factors `a` [M, R, in] and `b` [M, out, R].
 
-    The products are added in order and without fused operations, so a shard of the matrix gets the bits of the whole;
-    a library's product promises neither. The arithmetic (two operations a product) takes no longer than the memory
-    traffic up to about K = 30.
+    The products of one column and one row are added in order and without fused operations, so a shard of the matrix
+    gets the bits of the whole; a library's product promises neither. The arithmetic (two operations a product) takes
+    no longer than the memory traffic up to about M * R = 30.
     """
     rows, columns = master.shape
-    numbers = factors((1 / count, step, decay), master.device)
+    numbers, weight = factors((1 / count, step, decay), master.device), factors(weights, master.device)
     out = master if served is None else served
     anchor = master if start is None else start
     across = triton.cdiv(columns, _TILE[1])
     with on(master.device):
         _product[(triton.cdiv(rows, _TILE[0]) * across,)](
-            master, out, anchor, left.contiguous(), right.contiguous(), numbers, len(left), rows, columns, across,
+            master, out, anchor, a, b, weight, numbers, len(weights), rows, columns, across,
             master.stride(0), master.stride(1), out.stride(0), out.stride(1), anchor.stride(0), anchor.stride(1),
-            SERVED=served is not None, DECAY=start is not None and decay != 0, ROWS=_TILE[0], COLUMNS=_TILE[1],
-            SOFT=interpreted(), num_warps=4, enable_fp_fusion=False,
+            RANK=a.shape[1], SERVED=served is not None, DECAY=start is not None and decay != 0,
+            ROWS=_TILE[0], COLUMNS=_TILE[1], SOFT=interpreted(), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -132,22 +132,27 @@ def _dense(
     _move(master + at, served + of_served, anchor + of_anchor, total, numbers, inside, SERVED, DECAY, SOFT)
 
 
-@triton.jit(do_not_specialize=["terms", "across"])
+@triton.jit(do_not_specialize=["members", "across"])
 def _product(
-    master, served, anchor, left, right, numbers, terms, rows, columns, across,
+    master, served, anchor, a, b, weights, numbers, members, rows, columns, across,
     master_row, master_column, served_row, served_column, anchor_row, anchor_column,
-    SERVED: tl.constexpr, DECAY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
+    RANK: tl.constexpr, SERVED: tl.constexpr, DECAY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     r = (program // across) * ROWS + tl.arange(0, ROWS)
     c = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    k = 0
-    while k < terms:
-        b = tl.load(left + k * rows + r, mask=r < rows, other=0.0)
-        a = tl.load(right + k * columns + c, mask=c < columns, other=0.0)
-        total = total + b[:, None] * a[None, :]
-        k += 1
+    m = 0
+    while m < members:
+        weight = tl.load(weights + m)
+        for k in tl.static_range(RANK):
+            left = tl.load(b + r * RANK + k, mask=r < rows, other=0.0).to(tl.float32) * weight
+            right = tl.load(a + k * columns + c, mask=c < columns, other=0.0).to(tl.float32)
+            total = total + left[:, None] * right[None, :]
+        a += RANK * columns
+        b += RANK * rows
+        m += 1
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     r = r.to(tl.int64)
     at = r[:, None] * master_row + c[None, :] * master_column

@@ -141,7 +141,7 @@ class Space(ABC):
             )  # fmt: skip
         eps = self.noise(layout, name, generation, streams, slices, mean.device)
         assert isinstance(eps, torch.Tensor)
-        width = torch.tensor(widths, dtype=torch.float64).to(device=mean.device, dtype=torch.float32)
+        width = kernels.factors(tuple(widths), mean.device)
         moved = eps.mul_(width.view(-1, *(1 for _ in mean.shape))).add_(mean)
         return moved.to(dtype) if out is None else out.copy_(moved)
 

@@ -10,7 +10,7 @@ rounded factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -94,7 +94,8 @@ class LowRank(Space):
                 factor.zero_()
             return None
         device = (master(module) if out is None else out[0]).device
-        return self._served(layout, module, plan.generation, plan.sigma, members, slices, device, out)
+        streams, signs = [m.noise for m in members], [m.sign for m in members]
+        return self._served(layout, module, plan.generation, plan.sigma, streams, signs, slices, device, out)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
         """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width: one GEMM over N * r.
@@ -103,23 +104,25 @@ class LowRank(Space):
         """
         rows, columns = (s.stop - s.start for s in slices)
         total = torch.zeros(rows, columns, dtype=torch.float32, device=device)
-        for left, right in self._terms(layout, name, update, slices, device):
-            total.addmm_(left.T.contiguous(), right)
+        weights = self._weights(layout, name, update)
+        for streams in batched(list(weights), 256):
+            factors = self._of_streams(layout, name, update, streams, slices, device)
+            weight = kernels.factors(tuple(weights[s] for s in streams), factors.b.device)
+            b = factors.b.to(torch.float32).mul_(weight[:, None, None])
+            left = b.permute(1, 0, 2).reshape(rows, -1)
+            right = factors.a.to(torch.float32).reshape(-1, columns)
+            total.addmm_(left, right)
         return total.mul_(1 / len(update.members))
 
-    def _terms(
-        self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Weighted factors, float32 [K, rows] and [K, columns], of up to 256 noises at once."""
-        summed, width = pair_weights(update), update.sigma * layout[name].scale
-        if not width:  # noise of no width moves nothing
-            return
-        for streams in batched(list(summed), 256):
-            members = [Member(-1, stream, 1) for stream in streams]
-            factors = self._served(layout, name, update.generation, update.sigma, members, slices, device)
-            weights = torch.tensor([summed[s] / width for s in streams], dtype=torch.float64).to(torch.float32)
-            b = factors.b.to(torch.float32).mul_(weights.to(device)[:, None, None])
-            yield b.transpose(1, 2).flatten(0, 1), factors.a.to(torch.float32).flatten(0, 1)
+    def _weights(self, layout: Layout, name: str, update: Update) -> dict[int, float]:
+        """Of each stream's product of served factors, which carry the width; none where noise has no width."""
+        width = update.sigma * layout[name].scale
+        return {stream: weight / width for stream, weight in pair_weights(update).items()} if width else {}
+
+    def _of_streams(
+        self, layout: Layout, name: str, update: Update, streams: Sequence[int], slices: Slices, device: torch.device
+    ) -> Adapter:
+        return self._served(layout, name, update.generation, update.sigma, streams, [1] * len(streams), slices, device)
 
     def fused(self, device: torch.device | str) -> bool:
         """On GPUs: products of the factors are added in order there, so a shard gets the bits of the whole."""
@@ -137,11 +140,10 @@ class LowRank(Space):
     ) -> None:
         from evoalign.kernels.update import product
 
-        none = (master.new_empty(0, master.shape[0]), master.new_empty(0, master.shape[1]))
-        terms = [none, *self._terms(layout, name, update, slices, master.device)]
-        left, right = (torch.cat(factors) for factors in zip(*terms, strict=True))
-        step = update.step * layout[name].scale
-        product(master, served, start, left, right, len(update.members), step, update.decay)
+        weights = self._weights(layout, name, update)
+        factors = self._of_streams(layout, name, update, list(weights), slices, master.device)
+        step, size = update.step * layout[name].scale, len(update.members)
+        product(master, served, start, factors.a, factors.b, tuple(weights.values()), size, step, update.decay)
 
     def _served(
         self,
@@ -149,22 +151,23 @@ class LowRank(Space):
         name: str,
         generation: int,
         sigma: float,
-        members: Sequence[Member],
+        streams: Sequence[int],
+        signs: Sequence[int],
         slices: Slices | None,
         device: torch.device,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Adapter:
         width, dtype = sigma * layout[name].scale / math.sqrt(layout.rank), layout.torch_dtype
-        streams, widths = [m.noise for m in members], [m.sign * width for m in members]
+        widths = [sign * width for sign in signs]
         if type(self).noise is not LowRank.noise:  # a space derived from this one, with noise of its own
             own, into = self.noise(layout, name, generation, streams, slices, device), out or (None, None)
-            factor = torch.tensor(widths, dtype=torch.float64).to(device=device, dtype=torch.float32)[:, None, None]
-            drawn = own.a.to(dtype), own.b.mul_(factor).to(dtype)
+            factor = kernels.factors(tuple(widths), own.b.device)
+            drawn = own.a.to(dtype), own.b.mul_(factor[:, None, None]).to(dtype)
             return Adapter(*(d if o is None else o.copy_(d) for d, o in zip(drawn, into, strict=True)), 1.0)
         (a_key, a_shape), (b_key, b_shape) = self._factors(layout, name)
         of_a, of_b = factor_slices(slices)
         into_a, into_b = out or (None, None)
-        ones = [1.0] * len(members)
+        ones = [1.0] * len(streams)
         a = noise_source.scaled(
             a_key, a_shape, generation, streams, ones, dtype=dtype, slices=of_a, device=device, out=into_a
         )

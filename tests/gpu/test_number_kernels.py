@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same bits from kernels on a GPU, torch on a GPU and torch on the CPU. Skipped, and said so, without a GPU."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from evoalign import kernels, noise, spaces
+from evoalign.config import from_dict
+from evoalign.engines import base
+from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+KEY = noise.key(3, "noise", "w")
+LAST = 2**32 - 1
+WHOLE = 1 << 20
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+PARTS = [
+    ((), None),
+    ((33,), (slice(13, 30),)),
+    ((129, 77), None),
+    ((4096, 304), None),
+    ((64, 4096), (slice(3, 60), slice(8, 4000))),
+    ((64, 4096), (slice(3, 60), slice(5, 4001))),
+    ((300, 1), None),
+    ((300, 3), None),
+    ((4, 65, 96), (slice(0, 4), slice(1, 64), slice(16, 80))),
+    ((WHOLE, WHOLE), (slice(WHOLE - 20, WHOLE), slice(WHOLE - 3000, WHOLE - 3))),
+    ((40_000_000_000,), (slice(2**35 - 20_000, 2**35 + 20_000),)),
+]
+NAME = "layers.0.w.weight"
+SHAPE = (515, 776)
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """Without kernels."""
+
+    def run(call, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "available", lambda device: False)
+            return call(*args)
+
+    return run
+
+
+def same(got, want):
+    return torch.equal(got.cpu().contiguous().view(BITS[got.dtype]), want.cpu().contiguous().view(BITS[want.dtype]))
+
+
+def random(shape, seed=0):
+    return torch.tensor(np.random.default_rng(seed).normal(0, 0.02, shape), dtype=torch.float32)
+
+
+def scaled(device, shape, slices, dtype, generation=LAST):
+    part = tuple(b - a for a, b in noise.bounds_of(shape, slices))
+    return noise.scaled(KEY, shape, generation, [0, 9, LAST], (0.01, -0.3, 1.7), mean=random(part).to(device),
+                        slices=slices, dtype=dtype)  # fmt: skip
+
+
+def test_there_are_kernels():
+    assert kernels.available("cuda") and not kernels.available("cpu") and not kernels.interpreted()
+
+
+@pytest.mark.parametrize(("shape", "slices"), PARTS)
+def test_normals(in_torch, shape, slices):
+    members = [0, 9, LAST]
+    got = noise.normals(KEY, shape, LAST, members, slices, "cuda")
+    assert same(got, in_torch(noise.normals, KEY, shape, LAST, members, slices, "cuda"))
+    assert same(got, noise.normals(KEY, shape, LAST, members, slices))
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize(("shape", "slices"), PARTS)
+def test_scaled(in_torch, shape, slices, dtype):
+    got = scaled("cuda", shape, slices, dtype)
+    assert same(got, in_torch(scaled, "cuda", shape, slices, dtype))
+    assert same(got, scaled("cpu", shape, slices, dtype))
+
+
+@pytest.mark.parametrize("block", [64, 128, 256, 512])
+@pytest.mark.parametrize("half", [True, False])
+def test_tuning_changes_no_bit(block, half, monkeypatch):
+    from evoalign.kernels import noise as kernel
+    from evoalign.kernels import update as updates
+
+    want = scaled("cpu", (129, 77), None, torch.bfloat16)
+    dense = accumulated("full", "cpu", update(9))
+    tuning = kernel.Tuning(block=block, half=half, keep=True)
+    monkeypatch.setattr(kernel, "scaled", partial(kernel.scaled, tuning=tuning))
+    monkeypatch.setattr(updates, "dense", partial(updates.dense, tuning=tuning))
+    assert same(scaled("cuda", (129, 77), None, torch.bfloat16), want)
+    assert all(same(a, b) for a, b in zip(accumulated("full", "cuda", update(9)), dense, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3000, 1), (3000, 3), (3, 3000)])
+def test_padded_outputs(shape):
+    rows, columns = shape
+    slots = torch.full((2, rows + 8, columns + 8), 7.0, dtype=torch.bfloat16, device="cuda")
+    place = slots[:, :rows, :columns]
+    noise.scaled(KEY, shape, 1, [4, 9], (0.5, 0.25), out=place)
+    assert same(place, noise.scaled(KEY, shape, 1, [4, 9], (0.5, 0.25), dtype=torch.bfloat16))
+    assert same(place, noise.normals(KEY, shape, 1, [4, 9]).mul_(torch.tensor([0.5, 0.25])[:, None, None]).bfloat16())
+    place.fill_(7.0)
+    assert bool((slots == 7.0).all())
+
+
+def test_more_than_two_to_the_31_elements():
+    """Addresses and masks beyond 32 bits, where the output itself is that long."""
+    count = 2**31 + 5000
+    if torch.cuda.mem_get_info()[0] < 2.5 * count:
+        pytest.skip("needs 6 GB of GPU memory")
+    out = torch.empty(1, count, dtype=torch.bfloat16, device="cuda")
+    noise.scaled(KEY, (count,), 1, [4], (0.5,), out=out)
+    for start in (0, 2**30 - 500, 2**31 - 500, count - 1000):
+        part = (slice(start, start + 1000),)
+        want = noise.scaled(KEY, (count,), 1, [4], (0.5,), slices=part, dtype=torch.bfloat16)
+        assert same(out[:, part[0]], want), start
+
+
+def make(space, dtype=torch.bfloat16):
+    made = spaces.create(from_dict({"seed": 7, "space": space, "es": {"sigma": 0.01}, "lowrank": {"rank": 2}}))
+    return made, made.layout([TensorSpec(NAME, SHAPE, "linear", 0, 0.1)], dtype)
+
+
+def update(size, decay=0.0):
+    coefficients = tuple(map(float, np.random.default_rng(size).normal(size=size)))
+    return Update(0, LAST, population(size), coefficients, 0.01, 0.005, decay)
+
+
+def accumulated(space, device, up, part=(slice(0, SHAPE[0]), slice(0, SHAPE[1])), dtype=torch.bfloat16):
+    made, layout = make(space)
+    master, start, served = random(SHAPE).to(device), random(SHAPE, 1).to(device), torch.zeros(SHAPE, dtype=dtype)
+    served = served.to(device)
+    made.accumulate(layout, master[part], NAME, part, up, start[part], None, served[part])
+    return master, served
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+@pytest.mark.parametrize("size", [1, 30, 257])
+@pytest.mark.parametrize("part", [(slice(0, 515), slice(0, 776)), (slice(3, 514), slice(5, 700))])
+def test_dense_updates(in_torch, part, size, decay):
+    args = ("full", "cuda", update(size, decay), part)
+    got, there, here = accumulated(*args), in_torch(accumulated, *args), accumulated("full", "cpu", *args[2:])
+    for i in range(2):
+        assert same(got[i], there[i]) and same(got[i], here[i])
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_served_dtypes(dtype):
+    up, part = update(4), (slice(0, 515), slice(0, 776))
+    for space in ("full", "lowrank"):
+        master, served = accumulated(space, "cuda", up, part, dtype)
+        assert same(served, master.to(dtype))
+
+
+def test_lowrank_updates_are_the_ordered_sum(in_torch):
+    """A shard has the bits of the whole, and those are the bits of an ordered sum on the CPU."""
+    up, whole = update(30, 0.125), (slice(0, 515), slice(0, 776))
+    got, _ = accumulated("lowrank", "cuda", up)
+    made, layout = make("lowrank")
+    total = torch.zeros(SHAPE)
+    weights = made._weights(layout, NAME, up)
+    factors = made._of_streams(layout, NAME, up, list(weights), whole, torch.device("cpu"))
+    for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
+        for k in range(layout.rank):
+            total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
+    want = random(SHAPE)
+    want -= (want - random(SHAPE, 1)) * 0.125
+    want += total * (1 / 30) * 0.005
+    assert same(got, want)
+    for part in [(slice(0, 100), slice(0, 776)), (slice(17, 515), slice(301, 700))]:
+        assert same(accumulated("lowrank", "cuda", up, part)[0][part], want[part])
+    library = in_torch(accumulated, "lowrank", "cuda", up)[0].cpu().double() - random(SHAPE).double()
+    move = got.cpu().double() - random(SHAPE).double()
+    assert float((library - move).norm() / move.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_members_straight_into_served_weights(dtype):
+    made, layout = make("full")
+    plan = Plan(3, 0.01, (Member(0, LAST, -1),))
+    part = (slice(5, 500), slice(16, 760))
+    for member in (*plan.members, MEAN):
+        master = random(SHAPE).cuda()
+        served = torch.zeros(SHAPE, dtype=dtype, device="cuda")
+        made.perturbed(layout, NAME, master, plan, member, None, served)
+        want = made.perturbed(layout, NAME, random(SHAPE), plan, member)
+        assert same(served, want.to(dtype))
+        served.zero_()
+        made.perturbed(layout, NAME, master[part], plan, member, part, served[part])
+        assert same(served[part], want[part].to(dtype)) and not served[:5].any() and not served[:, :16].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "slices"), PARTS)
+def test_hash_sums(in_torch, shape, slices, dtype):
+    size = tuple(b - a for a, b in noise.bounds_of(shape, slices))
+    tensor = random(size).to(dtype)
+    want = base.tensor_sum(tensor, shape, slices)
+    assert (base.tensor_sum(tensor.cuda(), shape, slices) - want) % (1 << 64) == 0
+    assert (in_torch(base.tensor_sum, tensor.cuda(), shape, slices) - want) % (1 << 64) == 0
