@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from population_math import Draw, dotted, expanded, gated, matrix, rms, rotated, same, terms, worst
+from population_math import Draw, apart, dotted, expanded, gated, matrix, rms, rotated, same, terms, worst
 
 S = 0.75
 """The scaling of all checks."""
@@ -79,7 +79,7 @@ def check_norm(
     assert dots.shape == (rows, layers, draw.rank)
     assert dots.dtype == torch.float32
     for i, a in enumerate(into_a):
-        assert worst(dots[:, i], dotted(out, a, members, draw.rank)) < 2e-5  # of the row as it was rounded
+        assert apart(dots[:, i], dotted(out, a, members, draw.rank)) < 2e-5  # of the row as it was rounded
 
 
 def check_rotate(
@@ -110,8 +110,7 @@ def check_gate(form, draw: Draw, rows: int, width: int) -> None:
     out, parts = form.gate(gate_up, dots, b, down, members, rank=draw.rank, scaling=S)
     assert worst(out, gated(gate_up.double() + term)) < draw.bound
     assert parts.dtype == torch.float32
-    assert parts.isfinite().all()
-    assert worst(parts.double().sum(1), dotted(out, down, members, draw.rank)) < 1e-4
+    assert apart(parts.double().sum(1), dotted(out, down, members, draw.rank)) < 2e-5
 
 
 def everything(

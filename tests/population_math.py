@@ -132,6 +132,13 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max())
 
 
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest error in units of the root mean square: sums can be near zero, and have no relative error then."""
+    if not got.isfinite().all():
+        return float("inf")
+    return float((got.double() - want).abs().max() / want.square().mean().sqrt())
+
+
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """The same bits, NaN and the sign of zero included."""
     width = {2: torch.int16, 4: torch.int32}[left.element_size()]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every population kernel once at small widths, for NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize_population.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize_population.py
+
+Tensors are allocated one by one, without torch's pool, so that a step beyond one is seen. Results are checked too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from evoalign.kernels import available, population
+from population_checks import check_add, check_gate, check_norm, check_rotate
+from population_math import Draw
+
+
+def main() -> None:
+    """Run all kernels for a few ranks; exit with 1 where there is nothing to run them on."""
+    if not (torch.cuda.is_available() and available("cuda")):
+        sys.exit("needs a CUDA device and Triton")
+    for rank, padded in ((1, 1), (1, 8), (3, 8), (16, 16)):
+        draw = Draw(rank, padded, torch.bfloat16, "cuda")
+        check_add(population, draw, 3, 200, (90, 30, 30))
+        check_add(population, draw, 2, 72, (8200,))
+        check_norm(population, draw, 3, "none", carried=False, layers=3, width=200)
+        check_norm(population, draw, 3, "dot", layers=2, width=200, inner=90)
+        check_norm(population, draw, 3, "partial", layers=0, width=200)
+        check_rotate(population, draw, 3, 5, 1, 24, 24, qk_norm=False)
+        check_rotate(population, draw, 3, 5, 2, 24, 16, qk_norm=True)
+        check_gate(population, draw, 3, 2100)
+        torch.cuda.synchronize()
+        print(f"rank {rank} of {padded}: right")
+
+
+if __name__ == "__main__":
+    main()
