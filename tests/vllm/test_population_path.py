@@ -229,20 +229,6 @@ def test_ranks_hold_their_parts_of_the_members(tmp_path):
     assert found[0] == found[1]
 
 
-def test_rows_follow_the_batch_and_leave_nothing_behind():
-    rows = Rows(8, 3, torch.device("cpu"))
-    address = rows.of(8).data_ptr()
-    for ids in ([1, 2, 3, 0, 3], [3], [2, 2], [0, 0, 0], [1] * 8, [1] * 8, []):
-        rows.put(np.array(ids, dtype=np.int32))
-        assert rows.of(8).tolist() == [i - 1 for i in ids] + [-1] * (8 - len(ids))
-        assert rows.any == any(ids)
-    assert rows.of(8).data_ptr() == address
-    with pytest.raises(ModelError, match="LoRA id 4 is of no member: there are 3 slots"):
-        rows.put(np.array([1, 4]))
-    with pytest.raises(ModelError, match="a batch of 9 rows"):
-        rows.put(np.ones(9, dtype=np.int64))
-
-
 def test_the_second_runner_asks_for_rows_and_graphs_alike():
     """Its own LoRA state, with requests of members and of the base model; vLLM's function says which graph it takes."""
     state, rows = LoraState(max_num_reqs=4), Rows(16, 3, torch.device("cpu"))

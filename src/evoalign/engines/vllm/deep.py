@@ -83,8 +83,8 @@ def obstacle(model: torch.nn.Module) -> str:
 
 def _differences(layer: Any) -> Iterator[str]:
     """How a layer differs from the block that the kernels compute."""
-    blocks = ((layer, _LAYERS), (layer.self_attn, _ATTENTIONS), (layer.mlp, _MLPS))
-    for module, known in blocks:
+    for part, known in (("", _LAYERS), ("self_attn", _ATTENTIONS), ("mlp", _MLPS)):
+        module: Any = layer.get_submodule(part)
         if type(module).forward not in known:
             yield f"{type(module).__name__} has a forward of its own"
             return
@@ -96,8 +96,7 @@ def _differences(layer: Any) -> Iterator[str]:
         yield f"its activation is {type(layer.mlp.act_fn).__name__}"
     if type(attention.attn) is not Attention:
         yield f"its attention is {type(attention.attn).__name__}"
-    plain = type(rotary).forward_native is RotaryEmbedding.forward_native
-    if not plain or not rotary.is_neox_style or rotary.use_flashinfer:
+    if not _is_plain_rotary(rotary):
         yield f"its rotary embedding is {type(rotary).__name__}"
     for name, (wrapper, base) in _PROJECTIONS.items():
         yield from _strange(name, layer.get_submodule(name), wrapper, base)
@@ -119,6 +118,14 @@ def _strange(name: str, linear: Any, wrapper: type, base: type) -> Iterator[str]
 
 def _is_plain_norm(norm: Any) -> bool:
     return type(norm) is RMSNorm and norm.has_weight and norm.variance_size_override is None
+
+
+def _is_plain_rotary(rotary: Any) -> bool:
+    """Scaled ones differ from the plain one in their table alone."""
+    kept = ("forward_native", "forward_cuda")
+    if not isinstance(rotary, RotaryEmbedding) or not rotary.is_neox_style or rotary.use_flashinfer:
+        return False
+    return all(getattr(type(rotary), name) is getattr(RotaryEmbedding, name) for name in kept)
 
 
 def _head_norms(attention: Any) -> list[Any]:
@@ -174,16 +181,32 @@ class Deep:
         members = self._rows.of(len(hidden))
         residual = source = None
         for block in self._blocks:
-            normed, dots = self._norm(block.before, hidden, residual, members, block.qkv.a, source)
-            residual = hidden if residual is None else residual
-            attended = self._attend(block, block.qkv(normed), positions, dots, members)
-            hidden, source = self._sum(block.o, attended, members, population.Dot(attended, block.o.a[0], block.o.b[0]))
-            normed, dots = self._norm(block.after, hidden, residual, members, block.gate_up.a, source)
-            gated, partial = population.gate(
-                block.gate_up(normed), dots, block.gate_up.b, block.down_a, members, **self._terms, **self._tiles
-            )
-            hidden, source = self._sum(block.down, gated, members, population.Partial(partial, block.down.b[0]))
+            hidden, residual, source = self._layer(block, positions, members, hidden, residual, source)
         return self._norm(self._decoder.norm, hidden, residual, members, (), source)[0]
+
+    def _layer(
+        self,
+        block: _Block,
+        positions: torch.Tensor,
+        members: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        source: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """One layer: what is to be added to the residual, the residual, and what the former still lacks.
+
+        A function of its own, so that a layer's activations are gone before those of the next are made.
+        """
+        normed, dots = self._norm(block.before, hidden, residual, members, block.qkv.a, source)
+        residual = hidden if residual is None else residual
+        attended = self._attend(block, block.qkv(normed), positions, dots, members)
+        hidden, source = self._sum(block.o, attended, members, population.Dot(attended, block.o.a[0], block.o.b[0]))
+        normed, dots = self._norm(block.after, hidden, residual, members, block.gate_up.a, source)
+        gated, partial = population.gate(
+            block.gate_up(normed), dots, block.gate_up.b, block.down_a, members, **self._terms, **self._tiles
+        )
+        hidden, source = self._sum(block.down, gated, members, population.Partial(partial, block.down.b[0]))
+        return hidden, residual, source
 
     def _norm(
         self,
