@@ -99,7 +99,15 @@ def _difference(alone: dict[Any, Any], mixed: dict[Any, Any]) -> dict[str, Any]:
         texts += bool(places)
         logprobs += bool(places) or any(gaps)
         most = max([most, *gaps])
-    return {"texts": len(alone), "other_texts": texts, "other_bits": logprobs, "most": most, "first": first}
+    distinct = len({token for a in alone.values() for token in a.token_ids})
+    return {
+        "texts": len(alone),
+        "distinct_tokens": distinct,
+        "other_texts": texts,
+        "other_bits": logprobs,
+        "most": most,
+        "first": first,
+    }
 
 
 def speed(served: v.Served, options: argparse.Namespace) -> tuple[list[v.Took], list[v.Took]]:
@@ -123,7 +131,8 @@ def report(options: argparse.Namespace) -> None:
     """Tables of all results in the file."""
     rows = v.rows_of(options.file, benchmark="mixes")
     v.table(
-        ("shape", "form", "deterministic", "mix", "other texts", "other bits", "largest log-probability apart", "first at"),
+        ("shape", "form", "deterministic", "mix", "other texts", "other bits",
+         "log-probabilities apart by", "first at"),
         [
             (r["shape"], r["form"], r["deterministic"], r["mix"], f"{r['other_texts']} of {r['texts']}",
              f"{r['other_bits']} of {r['texts']}", f"{r['most']:.2g}", "" if r["first"] is None else r["first"])

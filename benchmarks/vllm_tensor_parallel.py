@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two GPUs against one: the same members, texts and weights, whatever the split.
 
-    python benchmarks/vllm_tensor_parallel.py --json runs/vllm.jsonl                    two GPUs, about 180 s
+    python benchmarks/vllm_tensor_parallel.py --json runs/vllm.jsonl                    two GPUs, about 220 s
 
 A small model with four key-value heads and random weights in float32, 30 members of each space with four prompts each,
 24 greedy tokens, before and after one update: tokens and `weights_hash` under `tensor_parallel_size` 2 against 1. Sums
@@ -22,7 +22,7 @@ from typing import Any
 import vllm_shapes as v
 
 SPACES = ("lora", "lowrank", "full")
-PROMPTS, TOKENS = 4, 24
+PROMPT = 32
 SIGMA = {"lora": 0.02, "lowrank": 0.01, "full": 0.01}
 
 
@@ -45,8 +45,8 @@ def small(space: str, split: int, options: argparse.Namespace, folder: str) -> N
     from evoalign.types import MEAN, Plan, Update, population
 
     members = population(options.members)
-    rows = PROMPTS * (options.members + 1)
-    v.only_graphs({PROMPTS, rows, rows - PROMPTS})
+    rows = options.prompts * (options.members + 1)
+    v.only_graphs({options.prompts, rows})
     config = v.config_of(
         folder, "heads", rows=rows, length=128, members=options.members, space=space, sigma=SIGMA[space],
         dtype="float32",
@@ -57,7 +57,7 @@ def small(space: str, split: int, options: argparse.Namespace, folder: str) -> N
     )  # fmt: skip
     served = v.Served(config)
     v.say(f"{space} over {split}: started in {served.start_seconds:.1f} s; {served.about()}")
-    requests = v.requests_of(PROMPTS, 32, TOKENS, 5, logprobs=True)
+    requests = v.requests_of(options.prompts, PROMPT, options.tokens, 5, logprobs=True)
     plan = Plan(1, config.es.sigma, (*members, MEAN))
     hashes = [served.engine.fingerprint()]
     texts = [answers(served, plan, requests)]
@@ -143,23 +143,26 @@ def report(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = v.parser(__doc__, "7b")
+    parser.set_defaults(shape="7b" if v.has_gpu() else "heads")
     parser.add_argument("--parts", nargs="+", choices=["small", "large"], default=["small", "large"])
     parser.add_argument("--spaces", nargs="+", choices=SPACES, default=list(SPACES))
     parser.add_argument("--split", type=int, default=2)
     parser.add_argument("--members", type=int, default=30 if v.has_gpu() else 3)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs for the small model")
-    parser.add_argument("--one-by-one", action="store_true", help="the spaces one after the other, not side by side")
+    parser.add_argument("--prompts", type=int, default=4 if v.has_gpu() else 2)
+    parser.add_argument("--tokens", type=int, default=24 if v.has_gpu() else 4)
     options = parser.parse_args()
     with v.running(options) as folder:
         v.preload()
         if "small" in options.parts:
             model = v.model_folder("heads", folder)
-            random_model(model)
-            for split in (1, options.split):
-                calls = [(small, (space, split, options, model)) for space in options.spaces]
-                for group in [[call] for call in calls] if options.one_by_one else [calls]:
-                    if not v.together(group, limit=options.limit):
-                        v.say(f"over {split}: not all ended well, see above")
+            v.apart(random_model, model, limit=options.limit)
+            ones = [(small, (space, 1, options, model)) for space in options.spaces]
+            split = [(small, (space, options.split, options, model)) for space in options.spaces]
+            # Engines of one GPU share it; those that wait for each other between GPUs would wait for all.
+            for group in [ones, *([call] for call in split)]:
+                if not v.together(group, limit=options.limit):
+                    v.say("not all ended well, see above")
         if "large" in options.parts and not v.apart(large, options, folder, limit=options.limit):
             v.say(f"{options.shape} over {options.split} did not end well: see above")
         report(options)
