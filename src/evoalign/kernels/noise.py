@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic
-# Kernels are compiled from their source and cannot be typed.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Kernels are compiled from their source and cannot be typed, nor their launches.
 """The noise of `evoalign.noise` on a GPU: one launch for all members of a part of a tensor, bit for bit the same.
 
 A program computes `BLOCK` Philox calls and so `8 * BLOCK` consecutive elements; nothing is drawn twice. The normals

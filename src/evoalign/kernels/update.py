@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic
-# Kernels are compiled from their source and cannot be typed.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Kernels are compiled from their source and cannot be typed, nor their launches.
 """The move of the mean in one pass over the weights, bit for bit that of plain torch operations in the same order.
 
 For each element: total = sum over members in order of fl32(weight_m * noise_m), then fl32(total / N), fl32(step * it);

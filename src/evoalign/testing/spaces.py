@@ -219,7 +219,8 @@ def check_parts(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> No
             space.adapter(layout, module, masters.__getitem__, plan, plan.members, (rows, columns), (a, b))
             same = torch.equal(a, want[0]) and torch.equal(b, want[1])
             assert same, f"the factors of {module} in {rows}, {columns} are not those parts of the whole"
-            a.fill_(1), b.fill_(1)
+            a.fill_(1)
+            b.fill_(1)
             assert all(bool((p == 1).all()) for p in padded), f"the factors of {module} are written beyond their place"
 
 
