@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The population path in vLLM itself, on the CPU in float32: every form answers as vLLM's own LoRA kernels do."""
+"""The population path in vLLM itself, in float32: every form answers as vLLM's own LoRA kernels do.
+
+On a CPU token by token. The same on a GPU, where decode steps replay CUDA graphs: vLLM's own kernels round to TF32
+there, so some answers part from ours, while a term that is missing or another member's would change nearly all.
+VLLM_USE_V2_MODEL_RUNNER=0 and 1 choose between vLLM's two runners.
+"""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -14,7 +19,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from vllm.lora.request import LoRARequest
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.lora_utils import LoraState, get_num_active_loras_for_dispatch
 
 from evoalign.engines.vllm import population
@@ -24,12 +29,17 @@ from evoalign.kernels import population as kernels
 from evoalign.models import tiny
 from vllm import LLM, SamplingParams
 
+if ON_CPU := current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
 MEMBERS = 30
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPTS = ([5, 9, 17, 33, 2, 40], [11, 3, 60, 7, 21, 8, 90, 14, 2])
 
 
-class PopulationWorker(CPUWorker):
+class PopulationWorker(Worker):
     """A worker that serves a population and lets the test write the slots."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -79,6 +89,12 @@ class Served:
         return {ask: list(o.outputs[0].token_ids) for ask, o in zip(asks, outputs, strict=True)}
 
 
+PLACE: dict[str, Any] = {"enforce_eager": True} if ON_CPU else {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 8, 64]},
+    "attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3,
+}  # fmt: skip
+
+
 def shapes_of(model: Path) -> dict[str, tuple[int, int]]:
     with safe_open(model / "model.safetensors", "pt") as weights:
         return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
@@ -91,10 +107,11 @@ def serve(
     """An engine on the CPU with one slot a member. One at a time: they share vLLM's process groups."""
     asked = {"form": form, "rank": rank, "scaling": 0.5, "fixed": False}
     llm = LLM(
-        str(model), worker_cls=f"{__name__}.{PopulationWorker.__name__}", dtype="float32", enforce_eager=True,
+        str(model), worker_cls=f"{__name__}.{PopulationWorker.__name__}", dtype="float32",
         skip_tokenizer_init=True, enable_lora=True, max_loras=MEMBERS, max_cpu_loras=MEMBERS, max_lora_rank=slot_rank,
         lora_target_modules=targets and list(targets), kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False,
-        max_num_seqs=64, max_model_len=64, max_num_batched_tokens=256, additional_config={"population": asked}, **more,
+        max_num_seqs=64, max_model_len=64, max_num_batched_tokens=256, additional_config={"population": asked},
+        **PLACE, **more,
     )  # fmt: skip
     try:
         yield Served(llm, llm.collective_rpc("es_register")[0], shapes_of(model))
@@ -153,6 +170,12 @@ def everything(served: Served) -> list[dict[tuple[int, int], list[int]]]:
     return found
 
 
+def agree(found: dict[tuple[int, int], list[int]], wanted: dict[tuple[int, int], list[int]]) -> bool:
+    """Whether answers are the same, on a GPU three in four of them."""
+    same = sum(found[ask] == wanted[ask] for ask in wanted)
+    return found.keys() == wanted.keys() and same >= len(wanted) * (1 if ON_CPU else 0.75)
+
+
 def without_base(answers: dict[tuple[int, int], list[int]]) -> dict[tuple[int, int], list[int]]:
     """vLLM 0.32's own kernels for CPUs give rows of the base model the last slot's adapter in a mixed batch."""
     return {ask: tokens for ask, tokens in answers.items() if ask[0] >= 0}
@@ -169,10 +192,11 @@ def test_every_form_answers_as_vllm_does(models, family, rank, slot_rank):
         with serve(models[family], form, rank, slot_rank) as served:
             assert served.active == (form, "")
             found = everything(served)
-        assert [without_base(found[1]), without_base(found[3])] == [without_base(first), without_base(second)], form
+        assert agree(without_base(found[1]), without_base(first)), form
+        assert agree(without_base(found[3]), without_base(second)), form
         assert found[0] == found[2] == found[4] == base, form
         for mixed in (found[1], found[3]):
-            assert {ask: mixed[ask] for ask in base} == base, form
+            assert agree({ask: mixed[ask] for ask in base}, base), form
 
 
 @pytest.mark.parametrize("form", ["generic", "deep"])
@@ -204,7 +228,7 @@ def test_a_model_of_another_shape_takes_the_generic_form(tmp_path, targets, more
             assert served.active == (("stock", "") if form == "stock" else ("generic", why))
             names = served.write(1)
             found.append(without_base(served.answers(asked())))
-    assert found[0] == found[1]
+    assert agree(found[1], found[0])
     assert {n.split(".")[-2] for n in names} >= set(targets)
 
 
@@ -217,6 +241,7 @@ def test_lora_on_an_embedding_is_refused(models):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not ON_CPU and torch.cuda.device_count() < 2, reason="one GPU")
 def test_ranks_hold_their_parts_of_the_members(tmp_path):
     """Two ranks that share the one key-value head; o_proj and down_proj are sums over both."""
     model = random_model(tmp_path / "model", "llama", num_key_value_heads=1)
@@ -226,7 +251,7 @@ def test_ranks_hold_their_parts_of_the_members(tmp_path):
             assert tuple(served.active) == (form, "")
             served.write(1)
             found.append(served.answers(asked()))
-    assert found[0] == found[1]
+    assert agree(found[1], found[0])
 
 
 def test_the_second_runner_asks_for_rows_and_graphs_alike():
