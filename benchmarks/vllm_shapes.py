@@ -274,7 +274,8 @@ class Served:
         """The bare model, on requests that share nothing: an empty cache, as members find it."""
         from evoalign.types import MEAN
 
-        self.engine.llm.reset_prefix_cache()
+        if not self.engine.llm.reset_prefix_cache():
+            say("the prefix cache was not dropped: the bare model may be told faster than it is")
         return self.took(lambda: self.engine._ask([(MEAN, None)], requests))
 
     def about(self) -> dict[str, Any]:

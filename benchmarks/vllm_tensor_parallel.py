@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two GPUs against one: the same members, texts and weights, whatever the split.
 
-    python benchmarks/vllm_tensor_parallel.py --json runs/vllm.jsonl                    two GPUs, about 220 s
+    python benchmarks/vllm_tensor_parallel.py --json runs/vllm.jsonl                    two GPUs, about 260 s
 
 A small model with four key-value heads and random weights in float32, 30 members of each space with four prompts each,
 24 greedy tokens, before and after one update: tokens and `weights_hash` under `tensor_parallel_size` 2 against 1. Sums
@@ -115,7 +115,7 @@ def report(options: argparse.Namespace) -> None:
     """Tables of the latest results in the file."""
     found = {(r["space"], r["split"]): r for r in v.rows_of(options.file, benchmark="split")}
     lines = []
-    for space in SPACES:
+    for space in SPACES if found else ():
         one, two = found.get((space, 1)), found.get((space, options.split))
         if one is None or two is None:
             lines.append((space, "", "", "not measured", "", ""))
