@@ -387,7 +387,8 @@ def _memory(case: _Case) -> Finding:
         mend = "choose space lora, model.dtype bfloat16 or a smaller model"
         return Finding("memory", "failed", detail, mend)
     if need.kept + need.cache > free:
-        mend = f"set engine.memory_gib to at most {0.8 * (free - need.kept) / 2**30:.2g}"
+        room = "memory_gib" if config.engine.name == "transformers" else "kv_cache_gib"
+        mend = f"set engine.{room} to at most {0.8 * (free - need.kept) / 2**30:.2g}"
         return Finding("memory", "warning", detail, mend)
     return Finding("memory", "ok", detail)
 
@@ -464,7 +465,8 @@ def _engine(case: _Case) -> Finding:
         else "not deterministic: a replay from the journal is exact, texts may differ"
     )
     ready = _seconds(time.perf_counter() - began)
-    detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}"
+    note = f"; {facts.note}" if facts.note else ""
+    detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}{note}"
     return Finding("engine", "ok", detail)
 
 

@@ -151,7 +151,8 @@ class _Training:
 
     def run_from(self, log: Log | None, *, overwrite: bool, resume: bool) -> Result:
         """All of it: to the end of the journal, the generations that are left, and the comparison."""
-        for line in [*_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
+        note = [f"engine {self.parts.facts.engine}: {self.parts.facts.note}"] if self.parts.facts.note else []
+        for line in [*note, *_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
             self.tell(line)
         self._canary(len(log.generations) if log else 0)
         with self._explained(fresh=log is None), closing(self.recorder):

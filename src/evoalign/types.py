@@ -194,6 +194,8 @@ class Facts:
     model_hash: str
     """`weights_hash` of all the model's tensors as they were loaded."""
     master_bytes: int
+    note: str = ""
+    """What else a user should know, such as which kernels serve the members and why not faster ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class VllmEngine:
             deterministic=self.deterministic,
             model_hash=_hash(row for worker in said for row in worker["sums"]),
             master_bytes=sum(worker["bytes"] for worker in said),
+            note=f"vLLM {starting.check_version()}; {_note(said[0], adapters=count > 0)}",
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
@@ -264,6 +265,13 @@ class VllmEngine:
         if self._space is None:
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
         return self._layout
+
+
+def _note(said: Mapping[str, str], adapters: bool) -> str:
+    if not adapters:
+        return "members are written over the weights one after the other"
+    reason = f" ({said['why']})" if said["why"] else ""
+    return f"members answer through {said['form']} kernels{reason}"
 
 
 def _hash(sums: Iterable[tuple[str, tuple[int, ...], int]]) -> str:
