@@ -176,6 +176,20 @@ def test_rows_without_member_get_the_plain_function(form, rank, padded):
         assert same(left[1::2], right[1::2])
 
 
+@forms
+def test_dots_of_a_row_without_member_are_zero(form):
+    """Even of a row that is no number, so that no later sum takes it up."""
+    draw = Draw(2, 8, torch.float32)
+    x, members = draw.normal(2, 72), torch.tensor([1, -1], dtype=torch.int32)
+    x[1] = torch.nan
+    _, dots = form.norm(x, None, draw.normal(72), 1e-5, members, rank=2, into_a=[draw.a(72)] * 2)
+    gate_up, b = draw.normal(2, 100), [draw.b(50)] * 2
+    gate_up[1] = torch.nan
+    _, parts = form.gate(gate_up, dots, b, draw.a(50), members, rank=2)
+    assert dots[0].all() and parts[0].all()
+    assert not dots[1].any() and not parts[1].any()
+
+
 def test_no_rows_are_no_launch():
     draw = Draw(1, 1, torch.float32)
     inputs = inputs_of(draw, SMALL, 1)

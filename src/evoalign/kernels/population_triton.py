@@ -280,7 +280,7 @@ def _rotate(
     value = tl.load(v + n, mask=inside, other=0.0)
     to_q = tl.where(has, _load_dots(dots + row * (3 * R), R, RP) * scaling, 0.0)
     to_k = tl.where(has, _load_dots(dots + row * (3 * R) + R, R, RP) * scaling, 0.0)
-    to_v = tl.where(has, _load_dots(dots + row * (3 * R) + 2 * R, R, RP) * scaling, 0.0)
+    to_v = _load_dots(dots + row * (3 * R) + 2 * R, R, RP) * scaling
     one_q = _load_heads(q, b[0], slot, has, HQ, D, 0, HALF, QB, CB, R, RS, RP)
     two_q = _load_heads(q, b[0], slot, has, HQ, D, HALF, HALF, QB, CB, R, RS, RP)
     one_k = _load_heads(k, b[1], slot, has, HK, D, 0, HALF, KB, CB, R, RS, RP)
