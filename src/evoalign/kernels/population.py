@@ -156,7 +156,7 @@ def warm_up(
     head_norm = zeros(head_dim) if qk_norm else None
     a_qkv, b_qkv, a_gate, b_gate = (a(hidden),) * 3, (b(q), b(kv), b(kv)), (a(hidden),) * 2, (b(intermediate),) * 2
     a_o, a_down, b_hidden, weight = a(q), a(intermediate), b(hidden), zeros(hidden)
-    for rows in _triton().row_sizes():
+    for rows in row_sizes(device):
         members = torch.full((rows,), -1, dtype=torch.int32, device=device)
         x, residual, into, wide = zeros(rows, hidden), zeros(rows, hidden), zeros(rows, q), zeros(rows, intermediate)
         qkv, gate_up = zeros(rows, width), zeros(rows, 2 * intermediate)
@@ -176,6 +176,11 @@ def warm_up(
         add(x, into, (a_o,), (b_hidden,), members, rank=rank, fixed=fixed)
         add(gate_up, x, a_gate, b_gate, members, rank=rank, fixed=fixed)
         add(x, wide, (a_down,), (b_hidden,), members, rank=rank, fixed=fixed)
+
+
+def row_sizes(device: torch.device | str) -> tuple[int, ...]:
+    """One number of rows for each choice of tiles: a kernel that has run for these is compiled for all."""
+    return _triton().row_sizes() if kernels.available(torch.device(device)) else (1,)
 
 
 @cache

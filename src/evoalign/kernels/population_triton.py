@@ -341,7 +341,7 @@ class Tiles:
 
 def row_sizes() -> tuple[int, ...]:
     """One number of rows for each choice of tiles."""
-    return (1, _FEW_ROWS + 1)
+    return (1, _FEW_ROWS + 1, _MANY_ROWS + 1)
 
 
 def norm_tiles(width: int, rank: int) -> Tiles:
@@ -356,19 +356,23 @@ def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:
     return Tiles(columns, _warps(columns * _power(rank)))
 
 
-def gate_tiles(width: int, rows: int, rank: int, fixed: bool) -> Tiles:
-    """The best choice is one for all rows so far; `rows` and `fixed` are here for the day it is not."""
-    columns = min(_power(width), 2048 if rank <= 8 else 1024)
-    return Tiles(columns, _warps(columns * _power(rank)))
+def gate_tiles(width: int, rank: int) -> Tiles:
+    """The best choice is one for all rows."""
+    columns = min(_power(width), 1024 if rank == 1 or rank > 8 else 2048)
+    return Tiles(columns, 4 if rank == 1 else _warps(columns * _power(rank)))
 
 
 def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tiles:
-    """Few rows: more programs share a wide output, each with the dots anew. `outer` is the widest of the layers'."""
-    padded = _power(rank)
-    depth = min(_power(inner), 4096 // padded)
-    columns = min(_power(outer), 4096 if outer <= 8192 else 2048, 16384 // padded)
-    groups = 1 if outer <= 8192 else 5 if rows <= _FEW_ROWS and not fixed else 2
-    return Tiles(columns, 8 if rank == 1 and inner <= 4096 else 16, depth, groups)
+    """Few rows: more programs share a wide output, each with the dots anew. Many: small programs, many at once.
+
+    `outer` is the widest of the layers'.
+    """
+    wide, few, many = outer > 8192, rows <= _FEW_ROWS and not fixed, rows > _MANY_ROWS and not fixed
+    groups = 1 if not wide else 5 if few else 1 if rank == 1 else 2
+    depth = min(_power(inner), 4096 // _power(rank))
+    if rank == 1:
+        return Tiles(min(_power(outer), 4096), 4 if many and not wide else 16, depth, groups)
+    return Tiles(min(_power(outer), 2048 if wide else 4096, 16384 // _power(rank)), 16, depth, groups)
 
 
 def add(
@@ -480,7 +484,7 @@ def gate(
     """See `population.gate`."""
     _check((gate_up,), (dots, *b, down_a))
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    tiles = tiles or gate_tiles(width, rows, rank, fixed)
+    tiles = tiles or gate_tiles(width, rank)
     count = -(-width // tiles.columns)
     parts = count if down_a is not None else 0
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -493,7 +497,7 @@ def gate(
     return out, partials
 
 
-_FEW_ROWS = 128
+_FEW_ROWS, _MANY_ROWS = 128, 512
 
 
 def _check(rows: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> None:

@@ -168,9 +168,9 @@ def _warm_up(layers: Iterable[Any], terms: Terms) -> None:
         shape = (a[0].shape[3], *(one.shape[2] for one in b))
         if shape not in seen:
             seen.add(shape)
-            for count in (1, 256):
-                members = terms.rows.of(count)
-                y, x = a[0].new_zeros(len(members), sum(shape[1:])), a[0].new_zeros(len(members), shape[0])
+            for count in population.row_sizes(a[0].device):
+                members = a[0].new_full((count,), -1, dtype=torch.int32)
+                y, x = a[0].new_zeros(count, sum(shape[1:])), a[0].new_zeros(count, shape[0])
                 population.add(y, x, a, b, members, rank=terms.settings.rank, fixed=terms.settings.fixed)
 
 
