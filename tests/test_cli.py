@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evoalign import cli
+from evoalign import cli, doctor
 from evoalign.models import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +108,23 @@ def test_a_dry_run_warns_of_an_unusual_step(run: Run) -> None:
     assert "warning: eta 1000 is outside 0.05 to 2.0" in done.out
     scaled = run("train", QUICKSTART, "--dry-run", "-s", "es.noise_multiplier=0.1", "-s", "es.learning_rate=0.5")
     assert "effective sigma: es.noise_multiplier x mean |W|" in scaled.out and "nan" not in scaled.out
+
+
+def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
+    code = "import sys; from evoalign import cli; sys.modules['vllm'] = None; cli.main()"
+    settings = ["-s", "engine=vllm", "-s", "engine.kv_cache_gib=2", "-s", "space=lowrank"]
+    done = command("train", QUICKSTART, *SMALL, *settings, "--dry-run", cwd=tmp_path, code=code)
+    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
+    assert "  name: vllm\n" in done.stdout and "cache at least 2.00 GiB (engine.kv_cache_gib)" in done.stdout
+
+
+@pytest.mark.skipif(doctor._installed("vllm"), reason="vLLM is installed")
+@pytest.mark.parametrize("words", [["train", QUICKSTART], ["eval", "tiny", "--task", "conciseness"]], ids=str)
+def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
+    done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")
+    told = "engine vllm is not installed: pip install 'evoalign[vllm]'; or use engine transformers"
+    assert (done.code, done.out, done.err) == (2, "", f"error: {told}\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_needs_no_weights_but_the_layers(run: Run, tmp_path: Path) -> None:

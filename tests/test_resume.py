@@ -21,6 +21,7 @@ import corrupting
 import evoalign
 import killing
 from evoalign import checkpoint, journal, replaying
+from evoalign.config import VllmConfig, from_dict
 from evoalign.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +30,7 @@ from evoalign.errors import (
     RunExistsError,
     StoppedError,
 )
-from evoalign.rundir import saved_folders
+from evoalign.rundir import differences, saved_folders
 
 Traces = dict[str, Any]
 
@@ -260,6 +261,26 @@ def test_a_run_that_ran_out_of_memory_may_take_smaller_batches(copy: Path) -> No
     told = go_on(copy, engine={"max_rows": 3}, seed=5)
     assert "warning: engine.max_rows is None in the run and 3 now" in told
     assert journal.read(copy / "journal.jsonl").sealed == 4
+
+
+def test_settings_of_vllm_that_a_machine_decides_may_change() -> None:
+    """Every one but those that choose the weights."""
+    tree = {"es": {"sigma": 0.01}, "engine": {"name": "vllm"}}
+    other = {
+        "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_gib": 2, "max_num_seqs": 8,
+        "max_num_batched_tokens": 512, "max_model_len": 256, "enforce_eager": True, "attention_backend": "TRITON_ATTN",
+        "population": "stock", "members": 3, "master": "host", "load_format": "dummy", "seed": 4,
+    }  # fmt: skip
+    assert set(other) == set(VllmConfig.model_fields) - {"name"}
+    refused, warned = differences(from_dict({**tree, "engine": {"name": "vllm", **other}}), from_dict(tree))
+    assert [line.split()[0] for line in refused] == ["engine.load_format", "engine.seed"]
+    assert [line.split()[0] for line in warned] == sorted(f"engine.{n}" for n in set(other) - {"load_format", "seed"})
+    assert "engine.max_num_seqs is 1024 in the run and 8 now" in warned
+
+
+def test_another_engine_is_another_run(copy: Path) -> None:
+    with pytest.raises(ResumeError, match=r"engine.name is 'transformers' in the run and 'vllm' now"):
+        go_on(copy, engine={"name": "vllm"})
 
 
 def test_a_longer_run_begins_as_the_shorter_one(tmp_path: Path) -> None:

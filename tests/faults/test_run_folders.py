@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
@@ -315,6 +316,15 @@ def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exc
     with pytest.raises(EvoalignError, match=r"2 generations are kept; go on with: evoalign train .*run --resume"):
         evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
     evoalign.train(small(tmp_path / "run", 3), resume=True, console=quiet())
+
+
+def test_out_of_memory_says_which_settings_help(tmp_path: Path) -> None:
+    def hook(generation: evoalign.Generation) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+
+    message = r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows; 1 generations are kept; go on with: "
+    with pytest.raises(EvoalignError, match=message):
+        evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
 
 
 def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
