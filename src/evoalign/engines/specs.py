@@ -43,6 +43,11 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
     return specs_of(model, lambda _: math.nan)
 
 
+def mean_abs(tensor: torch.Tensor) -> float:
+    """Mean of |W| in float64, by a sum: vLLM's batch-invariant mode has a mean of its own, which refuses float64."""
+    return float(tensor.abs().sum(dtype=torch.float64)) / tensor.numel()
+
+
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
     """Name, shape, kind and layer of each parameter, tied ones once."""
     kinds = _kinds(model)

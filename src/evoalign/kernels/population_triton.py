@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -339,6 +340,15 @@ class Tiles:
     groups: int = 1
 
 
+def _options(tiles: Tiles, rank: int) -> dict[str, Any]:
+    """How a kernel is compiled. Above rank 1 without fused multiply-adds.
+
+    A sum over ranks goes from lane to lane, and a fused operation would round the two sides of an exchange unlike each
+    other: threads that hold the same number would differ in its last bit.
+    """
+    return {"num_warps": tiles.warps, "enable_fp_fusion": rank == 1}
+
+
 def row_sizes() -> tuple[int, ...]:
     """One number of rows for each choice of tiles."""
     return (1, _FEW_ROWS + 1, _MANY_ROWS + 1)
@@ -396,7 +406,7 @@ def add(
         y, x, tuple(a), tuple(b), members, float(scaling),
         Y_STRIDE=y.stride(0), X_STRIDE=x.stride(0), K=inner, NS=outer, R=rank, RS=b[0].shape[3], RP=_power(rank),
         BK=tiles.depth, BNS=tuple(min(tiles.columns, _power(n)) for n in outer), GROUPS=tiles.groups,
-        num_warps=tiles.warps,
+        **_options(tiles, rank),
     )  # fmt: skip
 
 
@@ -432,7 +442,7 @@ def norm(
         H_STRIDE=hidden.stride(0), R_STRIDE=residual.stride(0) if residual is not None else 0,
         X_STRIDE=dot.x.stride(0) if dot else 0, H=width, K=inner, NP=parts,
         R=rank, RS=padded, RP=_power(rank), BH=_power(width), BK=_power(inner), NPB=_power(parts), EARLY=rank <= 4,
-        num_warps=tiles.warps,
+        **_options(tiles, rank),
     )  # fmt: skip
     return out, dots
 
@@ -465,7 +475,7 @@ def rotate(
         STRIDE=qkv.stride(0), HQ=heads, HK=kv_heads, D=head_dim, HALF=half,
         R=rank, RS=b[0].shape[3], RP=_power(rank), QB=_power(heads), KB=_power(kv_heads),
         VB=_power(kv_heads * head_dim), CB=_power(half), RB=_power(rest) if rest else 0,
-        num_warps=tiles.warps,
+        **_options(tiles, rank),
     )  # fmt: skip
 
 
@@ -492,7 +502,7 @@ def gate(
     _gate[(rows, count)](
         gate_up, out, dots, tuple(b), down_a, partials if parts else None, members, float(scaling),
         STRIDE=gate_up.stride(0), WIDTH=width, NP=parts, R=rank, RS=b[0].shape[3], RP=_power(rank), BI=tiles.columns,
-        num_warps=tiles.warps,
+        **_options(tiles, rank),
     )  # fmt: skip
     return out, partials
 

@@ -18,7 +18,7 @@ from torch import nn
 from evoalign import noise
 from evoalign.config import Config, TransformersConfig
 from evoalign.engines.base import sampled_places, weights_hash
-from evoalign.engines.specs import specs_of
+from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.errors import DataError, EvoalignError, ModelError
@@ -66,7 +66,7 @@ class TransformersEngine:
 
     def specs(self) -> list[TensorSpec]:
         """The model's tensors under their Hugging Face names, tied ones once."""
-        return specs_of(self.model, lambda p: float(p.abs().mean(dtype=torch.float64)))
+        return specs_of(self.model, mean_abs)
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the master and, for adapters, hook the target layers."""

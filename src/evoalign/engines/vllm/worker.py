@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from evoalign import noise
 from evoalign.engines.base import sampled_places, tensor_sum
+from evoalign.engines.specs import mean_abs
 from evoalign.engines.vllm import population
 from evoalign.engines.vllm.shards import Shard, shards
 from evoalign.optimizer import Optimizer
@@ -65,11 +66,7 @@ class EvolvingWorker:
     @torch.inference_mode()
     def es_means(self) -> list[tuple[str, tuple[int, ...], int, float]]:
         """Of each part that counts: its tensor's name and shape, its numbers, and the mean of |W| over them."""
-        return [
-            (s.name, s.shape, s.tensor.numel(), float(s.tensor.abs().mean(dtype=torch.float64)))
-            for s in self._shards
-            if s.counts
-        ]
+        return [(s.name, s.shape, s.tensor.numel(), mean_abs(s.tensor)) for s in self._shards if s.counts]
 
     @torch.inference_mode()
     def es_start(
