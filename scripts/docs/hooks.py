@@ -105,11 +105,16 @@ def more() -> dict[str, str]:
 
 def _setting(setting: Mapping[str, Any]) -> str:
     schema, key = setting["schema"], setting["key"]
-    engine = next((n for n, s in config.ENGINES.items() if s.__name__ == setting["section"]), "transformers")
+    engine = engine_of(setting["section"])
     anchor = key if engine == "transformers" else key.replace("engine.", f"engine.{engine}.")
     return (
         f"`{key}`{{#{anchor}}}\n\n:   {allowed(schema)} · default `{default(key, engine)}`\n\n    {setting['text']}\n"
     )
+
+
+def engine_of(section: str) -> str:
+    """The engine whose settings a section class has; for sections of other settings the default one."""
+    return next((name for name, kind in config.ENGINES.items() if kind.__name__ == section), "transformers")
 
 
 def default(key: str, engine: str = "transformers") -> str:

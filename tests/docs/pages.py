@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of docs/ as tests read them: their code blocks, snippets put in, and the words in code."""
 
+import importlib
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
+sys.path.insert(0, str(REPOSITORY / "scripts/docs"))
+hooks = importlib.import_module("hooks")
+"""What the site writes from the code."""
 # The documents beside the site say the same kind of thing and are held to the same.
 PAGES = sorted([*DOCS.rglob("*.md"), *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))])
 

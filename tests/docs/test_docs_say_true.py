@@ -7,6 +7,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -19,11 +20,11 @@ import pytest
 import torch
 import typer.main
 import yaml
-from pages import PAGES, REPOSITORY, Block, blocks, words
+from pages import PAGES, REPOSITORY, Block, blocks, hooks, words
 
 import evoalign
 from evoalign import cli
-from evoalign.config import Config, from_dict, parse_overrides
+from evoalign.config import ENGINES, from_dict, parse_overrides
 from evoalign.engines import Engine
 from evoalign.spaces import Space
 
@@ -38,7 +39,7 @@ def by_page(page: Path) -> str:
 def commands() -> list[tuple[str, str]]:
     """Every command line that a page shows, with its page."""
     lines = [(b, line.strip()) for b in blocks("sh", "", "bash") for line in b.text.replace("\\\n", " ").splitlines()]
-    return [(by_page(b.page), line) for b, line in lines if re.match(r"(\w+=\S+ )*evoalign ", line)]
+    return [(by_page(b.page), line) for b, line in lines if re.match(r"(\w+=\S+ )*(\S+/bin/)?evoalign ", line)]
 
 
 def leaf(parts: list[str]) -> tuple[Any, list[str]]:
@@ -58,8 +59,7 @@ def test_a_command_line_is_one_that_the_command_line_takes(page: str, line: str)
         parts = parts[1:]
     command, rest = leaf(parts)
     context = command.make_context(command.name, rest)
-    for override in context.params.get("set_") or []:
-        from_dict(parse_overrides(WIDTH, [override]))
+    from_dict(parse_overrides(WIDTH, context.params.get("set_") or []))
     for word in rest:
         if word.startswith(("configs/", "data/", "examples/")):
             assert (REPOSITORY / word).exists(), f"{page} names {word}"
@@ -89,28 +89,32 @@ def test_a_config_is_one_that_evoalign_takes(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
 def test_a_setting_in_running_text_exists(page: Path) -> None:
-    known = set(settings(Config.model_json_schema()))
+    known = settings()
     sections = {name.split(".")[0] for name in known if "." in name}
     for word in words(page):
         name, _, value = word.partition(": ")
         if name.split(".")[0] in sections and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name):
             assert name in known, f"{by_page(page)}: no setting {name}"
             if value:
-                from_dict(parse_overrides(WIDTH, [f"{name}={value}"]))
+                from_dict(parse_overrides(WIDTH, [f"engine={known[name]}", f"{name}={value}"]))
 
 
-def settings(schema: dict[str, Any]) -> list[str]:
-    """All dotted names, sections included."""
+def settings() -> dict[str, str]:
+    """All dotted names, sections included, with the engine that has them."""
+    found: dict[str, str] = {}
+    for setting in hooks.settings():
+        parts = setting["key"].split(".")
+        for count in range(1, len(parts) + 1):
+            found.setdefault(".".join(parts[:count]), hooks.engine_of(setting["section"]))
+    return found
 
-    def walk(section: dict[str, Any], prefix: str) -> list[str]:
-        found: list[str] = []
-        for name, field in section["properties"].items():
-            found.append(prefix + name)
-            if "$ref" in field:
-                found += walk(schema["$defs"][field["$ref"].rsplit("/", 1)[-1]], f"{prefix}{name}.")
-        return found
 
-    return walk(schema, "")
+def test_the_settings_of_every_engine_are_known() -> None:
+    known = settings()
+    assert {"engine", "es.optimizer.name", "seed"} <= set(known)
+    for engine, section in ENGINES.items():
+        assert {f"engine.{name}" for name in section.model_fields} <= set(known)
+        assert engine in known.values()
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda b: b.id)
@@ -239,11 +243,15 @@ def test_the_file_formats_name_every_column_of_completions(small_run: Path) -> N
         assert columns <= fields_under("results/completions"), file.name
 
 
-def test_the_guides_name_every_method_of_what_is_written() -> None:
+def test_the_guides_name_every_method_and_parameter_of_what_is_written() -> None:
     for page, kind in (("engine", Engine), ("space", Space)):
         text = (REPOSITORY / f"docs/guides/{page}.md").read_text(encoding="utf-8")
-        shown = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
-        assert {name for name in vars(kind) if not name.startswith("_")} - {"name", "carrier", "evolves_model"} <= shown
+        shown = dict(re.findall(r"^\| `(\w+)(?:\((.*?)\))?`", text, re.MULTILINE))
+        own = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+        assert own.keys() - {"name", "carrier", "evolves_model"} <= shown.keys()
+        for name, method in own.items():
+            if inspect.isfunction(method):
+                assert shown[name] == ", ".join(list(inspect.signature(method).parameters)[1:]), f"{page}: {name}"
 
 
 def test_the_citation_is_that_of_this_version() -> None:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 import typer.main
-from pages import REPOSITORY
+from pages import REPOSITORY, hooks
 
 import evoalign
 from evoalign import cli
@@ -110,9 +110,6 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def test_no_description_is_left_over() -> None:
-    sys.path.insert(0, str(REPOSITORY / "scripts/docs"))
-    import hooks
-
     known = {f"{s['section']}.{s['key'].rsplit('.', 1)[-1]}" for s in hooks.settings()}
     assert set(hooks.more()) <= known - set(hooks.docstrings())
 
