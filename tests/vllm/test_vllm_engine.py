@@ -107,6 +107,25 @@ def test_more_members_than_slots_take_turns():
     assert texts[0] == texts[1] and len(texts[0]) == 12 * len(contract.PROMPTS)
 
 
+def test_an_interrupted_rollout_leaves_nothing_in_flight(monkeypatch):
+    with contract.started(VllmEngine, config("lowrank")) as bench:
+        plan = bench.plan(population(3))
+        want = answers(bench.engine, plan, bench.requests)
+        inside, step, calls = bench.engine.llm.llm_engine, bench.engine.llm.llm_engine.step, []
+
+        def interrupted():
+            calls.append(None)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(inside, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answers(bench.engine, bench.plan(population(3), wider=10.0), bench.requests)
+        assert len(calls) == 3 and not inside.has_unfinished_requests()
+        assert answers(bench.engine, plan, bench.requests) == want
+
+
 class IgnoresAdapters(VllmEngine):
     """Members' factors are never written: all slots stay zero."""
 

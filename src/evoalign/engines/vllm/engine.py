@@ -150,15 +150,24 @@ class VllmEngine:
             None if name is None else LoRARequest(name, slot + 1, FILE) for slot, (_, name) in enumerate(members)
         ]
         count = len(members)
-        outputs = self.llm.generate(
-            prompts * count,
-            sampling * count,
-            lora_request=[a for a in adapters for _ in requests] if any(adapters) else None,
-            use_tqdm=False,
-        )
+        try:
+            outputs = self.llm.generate(
+                prompts * count,
+                sampling * count,
+                lora_request=[a for a in adapters for _ in requests] if any(adapters) else None,
+                use_tqdm=False,
+            )
+        except BaseException:
+            self._abort()
+            raise
         pairs = itertools.product([m for m, _ in members], requests)
         for (member, request), output in zip(pairs, outputs, strict=True):
             yield self._rollout(member, request, output.outputs[0])
+
+    def _abort(self) -> None:
+        """Leave nothing in flight after a failure or Ctrl-C: a later call would be answered with it."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def _rollout(self, member: Member, request: Request, said: Any) -> Rollout:
         ids = tuple(said.token_ids)
