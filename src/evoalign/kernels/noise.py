@@ -24,6 +24,7 @@ from evoalign.kernels import factors, interpreted, on
 
 NORMALS_PER_BLOCK = 8
 _INT32 = 1 << 31
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ class Lines:
         """Runs start where a Philox call does."""
         return self.base % NORMALS_PER_BLOCK == 0 and (self.launch[0] == 1 or self.pitch % NORMALS_PER_BLOCK == 0)
 
+    @cached_property
+    def layout(self) -> tuple[object, ...]:
+        """Matrices of the same layout differ in nothing but where they begin, and so can share a launch."""
+        views = tuple((v.dtype, v.stride(), v.data_ptr() % 16 == 0) for v in self.views)
+        return self.launch, self.columns, self.pitch, self.aligned, views
+
 
 def lines(shape: Sequence[int], bounds: Sequence[tuple[int, int]], tensors: Sequence[torch.Tensor]) -> Iterator[Lines]:
     """A rectangle as matrices. Each tensor is [..., *the rectangle]; two matrices where dimensions cannot be merged."""
@@ -141,43 +148,130 @@ def scaled(
 
     `table` is `evoalign.noise.table` on the device: it begins with the quantiles above the median.
     """
-    tensors = (out,) if mean is None else (out, mean)
     stream, width = words(tuple(members), out.device), factors(tuple(widths), out.device)
-    for part in lines(shape, bounds, tensors):
-        target, centre = part.views[0], part.views[-1]
-        runs, length, split = part.launch
-        chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
-        with on(out.device):
-            _scaled[(len(members) * runs * chunks,)](
-                target, centre, stream, width, table,
-                signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, runs, chunks,
-                length, part.columns, target.stride(0), target.stride(-2), target.stride(-1),
-                centre.stride(-2), centre.stride(-1),
-                MEAN=mean is not None, SPLIT=split, ALIGNED=part.aligned, LONG=length >= _INT32 - 8 * tuning.block,
-                BLOCK=tuning.block, HALF=tuning.half, KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
-                num_warps=tuning.warps, enable_fp_fusion=False,
-            )  # fmt: skip
+    for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
+        _launch(part, None, key, table, generation, stream, width, None, None, tuning)
 
 
-@triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "runs", "chunks"])
+@dataclass(frozen=True)
+class Job:
+    """A part of one tensor's noise, and where it goes: member m's to `out[m]`, added to `mean` where there is one."""
+
+    key: tuple[int, int]
+    shape: Sequence[int]
+    bounds: Sequence[tuple[int, int]]
+    out: torch.Tensor
+    mean: torch.Tensor | None = None
+
+
+class Jobs:
+    """Parts of many tensors, drawn with a launch for each layout in memory instead of one for each part.
+
+    The tensors' addresses are written to the device once, so they have to stay where they are.
+    """
+
+    def __init__(self, jobs: Sequence[Job], tuning: Tuning = TUNING) -> None:
+        self._jobs, self._tuning, self._device = tuple(jobs), tuning, jobs[0].out.device
+        groups: dict[tuple[object, ...], list[tuple[Lines, list[int]]]] = {}
+        for row, job in enumerate(self._jobs):
+            for part in lines(job.shape, job.bounds, (job.out,) if job.mean is None else (job.out, job.mean)):
+                where = [part.views[0].data_ptr(), part.views[-1].data_ptr(), *map(signed32, job.key), part.base, row]
+                groups.setdefault(part.layout, []).append((part, where))
+        self._groups = [(parts[0][0], addresses([w for _, w in parts], self._device)) for parts in groups.values()]
+
+    def draw(
+        self,
+        table: torch.Tensor,
+        generation: int,
+        members: Sequence[int],
+        widths: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        through: torch.dtype | None = None,
+    ) -> None:
+        """`scaled` of every job, with `widths` [jobs, M], float64.
+
+        With `weights` [jobs, M], out[m] = weight_m * (that rounded to `through`).
+        """
+        stream = words(tuple(members), self._device)
+        width, weight = (None if t is None else t.to(torch.float32).to(self._device) for t in (widths, weights))
+        for part, where in self._groups:
+            _launch(part, where, (0, 0), table, generation, stream, width, weight, through, self._tuning)
+
+
+def addresses(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """A table of addresses and other integers for a kernel, int64."""
+    return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+def _launch(
+    part: Lines,
+    jobs: torch.Tensor | None,
+    key: tuple[int, int],
+    table: torch.Tensor,
+    generation: int,
+    stream: torch.Tensor,
+    width: torch.Tensor,
+    weight: torch.Tensor | None,
+    through: torch.dtype | None,
+    tuning: Tuning,
+) -> None:
+    """Draw a part for all members; with a table of jobs, all parts of its layout that the table names."""
+    target, centre = part.views[0], part.views[-1]
+    runs, length, split = part.launch
+    chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
+    programs = len(stream) * runs * chunks * (1 if jobs is None else len(jobs))
+    if not programs:
+        return
+    with on(target.device):
+        _scaled[(programs,)](
+            target, centre, stream, width, width if weight is None else weight, table, stream if jobs is None else jobs,
+            signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, runs, chunks, len(stream),
+            length, part.columns, target.stride(0), target.stride(-2), target.stride(-1),
+            centre.stride(-2), centre.stride(-1),
+            MEAN=len(part.views) > 1, SPLIT=split, ALIGNED=part.aligned, LONG=length >= _INT32 - 8 * tuning.block,
+            MANY=jobs is not None, EVEN=jobs is not None and all(v.data_ptr() % 16 == 0 for v in part.views),
+            THROUGH=None if weight is None else _TYPES[through],
+            BLOCK=tuning.block, HALF=tuning.half, KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
+            num_warps=tuning.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "runs", "chunks", "count"])
 def _scaled(
-    out, mean, members, widths, table, key0, key1, generation, base, pitch, runs, chunks, length, columns,
-    out_member, out_row, out_column, mean_row, mean_column,
+    out, mean, members, widths, weights, table, jobs, key0, key1, generation, base, pitch, runs, chunks, count,
+    length, columns, out_member, out_row, out_column, mean_row, mean_column,
     MEAN: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, LONG: tl.constexpr,
+    MANY: tl.constexpr, EVEN: tl.constexpr, THROUGH: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     chunk, line = program % chunks, program // chunks
     run, m = line % runs, line // runs
+    row = 0
+    if MANY:
+        jobs += (m // count) * 6
+        m = m % count
+        out, mean = pointer(jobs, out, EVEN), pointer(jobs + 1, mean, EVEN)
+        key0, key1 = tl.load(jobs + 2).to(tl.int32), tl.load(jobs + 3).to(tl.int32)
+        base, row = tl.load(jobs + 4), tl.load(jobs + 5).to(tl.int32) * count
     start = run.to(tl.int64) * pitch + base
     block, first, lane, inside = places(start, chunk, length, ALIGNED, LONG, BLOCK)
     value = eight(block, tl.load(members + m), generation, key0, key1, table, BLOCK, HALF, KEEP)
-    value = value * tl.load(widths + m)
+    value = value * tl.load(widths + row + m)
     if MEAN:
         at = address(run, first, lane, columns, mean_row, mean_column, SPLIT)
         value = value + tl.load(mean + at, mask=inside, cache_modifier=".cg").to(tl.float32)
+    if THROUGH is not None:
+        value = rounded(value, THROUGH, SOFT).to(tl.float32) * tl.load(weights + row + m)
     at = address(run, first, lane, columns, out_row, out_column, SPLIT)
     tl.store(out + m.to(tl.int64) * out_member + at, rounded(value, out.dtype.element_ty, SOFT), mask=inside)
+
+
+@triton.jit
+def pointer(where, like, EVEN: tl.constexpr):
+    """A pointer of the type of `like` from a table of addresses; EVEN ones are multiples of 16."""
+    found = tl.load(where).to(like.dtype)
+    return tl.multiple_of(found, 16) if EVEN else found
 
 
 @triton.jit

@@ -11,6 +11,7 @@ written, the served weights are written; 10 bytes a weight for bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,9 +23,11 @@ from evoalign.kernels.noise import (
     NORMALS_PER_BLOCK,
     Tuning,
     address,
+    addresses,
     eight,
     lines,
     places,
+    pointer,
     rounded,
     signed32,
     words,
@@ -32,7 +35,10 @@ from evoalign.kernels.noise import (
 
 TUNING = Tuning(block=256, warps=4)
 """Two Philox calls a thread: the loop over members hides the latency of the table."""
-_TILE = (32, 128)
+_ROWS, _WIDE, _LANES = 8, 4, 128
+"""A program of `_product` moves `_ROWS` rows of `_LANES * _WIDE` columns; a thread all rows of `_WIDE` columns."""
+_LINE = 32
+"""Numbers in a line of the cache, where factors begin."""
 
 
 def dense(
@@ -78,35 +84,88 @@ def dense(
             )  # fmt: skip
 
 
-def product(
-    master: torch.Tensor,
-    served: torch.Tensor | None,
-    start: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    weights: tuple[float, ...],
-    count: int,
-    step: float,
-    decay: float,
-) -> None:
-    """Move a matrix of the mean by sum_m weight_m b_m a_m, with contiguous factors `a` [M, R, in] and `b` [M, out, R].
+def room(terms: int, shapes: Sequence[tuple[int, int]]) -> int:
+    """Numbers that `terms` factors of matrices of these shapes take, and what a program may read beyond them."""
+    return sum(_lines(terms * n) for shape in shapes for n in shape) + _LANES * _WIDE
 
-    The products of one column and one row are added in order and without fused operations, so a shard of the matrix
-    gets the bits of the whole; a library's product promises neither. The arithmetic (two operations a product) takes
-    no longer than the memory traffic up to about M * R = 30.
+
+def split(
+    memory: torch.Tensor, terms: int, shapes: Sequence[tuple[int, int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Places for the factors of each matrix in float32 memory of that room: [terms, rows] and [terms, columns]."""
+    sizes = [n for shape in shapes for n in shape]
+    pieces = memory.split([*(_lines(terms * n) for n in sizes), _LANES * _WIDE])
+    views = [p[: terms * n].view(terms, n) for p, n in zip(pieces, sizes, strict=False)]
+    return list(zip(views[::2], views[1::2], strict=True))
+
+
+def _lines(numbers: int) -> int:
+    return -(-numbers // _LINE) * _LINE
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the mean [rows, columns], or a part of one, and the factors of its move.
+
+    `master` and `start` are float32; `served` gets the master rounded to its dtype. `left` [K, rows] and `right`
+    [K, columns] come from `split`.
     """
-    rows, columns = master.shape
-    numbers, weight = factors((1 / count, step, decay), master.device), factors(weights, master.device)
-    out = master if served is None else served
-    anchor = master if start is None else start
-    across = triton.cdiv(columns, _TILE[1])
-    with on(master.device):
-        _product[(triton.cdiv(rows, _TILE[0]) * across,)](
-            master, out, anchor, a, b, weight, numbers, len(weights), rows, columns, across,
-            master.stride(0), master.stride(1), out.stride(0), out.stride(1), anchor.stride(0), anchor.stride(1),
-            RANK=a.shape[1], SERVED=served is not None, DECAY=start is not None and decay != 0,
-            ROWS=_TILE[0], COLUMNS=_TILE[1], SOFT=interpreted(), num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+
+    master: torch.Tensor
+    served: torch.Tensor | None
+    start: torch.Tensor | None
+    left: torch.Tensor
+    right: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the kernel reads and writes; the master stands for what there is not."""
+        others = (self.master if t is None else t for t in (self.served, self.start))
+        return self.master, *others, self.left, self.right
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Matrices of the same layout share a launch."""
+        views = tuple((t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in self.tensors)
+        return self.master.shape, self.served is None, self.start is None, views
+
+
+class Products:
+    """Moves of many matrices by sums of products, with a launch for each layout in memory.
+
+    The tensors' addresses are written to the device once, so they have to stay where they are.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices, self._device = tuple(matrices), matrices[0].master.device
+        groups: dict[tuple[object, ...], list[tuple[Matrix, list[int]]]] = {}
+        for row, matrix in enumerate(self._matrices):
+            where = [*(t.data_ptr() for t in matrix.tensors), row]
+            groups.setdefault(matrix.layout, []).append((matrix, where))
+        self._groups = [(found[0][0], addresses([w for _, w in found], self._device)) for found in groups.values()]
+
+    def move(self, terms: int, count: int, steps: Sequence[float], decay: float) -> None:
+        """Each matrix by its step / count times sum_k left[k] right[k] over the first `terms` factors, and decay.
+
+        The products of one column and one row are added in order and without fused operations, so a shard of the
+        matrix gets the bits of the whole; a library's product promises neither. The arithmetic (two operations a
+        product) takes no longer than the memory traffic up to about 30 terms.
+        """
+        numbers = torch.tensor([(1 / count, step, decay) for step in steps], dtype=torch.float64)
+        numbers = numbers.to(torch.float32).to(self._device)
+        for first, where in self._groups:
+            (rows, columns), (master, served, start, factors, _) = first.master.shape, first.tensors
+            down, across = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _LANES * _WIDE)
+            with on(self._device):
+                _product[(len(where) * down * across,)](
+                    master, served, start, factors, where, numbers, terms, rows, columns, down, across,
+                    master.stride(0), master.stride(1), served.stride(0), served.stride(1),
+                    start.stride(0), start.stride(1),
+                    SERVED=first.served is not None, DECAY=first.start is not None and decay != 0,
+                    EVEN=all(t.data_ptr() % 16 == 0 for t in first.tensors),
+                    ROWS=_ROWS, WIDE=_WIDE, LANES=_LANES, SOFT=interpreted(),
+                    num_warps=_LANES // 32, enable_fp_fusion=False,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "chunks", "members"])
@@ -132,32 +191,36 @@ def _dense(
     _move(master + at, served + of_served, anchor + of_anchor, total, numbers, inside, SERVED, DECAY, SOFT)
 
 
-@triton.jit(do_not_specialize=["members", "across"])
+@triton.jit(do_not_specialize=["terms", "down", "across"])
 def _product(
-    master, served, anchor, a, b, weights, numbers, members, rows, columns, across,
+    master, served, anchor, factors, matrices, numbers, terms, rows, columns, down, across,
     master_row, master_column, served_row, served_column, anchor_row, anchor_column,
-    RANK: tl.constexpr, SERVED: tl.constexpr, DECAY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
+    SERVED: tl.constexpr, DECAY: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    r = (program // across) * ROWS + tl.arange(0, ROWS)
-    c = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    m = 0
-    while m < members:
-        weight = tl.load(weights + m)
-        for k in tl.static_range(RANK):
-            left = tl.load(b + r * RANK + k, mask=r < rows, other=0.0).to(tl.float32) * weight
-            right = tl.load(a + k * columns + c, mask=c < columns, other=0.0).to(tl.float32)
-            total = total + left[:, None] * right[None, :]
-        a += RANK * columns
-        b += RANK * rows
-        m += 1
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    r = r.to(tl.int64)
-    at = r[:, None] * master_row + c[None, :] * master_column
-    of_served = r[:, None] * served_row + c[None, :] * served_column
-    of_anchor = r[:, None] * anchor_row + c[None, :] * anchor_column
+    matrices += program // (down * across) * 6
+    program = program % (down * across)
+    master, served = pointer(matrices, master, EVEN), pointer(matrices + 1, served, EVEN)
+    anchor = pointer(matrices + 2, anchor, EVEN)
+    left, right = pointer(matrices + 3, factors, EVEN), pointer(matrices + 4, factors, EVEN)
+    # Programs that run at a time share their columns, and find those of `right` in the L1 cache.
+    r = (program % down) * ROWS + tl.arange(0, ROWS)
+    c = (program // down) * (LANES * WIDE) + tl.arange(0, LANES)[None, :] * WIDE + tl.arange(0, WIDE)[:, None]
+    # Lanes come last: Triton then leaves the first two dimensions of this to each thread, which so needs
+    # ROWS + WIDE numbers for ROWS * WIDE products.
+    total = tl.zeros((ROWS, WIDE, LANES), tl.float32)
+    k = 0
+    while k < terms:  # what lies beyond the matrix is read (see `room`), and never stored
+        total = total + tl.load(left + r)[:, None, None] * tl.load(right + c)[None, :, :]
+        left += rows
+        right += columns
+        k += 1
+    inside = (r < rows)[:, None, None] & (c < columns)[None, :, :]
+    r, c = r.to(tl.int64)[:, None, None], c[None, :, :]
+    at, of_served = r * master_row + c * master_column, r * served_row + c * served_column
+    of_anchor = r * anchor_row + c * anchor_column
+    numbers += tl.load(matrices + 5) * 3
     _move(master + at, served + of_served, anchor + of_anchor, total, numbers, inside, SERVED, DECAY, SOFT)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
-from evoalign.spaces.base import Adapter, Factors, Space
+from evoalign.spaces.base import Adapter, Factors, MeanPart, Slots, Space
 from evoalign.spaces.full import Full
 from evoalign.spaces.lora import Lora
 from evoalign.spaces.lowrank import LowRank
 
 SPACES: dict[str, type[Space]] = {cls.name: cls for cls in (Lora, LowRank, Full)}
 
-__all__ = ["SPACES", "Adapter", "Factors", "Space", "create"]
+__all__ = ["SPACES", "Adapter", "Factors", "MeanPart", "Slots", "Space", "create"]
 
 
 def create(config: Config) -> Space:

@@ -51,6 +51,30 @@ class Adapter:
     scaling: float
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where the factors of one linear weight go: those of member i to `a[i]` [R, in] and `b[i]` [out, R].
+
+    There may be more slots than members, with any strides. `slices` are the rows and columns of the weight in them.
+    """
+
+    module: str
+    slices: Slices
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MeanPart:
+    """A part of one tensor of the mean, as `Space.accumulate` takes it."""
+
+    name: str
+    slices: Slices
+    master: torch.Tensor
+    start: torch.Tensor | None = None
+    served: torch.Tensor | None = None
+
+
 class Space(ABC):
     """Base of all spaces: which tensors evolve, what a member is, how the mean moves."""
 
@@ -99,6 +123,28 @@ class Space(ABC):
         its strides: a [M, R, in] and b [M, out, R], of those slices.
         """
         raise NotImplementedError(f"space {self.name} has no adapters")
+
+    def writer(
+        self, layout: Layout, master: Master, slots: Sequence[Slots]
+    ) -> Callable[[Plan, Sequence[Member]], None]:
+        """A function that writes `adapter` of every member to slots 0, 1, ... of every weight, each generation anew.
+
+        What it needs of the slots and the mean it may look up once: they have to stay where they are.
+        """
+
+        def write(plan: Plan, members: Sequence[Member]) -> None:
+            for s in slots:
+                into = s.a[: len(members)], s.b[: len(members)]
+                self.adapter(layout, s.module, master, plan, members, s.slices, into)
+
+        return write
+
+    def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
+        """A function that does `accumulate` of all these parts, without an optimizer; None where no such one is faster.
+
+        What it needs of the parts it may look up once: they have to stay where they are.
+        """
+        return None
 
     def perturbed(
         self,
@@ -177,12 +223,8 @@ class Space(ABC):
         2605.30148, L2 form), is needed where `update.decay` is not 0. `served`, that part in the dtype it is served
         in, gets the rounded mean, on a GPU in the same pass.
         """
-        if not any(update.coefficients):
+        if not moves(update, start):
             return
-        if update.decay and start is None:
-            raise ConfigError(
-                f"an update decays by {update.decay:g}, and es.decay of its config is 0: altered by hand?"
-            )
         if optimizer is None and self.fused(master.device):
             self._accumulate_fused(layout, master, name, slices, update, start, served)
             return
@@ -223,12 +265,25 @@ def _key(layout: Layout, name: str) -> tuple[int, int]:
     return noise_source.key(layout.seed, "noise", name)
 
 
+def moves(update: Update, start: torch.Tensor | None) -> bool:
+    """Whether an update moves anything. Raises ConfigError where it decays to a `start` that nobody kept."""
+    if any(update.coefficients) and update.decay and start is None:
+        raise ConfigError(f"an update decays by {update.decay:g}, and es.decay of its config is 0: altered by hand?")
+    return any(update.coefficients)
+
+
 def pair_weights(update: Update) -> dict[int, float]:
     """Summed signed coefficient of each noise; zero sums are left out."""
     weights: dict[int, float] = {}
     for member, coefficient in zip(update.members, update.coefficients, strict=True):
         weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * coefficient
     return {k: w for k, w in weights.items() if w}
+
+
+def signed(widths: Sequence[float], members: Sequence[Member]) -> torch.Tensor:
+    """Each width with each member's sign: [K, M], float64, to be rounded once."""
+    signs = torch.tensor([m.sign for m in members], dtype=torch.float64)
+    return torch.outer(torch.tensor(widths, dtype=torch.float64), signs)
 
 
 def batched(items: Sequence[int], size: int) -> Iterator[list[int]]:

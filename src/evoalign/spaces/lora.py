@@ -9,12 +9,13 @@ is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per elemen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from evoalign import kernels
 from evoalign import noise as noise_source
-from evoalign.spaces.base import Adapter, Master, Space, check_rank, factor_slices, scales, targets
+from evoalign.spaces.base import Adapter, Master, Slots, Space, check_rank, factor_slices, scales, signed, targets
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 
@@ -72,6 +73,39 @@ class Lora(Space):
         a = self._factor(layout, factor_name(module, "A"), master, plan, members, of_a, into_a)
         b = self._factor(layout, factor_name(module, "B"), master, plan, members, of_b, into_b)
         return Adapter(a, b, layout.scaling)
+
+    def writer(
+        self, layout: Layout, master: Master, slots: Sequence[Slots]
+    ) -> Callable[[Plan, Sequence[Member]], None]:
+        """On a GPU, all factors that evolve by a launch for each shape."""
+        one_by_one = super().writer(layout, master, slots)
+        own = type(self).adapter is not Lora.adapter or type(self).noise is not Space.noise
+        if own or not slots or not kernels.available(slots[0].a.device):
+            return one_by_one
+        from evoalign.kernels.noise import Job, Jobs
+
+        factors = [
+            (layout[factor_name(s.module, factor)], part, out)
+            for s in slots
+            for factor, part, out in zip("AB", factor_slices(s.slices), (s.a, s.b), strict=True)
+        ]
+        frozen = [(master(t.name)[part], out) for t, part, out in factors if t in layout.frozen]
+        moving = [(t, part, out) for t, part, out in factors if t not in layout.frozen]
+        table, jobs = noise_source.table(slots[0].a.device), Jobs([
+            Job(noise_source.key(layout.seed, "noise", t.name), t.shape, noise_source.bounds_of(t.shape, part), out,
+                master(t.name)[part])
+            for t, part, out in moving
+        ])  # fmt: skip
+
+        def write(plan: Plan, members: Sequence[Member]) -> None:
+            if all(m.is_mean for m in members):
+                return one_by_one(plan, members)
+            for mean, out in frozen:
+                out[: len(members)].copy_(mean.expand(len(members), *mean.shape))
+            widths = signed([plan.sigma * t.scale for t, _, _ in moving], members)
+            return jobs.draw(table, plan.generation, [m.noise for m in members], widths)
+
+        return write
 
     def _factor(
         self,

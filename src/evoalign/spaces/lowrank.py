@@ -10,8 +10,9 @@ rounded factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -21,18 +22,38 @@ from evoalign.spaces.base import (
     Adapter,
     Factors,
     Master,
+    MeanPart,
+    Slots,
     Space,
     batched,
     check_rank,
     evolved,
     factor_slices,
+    moves,
     pair_weights,
     scales,
+    signed,
     targets,
 )
 from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
 
+if TYPE_CHECKING:
+    from evoalign.kernels.noise import Job, Jobs
+    from evoalign.kernels.update import Products
+
 _Factor: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+_ROOM = 1 << 25
+"""Numbers of all members' factors that an update holds at a time: 128 MiB, or the factors of the largest matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Matrices of the mean whose factors are drawn together, and then multiplied together."""
+
+    names: tuple[str, ...]
+    device: torch.device
+    factors: Jobs
+    products: Products
 
 
 class LowRank(Space):
@@ -138,12 +159,113 @@ class LowRank(Space):
         start: torch.Tensor | None,
         served: torch.Tensor | None,
     ) -> None:
-        from evoalign.kernels.update import product
+        from evoalign.kernels.update import Matrix, Products, room, split
 
         weights = self._weights(layout, name, update)
         factors = self._of_streams(layout, name, update, list(weights), slices, master.device)
-        step, size = update.step * layout[name].scale, len(update.members)
-        product(master, served, start, factors.a, factors.b, tuple(weights.values()), size, step, update.decay)
+        terms, shapes = len(weights) * layout.rank, [(master.shape[0], master.shape[1])]
+        memory = torch.empty(room(terms, shapes), dtype=torch.float32, device=master.device)
+        left, right = split(memory, terms, shapes)[0]
+        weight = kernels.factors(tuple(weights.values()), master.device)[:, None, None]
+        torch.mul(factors.b.to(torch.float32).mT, weight, out=left.view(-1, layout.rank, master.shape[0]))
+        right.view_as(factors.a).copy_(factors.a)
+        step = update.step * layout[name].scale
+        Products([Matrix(master, served, start, left, right)]).move(terms, len(update.members), [step], update.decay)
+
+    def writer(
+        self, layout: Layout, master: Master, slots: Sequence[Slots]
+    ) -> Callable[[Plan, Sequence[Member]], None]:
+        """On a GPU, all factors by a launch for each shape."""
+        one_by_one = super().writer(layout, master, slots)
+        if not (slots and kernels.available(slots[0].a.device) and self._has("adapter", "noise")):
+            return one_by_one
+        from evoalign.kernels.noise import Jobs
+
+        jobs = Jobs([job for s in slots for job in self._jobs(layout, s.module, s.slices, s.a, s.b)])
+        table, names = noise_source.table(slots[0].a.device), [s.module for s in slots]
+
+        def write(plan: Plan, members: Sequence[Member]) -> None:
+            if all(m.is_mean for m in members):
+                return one_by_one(plan, members)
+            widths = signed([plan.sigma * layout[n].scale / math.sqrt(layout.rank) for n in names], members)
+            return jobs.draw(table, plan.generation, [m.noise for m in members], _after_ones(widths))
+
+        return write
+
+    def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
+        """On a GPU, factors and products by a launch for each shape; the factors' memory is kept."""
+        fused = all(self.fused(p.master.device) for p in parts)
+        if not (parts and fused and self._has("accumulate", "noise")):
+            return None
+        made: dict[int, list[_Batch]] = {}
+
+        def move(update: Update) -> None:
+            if not all(moves(update, p.start) for p in parts):
+                return
+            if len(update.members) not in made:
+                made.clear()
+                made[len(update.members)] = self._batches(layout, parts, len(update.members))
+            for batch in made[len(update.members)]:
+                self._move(layout, batch, update)
+
+        return move
+
+    def _batches(self, layout: Layout, parts: Sequence[MeanPart], members: int) -> list[_Batch]:
+        """The parts, in order, so many at a time that their factors fit some memory, which they share."""
+        from evoalign.kernels.noise import Jobs
+        from evoalign.kernels.update import Matrix, Products, room, split
+
+        def shapes(some: Sequence[MeanPart]) -> list[tuple[int, int]]:
+            return [(p.master.shape[0], p.master.shape[1]) for p in some]
+
+        terms, groups = members * layout.rank, [[parts[0]]]
+        for part in parts[1:]:
+            if room(terms, shapes([*groups[-1], part])) > _ROOM:
+                groups.append([])
+            groups[-1].append(part)
+        rooms = [room(terms, shapes(group)) for group in groups]
+        memory = torch.empty(max(rooms), dtype=torch.float32, device=parts[0].master.device)
+        batches: list[_Batch] = []
+        for group, size in zip(groups, rooms, strict=True):
+            factors = split(memory[:size], terms, shapes(group))
+            jobs = [
+                job for p, (left, right) in zip(group, factors, strict=True)
+                for job in self._jobs(layout, p.name, p.slices, right.view(members, layout.rank, -1),
+                                      left.view(members, layout.rank, -1).mT)
+            ]  # fmt: skip
+            matrices = [Matrix(p.master, p.served, p.start, *places) for p, places in zip(group, factors, strict=True)]
+            batches.append(_Batch(tuple(p.name for p in group), memory.device, Jobs(jobs), Products(matrices)))
+        return batches
+
+    def _move(self, layout: Layout, batch: _Batch, update: Update) -> None:
+        """As `_accumulate_fused` of each part: the served factors, those of B weighted, and their products in order."""
+        pairs, scale = pair_weights(update), [layout[n].scale for n in batch.names]
+        coefficient = torch.tensor([*pairs.values()], dtype=torch.float64)
+        width = torch.tensor([update.sigma * s for s in scale], dtype=torch.float64)[:, None]
+        batch.factors.draw(
+            noise_source.table(batch.device),
+            update.generation,
+            list(pairs),
+            _after_ones((width / math.sqrt(layout.rank)).expand(-1, len(pairs))),
+            _after_ones(torch.where(width != 0, coefficient / width, 0.0)),  # no noise has no weight
+            layout.torch_dtype,
+        )
+        steps = [update.step * s for s in scale]
+        batch.products.move(len(pairs) * layout.rank, len(update.members), steps, update.decay)
+
+    def _jobs(self, layout: Layout, name: str, slices: Slices, a: torch.Tensor, b: torch.Tensor) -> list[Job]:
+        """What to draw of a matrix: the part of A to `a` [S, R, in], that of B to `b` [S, out, R]."""
+        from evoalign.kernels.noise import Job
+
+        factors, parts = self._factors(layout, name), factor_slices(slices)
+        return [
+            Job(key, shape, noise_source.bounds_of(shape, part), out)
+            for (key, shape), part, out in zip(factors, parts, (a, b), strict=True)
+        ]
+
+    def _has(self, *methods: str) -> bool:
+        """Whether these are the methods of this class, not those of one derived from it."""
+        return all(getattr(type(self), m) is getattr(LowRank, m) for m in methods)
 
     def _served(
         self,
@@ -176,3 +298,8 @@ class LowRank(Space):
             b_key, b_shape, generation, streams, widths, dtype=dtype, slices=of_b, device=device, out=into_b
         )
         return Adapter(a, b, 1.0)
+
+
+def _after_ones(of_b: torch.Tensor) -> torch.Tensor:
+    """Ones for A and these for B of each matrix: [K, M] -> [2 K, M]."""
+    return torch.stack((torch.ones_like(of_b), of_b), dim=1).flatten(0, 1)

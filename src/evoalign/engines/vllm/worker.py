@@ -7,7 +7,7 @@ regenerates the noise of its own parts. Methods that the driver calls begin with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from evoalign.engines.specs import mean_abs
 from evoalign.engines.vllm import population
 from evoalign.engines.vllm.shards import Shard, shards
 from evoalign.optimizer import Optimizer
-from evoalign.spaces.base import Space
+from evoalign.spaces.base import MeanPart, Slots, Space
 from evoalign.types import Layout, Member, Plan, Slices, Update
 
 SETTINGS = "evoalign"
@@ -51,6 +51,9 @@ class EvolvingWorker:
     _parts: list[Part]
     _shards: list[Shard]
     _slots: Mapping[str, population.Slot]
+    _places: Sequence[Slots]
+    _write: Callable[[Plan, Sequence[Member]], None]
+    _move: Callable[[Update], None] | None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's own, with the population path put in before the model is made and after it is filled."""
@@ -80,6 +83,9 @@ class EvolvingWorker:
         if slots:
             population.register(self.model_runner.lora_manager, slots)
             self._slots = population.stacked(self._model)
+            self._places = [self._place(m) for m in self._modules if m in self._slots]
+            self._write = space.writer(layout, self._by_name.__getitem__, self._places)
+        self._move = None if optimizer is not None else space.mover(layout, self._moving())
         kept = [t for p in self._parts for t in (p.master, p.start) if t is not None and t is not p.served]
         return {
             "device": str(self.device),
@@ -116,17 +122,28 @@ class EvolvingWorker:
             return torch.empty(served.shape, dtype=torch.float32, pin_memory=True).copy_(served)
         return served.to(torch.float32, copy=True)
 
+    def _place(self, module: str) -> Slots:
+        """The members' slots of one weight, without what pads them."""
+        slot, rank = self._slots[module], self._layout.rank
+        return Slots(module, (slot.rows, slot.columns), slot.a[:, 0, :rank], slot.b[:, 0, :, :rank])
+
+    def _moving(self) -> list[MeanPart]:
+        """The parts of the mean that updates move."""
+        moving = {t.name for t in self._layout.tensors}
+        return [
+            MeanPart(p.name, p.slices, p.master, p.start, None if p.served is p.master else p.served)
+            for p in self._parts
+            if p.name in moving
+        ]
+
     @torch.inference_mode()
     def es_put(self, plan: Plan, members: Sequence[Member]) -> None:
         """Write the members' factors into slots 0, 1, ..., in place: no file, no weights through the driver."""
-        rank, count, lookup = self._layout.rank, len(members), self._by_name.__getitem__
+        self._write(plan, members)
         fold = self._layout.scaling / population.scaling()
-        for module in self._modules:
-            slot = self._slots[module]
-            out = (slot.a[:count, 0, :rank], slot.b[:count, 0, :, :rank])
-            self._space.adapter(self._layout, module, lookup, plan, members, (slot.rows, slot.columns), out)
-            if fold != 1:  # stock kernels multiply by nothing
-                out[1].mul_(fold)
+        if fold != 1:  # stock kernels multiply by nothing
+            for place in self._places:
+                place.b[: len(members)].mul_(fold)
 
     @torch.inference_mode()
     def es_write(self, plan: Plan, member: Member | None) -> None:
@@ -145,6 +162,9 @@ class EvolvingWorker:
     @torch.inference_mode()
     def es_apply(self, update: Update) -> None:
         """Move this worker's parts of the mean and serve them."""
+        if self._move is not None:
+            self._move(update)
+            return
         moving = {t.name for t in self._layout.tensors}
         for part in self._parts:
             if part.name in moving:
