@@ -12,7 +12,7 @@ generation  Rollout, update and fingerprint of the population, against one membe
             adapter, and merged into the weights as one would without adapters (perturb, answer, next; the mean put
             back last). `full`, if asked for, is the second of these with dense noise, in an engine of its own.
 gap         What lies between two rollouts, by phase, the device synchronised around each: members' noise drawn and
-            written into their slots, update, fingerprint, prefix cache. Bytes that pass between driver and workers in
+            written into their slots, update, fingerprint. Bytes that pass between driver and workers in
             one generation, as the msgpack that vLLM itself sends to its engine (within one process nothing is encoded
             at all), and files opened for writing (Python's audit events) and bytes written (the kernel's count).
 memory      Bytes on the device of plain inference (no LoRA slots), against `lowrank` and `lora`, with the same cache.
@@ -110,7 +110,7 @@ class Run:
         from evoalign.types import MEAN
 
         for member in (*self.population, None):
-            self.engine._change(merge, self.plan(), member)
+            self.engine.rpc(merge, self.plan(), member)
             if member is not None:
                 yield from self.engine._ask([(MEAN, None)], self.requests)
         self.engine.apply(self.update())
@@ -172,11 +172,18 @@ def speed(ways: dict[str, Callable[[], Iterator[Any]]], served: v.Served, option
 def gap(run: Run, options: argparse.Namespace) -> None:
     """Seconds of each phase between two rollouts."""
     engine, served = run.engine, run.served
+
+    def put() -> object:
+        return engine.rpc("es_put", run.plan(), run.population)
+
+    def move() -> object:
+        return engine.rpc("es_apply", run.update())
+
     phases: dict[str, Callable[[], object]] = {
-        "noise drawn and written to the slots": lambda: engine.rpc("es_put", run.plan(), run.population),
-        "update": lambda: engine.rpc("es_apply", run.update()),
+        "noise drawn and written to the slots": put,
+        "update": move,
         "fingerprint": engine.fingerprint,
-        "prefix cache": engine.llm.reset_prefix_cache,
+        "noise, writing and update": lambda: (put(), move()),
     }
     for name, work in phases.items():
         work()

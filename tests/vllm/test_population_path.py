@@ -44,9 +44,9 @@ class PopulationWorker(Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self.asked = self.vllm_config.additional_config["population"]
-        population.install(**self.asked)
-        super().load_model(*args, **kwargs)
-        self.active = population.attach(self.model_runner.get_model(), self.model_runner)
+        with population.installed(**self.asked):
+            super().load_model(*args, **kwargs)
+            self.active = population.attach(self.model_runner.get_model(), self.model_runner)
 
     def es_register(self) -> population.Active:
         population.register(self.model_runner.lora_manager, MEMBERS)
@@ -54,7 +54,8 @@ class PopulationWorker(Worker):
 
     def es_write(self, seed: int, strength: float, shapes: dict[str, tuple[int, int]]) -> list[str]:
         """This rank's part of new factors for all members, in place: the same for a seed, whatever the form."""
-        fold, rank = strength * self.asked["scaling"] / population.scaling(), self.asked["rank"]
+        kernels = self.active.form != "stock"  # which multiply by `scaling` themselves
+        fold, rank = strength * (1.0 if kernels else self.asked["scaling"]), self.asked["rank"]
         slots = population.stacked(self.model_runner.get_model())
         for index, name in enumerate(sorted(slots)):
             slot, (out, inner) = slots[name], shapes[name]
@@ -119,7 +120,6 @@ def serve(
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        population.install("stock", 1, 1.0, fixed=False)
 
 
 def random_model(folder: Path, family: str, **more: Any) -> Path:

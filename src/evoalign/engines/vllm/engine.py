@@ -60,22 +60,20 @@ class VllmEngine:
         """The specs with their mean |W|. Raises ModelError where vLLM's model lacks a part of a tensor."""
         parts = [part for held in self.rpc("es_means") for part in held]
         wanted = {s.name: s.shape for s in specs}
-        counted, total = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0.0)
-        whole: dict[str, float] = {}
+        held: dict[str, list[tuple[int, float]]] = {name: [] for name in wanted}
         for name, shape, numbers, mean in parts:
             if wanted.get(name) == tuple(shape):
-                counted[name] += numbers
-                total[name] += numbers * mean
-                whole[name] = mean
+                held[name].append((numbers, mean))
+        whole: dict[str, float] = {}
         for name, shape in wanted.items():
-            numbers = math.prod(shape)
-            if counted[name] != numbers:
+            count = math.prod(shape)
+            if sum(numbers for numbers, _ in held[name]) != count:
                 raise ModelError(
                     f"engine vllm keeps {name} of model {self._config.model.name} in a form that ES cannot move "
                     "(quantised, or fused in a way that is not known); use engine transformers"
                 )
-            if sum(part[0] == name for part in parts) > 1:
-                whole[name] = total[name] / numbers
+            single = len(held[name]) == 1
+            whole[name] = held[name][0][1] if single else sum(n * mean for n, mean in held[name]) / count
         return [TensorSpec(s.name, s.shape, s.kind, s.layer, whole[s.name]) for s in specs]
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
@@ -87,7 +85,6 @@ class VllmEngine:
         if missing:
             raise ModelError(f"vLLM has no adapter slot for {missing[0]}; choose other target modules")
         self._space, self._layout, self.facts = space, layout, said[0]
-        self._has_optimizer = optimizer is not None
         return Facts(
             engine="vllm",
             device=said[0]["device"],
@@ -118,10 +115,10 @@ class VllmEngine:
             return
         try:
             for member in plan.members:
-                self._change("es_write", plan, member)
+                self.rpc("es_write", plan, member)
                 yield from self._ask([(member, None)], requests)
         finally:  # also where the rollout fails or is left half-way
-            self._change("es_write", plan, None)
+            self.rpc("es_write", plan, None)
 
     def _adapters(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """As many members as there are slots at once, all their requests in flight."""
@@ -134,21 +131,18 @@ class VllmEngine:
         for number, members in enumerate(pieces):
             if members:
                 self.rpc("es_put", plan, members)
-            serial = next(self._serial)
-            # A name of its own each time: what vLLM has cached of a prompt belongs to the adapter's name.
-            named = [(m, f"{serial}.{slot}") for slot, m in enumerate(members)]
+            named = [(m, slot) for slot, m in enumerate(members)]
             alone = [(m, None) for m in base] if number == 0 else []
             yield from self._ask([*named, *alone], requests)
 
-    def _ask(self, members: Sequence[tuple[Member, str | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
-        """Completions of all members, in one call; a member with no adapter's name is the served weights."""
+    def _ask(self, members: Sequence[tuple[Member, int | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Completions of all members, in one call; a member without a slot is the served weights."""
         from vllm.lora.request import LoRARequest
 
-        prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
+        salt = self._salt()
+        prompts = [{"prompt_token_ids": list(r.prompt_ids), "cache_salt": salt} for r in requests]
         sampling = [_sampling(r, self._tokens.stop_ids) for r in requests]
-        adapters = [
-            None if name is None else LoRARequest(name, slot + 1, FILE) for slot, (_, name) in enumerate(members)
-        ]
+        adapters = [None if slot is None else LoRARequest(f"member-{slot}", slot + 1, FILE) for _, slot in members]
         count = len(members)
         try:
             outputs = self.llm.generate(
@@ -164,12 +158,20 @@ class VllmEngine:
         for (member, request), output in zip(pairs, outputs, strict=True):
             yield self._rollout(member, request, output.outputs[0])
 
+    def _salt(self) -> str:
+        """What vLLM has computed of a prompt is found again under the same salt only: never with other weights."""
+        return str(next(self._serial))
+
     def _abort(self) -> None:
         """Leave nothing in flight after a failure or Ctrl-C: a later call would be answered with it."""
         engine = self.llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def _rollout(self, member: Member, request: Request, said: Any) -> Rollout:
+        if said.finish_reason not in ("stop", "length"):
+            raise EvoalignError(
+                f"vLLM gave up on a completion of member {member.index}: {said.finish_reason}; it is not scored"
+            )
         ids = tuple(said.token_ids)
         logprobs = None
         if request.logprobs:
@@ -179,7 +181,7 @@ class VllmEngine:
             request=request.index,
             token_ids=ids,
             text=self._tokens.decode(ids),
-            finish_reason="stop" if said.finish_reason == "stop" else "length",
+            finish_reason=said.finish_reason,
             logprobs=logprobs,
         )
 
@@ -196,7 +198,7 @@ class VllmEngine:
     def apply(self, update: Update) -> None:
         """Move the mean and serve it: served weights equal round(master)."""
         self._started()
-        self._change("es_apply", update)
+        self.rpc("es_apply", update)
 
     def fingerprint(self) -> str:
         """`weights_hash` of the master, summed where the weights are."""
@@ -240,7 +242,6 @@ class VllmEngine:
         for name, tensor in state.items():
             self.rpc("es_load", name, tensor)
         self.rpc("es_load_optimizer", dict(optimizer or {}))
-        self._forget()
 
     def close(self) -> None:
         """Free the model, the cache and, under tensor parallelism, the workers."""
@@ -257,18 +258,6 @@ class VllmEngine:
     def rpc(self, method: str, *arguments: object) -> list[Any]:
         """What each worker returns."""
         return self.llm.collective_rpc(method, args=arguments)
-
-    def _change(self, method: str, *arguments: object) -> None:
-        """A call after which the served weights are others."""
-        self.rpc(method, *arguments)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop what vLLM has computed of any prompt with the weights of before."""
-        if not self.llm.reset_prefix_cache():
-            raise EvoalignError(
-                "vLLM would not drop its prefix cache, which holds answers of other weights; start anew"
-            )
 
     def _started(self) -> Layout:
         if self._space is None:

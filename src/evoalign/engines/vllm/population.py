@@ -8,14 +8,14 @@ rewrites the slots in place. Three forms:
   stock    vLLM's own kernels and bookkeeping
 The first two also replace vLLM's bookkeeping at each step, which loads, evicts and sorts adapters.
 
-The worker calls `install` before the model loads, `attach` once it has and before graphs are captured, `register` after
-vLLM's warm-up, and writes to what `stacked` names.
+The worker loads the model within `installed`, calls `attach` there before graphs are captured, `register` after vLLM's
+warm-up, and writes to what `stacked` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -69,18 +69,20 @@ class Slot:
 _asked = Settings("stock", 1, 1.0, fixed=False)
 
 
-def install(form: Form, rank: int, scaling: float, fixed: bool) -> None:
-    """Make the models that load from now on take a form."""
+@contextmanager
+def installed(form: Form, rank: int, scaling: float, fixed: bool) -> Iterator[None]:
+    """Models that load in here take a form; others of this process stay as vLLM makes them."""
     global _asked
+    own = vars(current_platform).pop("get_punica_wrapper", None)
     _asked = Settings(form, rank, scaling, fixed)
-    vars(current_platform).pop("get_punica_wrapper", None)
     if form != "stock":
         current_platform.get_punica_wrapper = lambda: f"{__name__}.{Terms.__name__}"
-
-
-def scaling() -> float:
-    """What the kernels multiply every member's term by; stock ones by nothing."""
-    return 1.0 if _asked.form == "stock" else _asked.scaling
+    try:
+        yield
+    finally:
+        vars(current_platform).pop("get_punica_wrapper", None)
+        if own is not None:
+            current_platform.get_punica_wrapper = own
 
 
 class Terms:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import logging
-import math
 import os
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from evoalign import spaces
 from evoalign.config import Config
@@ -23,6 +23,8 @@ from evoalign.types import TensorSpec
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The releases of vLLM whose insides this package knows, both ends tested."""
+CPU_BATCH = 4096
+"""Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
 """Bytes for keys and values on a CPU, where vLLM would take most of the memory."""
 
@@ -32,14 +34,17 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
     check_version()
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
-    _environment(deterministic and not on_cpu)
+    _set_environment(deterministic and not on_cpu)
     _check_split(config, on_cpu)
+    if not on_cpu:
+        _check_invariance(deterministic)
     specs = specs_of_config(config)
     try:
         from vllm import LLM
 
         arguments = {**_model(config, path, on_cpu), **_room(config, on_cpu, specs), **_adapters(config, specs)}
-        return LLM(**arguments)
+        # A prompt found in the cache is computed in other pieces than one that is not.
+        return LLM(**arguments, enable_prefix_caching=not deterministic)
     except EvoalignError:
         raise
     except Exception as error:  # vLLM raises whatever its parts raise
@@ -74,14 +79,31 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _environment(batch_invariant: bool) -> None:
+_batch_invariant: list[bool] = []
+"""Whether engines on GPUs of this process are batch-invariant, once there was one."""
+
+
+def _set_environment(batch_invariant: bool) -> None:
     """vLLM reads these where it is imported and where an engine starts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: plans are handed over, not sent
-    os.environ["VLLM_BATCH_INVARIANT"] = "1" if batch_invariant else "0"
+    if batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # what its processes use to find each other
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start says little else than that all is well
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the caller's threads where they are
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _check_invariance(batch_invariant: bool) -> None:
+    """Raise ConfigError where an earlier engine has settled it: vLLM puts kernels of torch's in or not, for good."""
+    if not _batch_invariant:
+        _batch_invariant.append(batch_invariant)
+    if _batch_invariant != [batch_invariant]:
+        raise ConfigError(
+            f"deterministic: an engine on a GPU of this process started with {_batch_invariant[0]}, and vLLM settles "
+            f"that once; start a new process for {batch_invariant}"
+        )
 
 
 def _check_split(config: Config, cpu: bool) -> None:
@@ -90,21 +112,22 @@ def _check_split(config: Config, cpu: bool) -> None:
     there = size if cpu else torch.cuda.device_count()
     if size > there:
         raise ModelError(f"engine.tensor_parallel_size {size}: there are {there} GPUs here; lower it")
-    if text.num_attention_heads % size:
+    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if text.num_attention_heads % size or (keys % size and size % keys):
         raise ModelError(
-            f"engine.tensor_parallel_size {size} does not divide the {text.num_attention_heads} attention heads of "
-            f"model {config.model.name}; choose one that does"
+            f"engine.tensor_parallel_size {size} does not fit the {text.num_attention_heads} attention heads and "
+            f"{keys} key-value heads of model {config.model.name}; choose a divisor of both"
         )
 
 
 def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
     """Which model, how it is split and compiled."""
     wanted = settings(config)
-    dtype = ("float32" if cpu else "bfloat16") if config.model.dtype == "auto" else config.model.dtype
+    dtype = _dtype(config, cpu)
     worker = "cpu_worker.CpuWorker" if cpu else "worker.GpuWorker"
     adapted = spaces.create(config).carrier == "adapter"
     taken = form(config) if adapted else "stock"
-    if adapted and taken == "stock" and dtype == "float32" and not cpu:
+    if adapted and taken == "stock" and dtype == torch.float32 and not cpu:
         raise ConfigError(
             "on a GPU vLLM's own LoRA kernels take half precision only; set model.dtype bfloat16, or "
             f"engine.population auto and a rank up to {KERNEL_RANK}"
@@ -156,12 +179,19 @@ def _room(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
     }
     if cpu or wanted.kv_cache_gib is not None:
         room["kv_cache_memory_bytes"] = int((wanted.kv_cache_gib or CPU_CACHE / 2**30) * 2**30)
-    if not cpu:
-        total = torch.cuda.mem_get_info()[1]
-        share = wanted.gpu_memory_utilization - _beside(config, specs) / total
+    if cpu:
+        # vLLM cannot go on with a seeded completion whose prompt was computed in pieces on a CPU.
+        longest = wanted.max_model_len or model_config(config).get_text_config().max_position_embeddings
+        room |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(wanted.max_num_batched_tokens or CPU_BATCH, longest),
+        }
+    else:
+        total, beside = torch.cuda.mem_get_info()[1], _beside(config, specs)
+        share = wanted.gpu_memory_utilization - beside / total
         if share <= 0:
             raise ModelError(
-                f"the float32 mean of space {config.space.name} takes {_beside(config, specs) / 2**30:.1f} GiB and "
+                f"the float32 mean of space {config.space.name} takes {beside / 2**30:.1f} GiB and "
                 f"the GPU has {total / 2**30:.1f}; set engine.master host, or use space lora"
             )
         room["gpu_memory_utilization"] = share
@@ -171,42 +201,59 @@ def _room(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
 def _beside(config: Config, specs: list[TensorSpec]) -> int:
     """Bytes on each GPU that vLLM does not know of: the float32 mean, and the start for decay."""
     wanted, space = settings(config), spaces.create(config)
+    dtype = _dtype(config, cpu=False)
     if not space.evolves_model or wanted.master == "host":
         return 0
-    evolving = specs if space.carrier == "dense" else [s for s in specs if s.kind == "linear" and s.layer is not None]
-    copies = 1 + (config.es.decay > 0)
-    return 4 * copies * sum(math.prod(s.shape) for s in evolving) // wanted.tensor_parallel_size
+    own = not (space.carrier == "adapter" and dtype == torch.float32)  # else the served weights are the mean
+    copies = own + (config.es.decay > 0)
+    return 4 * copies * space.layout(specs, dtype).parameters // wanted.tensor_parallel_size
+
+
+def _dtype(config: Config, cpu: bool) -> torch.dtype:
+    automatic = "float32" if cpu else "bfloat16"
+    return getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
 
 
 def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
     """One slot a member, on the modules that evolve."""
     if spaces.create(config).carrier != "adapter":
         return {"enable_lora": False}
-    section = config.lora if config.space.name == "lora" else config.lowrank
-    linear = [s for s in specs if s.kind == "linear" and s.layer is not None]
-    modules = section.target_modules or sorted({module_of(s.name) for s in linear})
+    layout = spaces.create(config).layout(specs, _dtype(config, on_cpu()))
+    modules = sorted({module_of(t.module) for t in layout.tensors})
     return {
         "enable_lora": True,
         "max_loras": room(config),
         "max_cpu_loras": room(config),
         "max_lora_rank": slot_rank(rank(config)),
-        "lora_target_modules": list(modules),
+        "lora_target_modules": modules,
     }
 
 
 def _plainly(config: Config, error: Exception) -> str:
     """Why vLLM does not start, and what to do."""
-    said, wanted = " ".join(str(error).split()), settings(config)
+    said, wanted = _reason(error), settings(config)
     low = said.lower()
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in low or "memory" in low:
+    if "max_model_len" in low or "max seq len" in low or "maximum model length" in low:
+        return f"engine vllm: {said}; set engine.max_model_len to the longest prompt and completion together"
+    if ("kv cache" in low or "cache blocks" in low) and wanted.kv_cache_gib is not None:
+        return f"engine vllm: {said}; raise engine.kv_cache_gib, which is {wanted.kv_cache_gib:g}"
+    if isinstance(error, torch.OutOfMemoryError) or "memory" in low:
         return (
-            f"engine vllm does not fit the memory ({why_not(error)}); lower engine.gpu_memory_utilization if others "
+            f"engine vllm does not fit the memory ({said}); lower engine.gpu_memory_utilization if others "
             "use the GPU, engine.max_model_len or engine.max_num_seqs if not, or raise engine.tensor_parallel_size"
         )
-    if "max_model_len" in low or "max seq len" in low:
-        return f"engine vllm: {why_not(error)}; set engine.max_model_len"
+    if "max_num_batched_tokens" in low:
+        return f"engine vllm: {said}; raise engine.max_num_batched_tokens, or leave it to vLLM"
     if "does not support lora" in low or "not supported for now" in low or "are not supported" in low:
-        return f"model {config.model.name} is not one that vLLM adapts ({why_not(error)}); use engine transformers"
+        return f"model {config.model.name} is not one that vLLM adapts ({said}); use engine transformers"
     if "workerproc" in low:
         return f"engine.tensor_parallel_size {wanted.tensor_parallel_size}: a worker does not start, and says above why"
-    return f"model {config.model.name} does not start on engine vllm: {why_not(error)}"
+    return f"model {config.model.name} does not start on engine vllm: {said}"
+
+
+def _reason(error: Exception) -> str:
+    """One line: of a refused setting what is wrong with it, of anything else its first sentence."""
+    if isinstance(error, ValidationError):
+        return error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    line = why_not(error)
+    return line.split(". ")[0] if len(line) > 160 else line

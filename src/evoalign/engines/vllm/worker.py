@@ -7,7 +7,9 @@ regenerates the noise of its own parts. Methods that the driver calls begin with
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +60,11 @@ class EvolvingWorker:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's own, with the population path put in before the model is made and after it is filled."""
         wanted = self.vllm_config.additional_config[SETTINGS]
-        if current_platform.is_cpu():
-            _keep_plain_weights()
-        population.install(**wanted)
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self._model = self.model_runner.get_model()
-        self._form, self._why = population.attach(self._model, self.model_runner)
+        with population.installed(**wanted), _plain_weights():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+            self._model = self.model_runner.get_model()
+            self._form, self._why = population.attach(self._model, self.model_runner)
+        self._multiplied = 1.0 if self._form == "stock" else wanted["scaling"]
         self._shards = shards(self._model)
 
     @torch.inference_mode()
@@ -85,7 +86,8 @@ class EvolvingWorker:
             self._slots = population.stacked(self._model)
             self._places = [self._place(m) for m in self._modules if m in self._slots]
             self._write = space.writer(layout, self._by_name.__getitem__, self._places)
-        self._move = None if optimizer is not None else space.mover(layout, self._moving())
+        away = any(p.master.device.type != self.device.type for p in self._parts)
+        self._move = None if optimizer is not None or away else space.mover(layout, self._moving())
         kept = [t for p in self._parts for t in (p.master, p.start) if t is not None and t is not p.served]
         return {
             "device": str(self.device),
@@ -101,7 +103,7 @@ class EvolvingWorker:
         moving = {t.name for t in self._layout.tensors}
         for name, shape, slices, served, counts in self._evolved():
             master = self._master_of(name, served)
-            start = master.clone() if keep_start and name in moving else None
+            start = _like(master) if keep_start and name in moving else None
             yield Part(name, shape, slices, master, served, start, counts)
 
     def _evolved(self) -> Iterator[tuple[str, tuple[int, ...], Slices, torch.Tensor | None, bool]]:
@@ -119,7 +121,7 @@ class EvolvingWorker:
         if served.dtype == torch.float32 and self._space.carrier == "adapter":
             return served  # served in float32 and never perturbed in place: its own master
         if self._host and served.is_cuda:
-            return torch.empty(served.shape, dtype=torch.float32, pin_memory=True).copy_(served)
+            return _pinned(served.shape).copy_(served)
         return served.to(torch.float32, copy=True)
 
     def _place(self, module: str) -> Slots:
@@ -140,8 +142,8 @@ class EvolvingWorker:
     def es_put(self, plan: Plan, members: Sequence[Member]) -> None:
         """Write the members' factors into slots 0, 1, ..., in place: no file, no weights through the driver."""
         self._write(plan, members)
-        fold = self._layout.scaling / population.scaling()
-        if fold != 1:  # stock kernels multiply by nothing
+        fold = self._layout.scaling / self._multiplied
+        if fold != 1:  # stock kernels multiply by nothing; B is rounded once more, unless this is a power of two
             for place in self._places:
                 place.b[: len(members)].mul_(fold)
 
@@ -184,8 +186,12 @@ class EvolvingWorker:
             master.copy_(on_device)
 
     def _blocks(self, part: Part) -> Iterator[tuple[Slices, Slices]]:
-        """Pieces of a part, as they lie in it and in the whole tensor: the same as the in-process engine takes."""
-        if self._optimizer is not None or self._space.fused(self.device):
+        """Pieces of a part, as they lie in it and in the whole tensor: the same as the in-process engine takes.
+
+        Of a mean in host memory small ones, since each is on the device for a moment.
+        """
+        here = part.master.device.type == self.device.type
+        if self._optimizer is not None or (here and self._space.fused(self.device)):
             yield tuple(slice(0, n) for n in part.master.shape), part.slices
             return
         for here in noise.row_blocks(part.master.shape):
@@ -195,7 +201,14 @@ class EvolvingWorker:
     @torch.inference_mode()
     def es_sums(self) -> list[tuple[str, tuple[int, ...], int]]:
         """Of each part that counts: its tensor's name and shape, and its share of the hash."""
-        return [(p.name, p.shape, tensor_sum(p.master, p.shape, p.slices)) for p in self._parts if p.counts]
+        return [(p.name, p.shape, self._sum(p)) for p in self._parts if p.counts]
+
+    def _sum(self, part: Part) -> int:
+        """A mean in host memory is read block by block where it is fast to sum."""
+        if part.master.device.type == self.device.type:
+            return tensor_sum(part.master, part.shape, part.slices)
+        blocks = self._blocks(part)
+        return sum(tensor_sum(part.master[here].to(self.device), part.shape, slices) for here, slices in blocks)
 
     @torch.inference_mode()
     def es_state(self, name: str) -> list[tuple[Slices, torch.Tensor]]:
@@ -235,12 +248,6 @@ class EvolvingWorker:
                     found.append((order, inside, values))
         return found
 
-    def es_memory(self) -> tuple[int, int]:
-        """Bytes of device memory in use and at most in use, by torch's count; zeros on the CPU."""
-        if self.device.type != "cuda":
-            return 0, 0
-        return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-
     def es_synchronize(self) -> None:
         """Wait for the device, so that a clock on the host tells what has been done."""
         if self.device.type == "cuda":
@@ -260,14 +267,36 @@ def _inside(places: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tenso
     return where, local[where]
 
 
-def _keep_plain_weights() -> None:
+def _pinned(shape: Sequence[int]) -> torch.Tensor:
+    """float32 host memory that the device reads at full speed. torch's own way rounds sizes up to a power of two."""
+    tensor = torch.empty(tuple(shape), dtype=torch.float32)
+    runtime: Any = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(tensor.data_ptr(), 4 * tensor.numel(), 0)) == 0:  # else it is only slower
+        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
+    return tensor
+
+
+def _like(master: torch.Tensor) -> torch.Tensor:
+    """A copy where the master lies."""
+    return master.clone() if master.is_cuda or not torch.cuda.is_available() else _pinned(master.shape).copy_(master)
+
+
+@contextmanager
+def _plain_weights() -> Iterator[None]:
     """On a CPU vLLM packs each matrix for its own product and drops the weight; ES has to see and move it."""
+    if not current_platform.is_cpu():
+        yield
+        return
     import vllm.model_executor.layers.utils as layers
 
     def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    layers.dispatch_cpu_unquantized_gemm = plain
+    own, layers.dispatch_cpu_unquantized_gemm = layers.dispatch_cpu_unquantized_gemm, plain
+    try:
+        yield
+    finally:  # another engine of this process may want vLLM as it is
+        layers.dispatch_cpu_unquantized_gemm = own
 
 
 class GpuWorker(EvolvingWorker, Worker):
