@@ -5,7 +5,7 @@ The weights are random, served in bfloat16 from a float32 master; no model is lo
 `--repeats` calls after two that warm up, by CUDA events on a GPU. Bytes are what an operation has to move at least; the
 share is its bytes a second over those of a plain copy measured in the same run.
 
-    python benchmarks/dense.py [--device cuda] [--layers 28] [--width 3584] [--json FILE]
+    python benchmarks/dense.py [--device cuda] [--layers 28] [--width 3584] [--only full|lowrank] [--json FILE]
 
 `--variants` measures layouts of the kernels on one matrix, to choose `TUNING` by.
 """
@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from evoalign import kernels, noise, spaces
 from evoalign.config import from_dict
 from evoalign.engines.base import weights_hash
-from evoalign.spaces import Space
+from evoalign.spaces import LowRank, MeanPart, Slots, Space
 from evoalign.types import Layout, Plan, Slices, TensorSpec, Update, population
 
 HIDDEN = 3584
@@ -85,6 +86,7 @@ class Bench:
         self.served = {name: tensor.bfloat16() for name, tensor in self.master.items()}
         self.rows: list[Row] = []
         self.copied = 0.0  # bytes a second
+        self.cycles: dict[str, Any] = {}
 
     def space(self, name: str) -> tuple[Space, Layout]:
         """A space and what evolves in it."""
@@ -176,26 +178,69 @@ class Bench:
         return iter([tuple(slice(0, n) for n in shape)]) if space.fused(self.device) else noise.row_blocks(shape)
 
     def lowrank(self) -> None:
-        """Members' factors, and the update from them: 10 bytes a weight."""
+        """Members' factors into slots, and the update from them: 10 bytes a weight."""
         space, layout = self.space("lowrank")
         members, count = population(self.options.members), layout.parameters
         plan = Plan(1, SIGMA, members)
         factors = sum(sum(t.shape) for t in layout.tensors) * len(members)
-
-        def adapters() -> None:
-            for t in layout.tensors:
-                space.adapter(layout, t.name, self.master.__getitem__, plan, members)
-
-        self.add(f"lowrank factors, N = {len(members)}, rank 1", adapters, factors, 2 * factors)
-        self.add(f"update lowrank, N = {len(members)}, rank 1", lambda: self.update(space, layout), count, 10 * count)
+        slots = [
+            Slots(
+                t.name,
+                tuple(slice(0, n) for n in t.shape),
+                torch.zeros(len(members), 1, t.shape[1], dtype=torch.bfloat16, device=self.device),
+                torch.zeros(len(members), t.shape[0], 1, dtype=torch.bfloat16, device=self.device),
+            )
+            for t in layout.tensors
+        ]
+        write, size = space.writer(layout, self.master.__getitem__, slots), f"N = {len(members)}, rank 1"
+        self.add(f"lowrank factors, {size}", lambda: write(plan, members), factors, 2 * factors)
         if kernels.available(self.device):
+            self._together(size, factors, count)
             available, kernels.available = kernels.available, lambda device: False
             try:
-                self.add(
-                    "  the same by the library's product", lambda: self.update(space, layout), count, 10 * count, 3
-                )
+                self.add("  the same by the library's product", lambda: self.update(space, layout), count, 10 * count,
+                         3)  # fmt: skip
             finally:
                 kernels.available = available
+        else:
+            self.add(f"update lowrank, {size}", lambda: self.update(space, layout), count, 10 * count)
+        self.add("fingerprint of these weights", lambda: weights_hash((t.name, self.master[t.name])
+                 for t in layout.tensors), count, 4 * count)  # fmt: skip
+
+    def _together(self, size: str, factors: int, count: int) -> None:
+        """The update of all matrices by a few launches, and its two phases."""
+        from evoalign.kernels import update as kernel
+
+        space, layout = self.space("lowrank")
+        assert isinstance(space, LowRank)
+        parts = [
+            MeanPart(t.name, tuple(slice(0, n) for n in t.shape), self.master[t.name], None, self.served[t.name])
+            for t in layout.tensors
+        ]
+        members = population(self.options.members)
+        coefficients = tuple(math.sin(7 * m.index + 1) for m in members)
+        update, table = Update(0, 1, members, coefficients, SIGMA, STEP), noise.table(self.device)
+        move = space.mover(layout, parts)
+        assert move is not None
+        self.add(f"update lowrank, {size}", lambda: move(update), count, 10 * count)
+        as_set = kernel._ROWS, kernel._WIDE, kernel._LANES
+        for tile in (as_set, *(TILES if self.options.variants else ())):
+            kernel._ROWS, kernel._WIDE, kernel._LANES = tile
+            batches = space._batches(layout, parts, len(members))
+            ones = [torch.ones(2 * len(b.names), len(members), dtype=torch.float64) for b in batches]
+
+            def draw(batches: list[Any] = batches, ones: list[torch.Tensor] = ones) -> None:
+                for batch, one in zip(batches, ones, strict=True):
+                    batch.factors.draw(table, 1, range(len(members)), one, one, torch.bfloat16)
+
+            def multiply(batches: list[Any] = batches) -> None:
+                for batch in batches:
+                    batch.products.move(len(members), len(members), [1e-9] * len(batch.names), 0.0)
+
+            if tile == as_set:
+                self.add("  its factors", draw, factors, 4 * factors)
+            self.add(f"  its products, {tile[0]} rows of {tile[1]} x {tile[2]}", multiply, count, 10 * count)
+        kernel._ROWS, kernel._WIDE, kernel._LANES = as_set
 
     def rates(self, variants: bool) -> None:
         """Normals a second: written as bfloat16, and summed over members in registers."""
@@ -234,6 +279,8 @@ VARIANTS = (
     (256, 4, False, True), (256, 8, True, False), (512, 4, True, False), (512, 8, True, False), (1024, 8, True, False),
 )  # fmt: skip
 """Philox calls a program, warps, half the table or all of it, evict last."""
+TILES = ((16, 4, 128), (8, 4, 64), (16, 4, 64), (8, 4, 256), (4, 4, 128))
+"""Rows a program of the product moves, columns a thread, threads."""
 
 
 def main() -> None:
@@ -247,14 +294,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--copy-mib", type=int, default=4096)
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--only", choices=("full", "lowrank"), help="measure this space alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     started = time.perf_counter()
     bench = Bench(options)
     bench.copy()
-    bench.rates(options.variants)
-    bench.dense()
-    bench.lowrank()
+    if options.only != "lowrank":
+        bench.rates(options.variants)
+        bench.dense()
+    if options.only != "full":
+        bench.lowrank()
     hardware = torch.cuda.get_device_name() if bench.device.type == "cuda" else platform.processor() or "CPU"
     weights = sum(t.numel() for t in bench.master.values())
     print(f"\n{hardware}, torch {torch.__version__}; {weights:,} weights; median of {options.repeats}\n")
@@ -263,12 +313,12 @@ def main() -> None:
         print(f"| {row.name} | {row.seconds * 1e3:.2f} | {row.numbers / row.seconds / 1e9:.1f} | {row.bytes / 1e9:.2f} "
               f"| {row.bytes / row.seconds / 1e9:.0f} | {100 * row.share_of_copy:.0f} % |")  # fmt: skip
     total = time.perf_counter() - started
-    print(f"\n{options.cycles} cycles: {bench.cycles}; all of it took {total:.1f} s")
+    print(f"\ncycles: {bench.cycles or 'none'}; all of it took {total:.1f} s")
     if options.json:
         found = {"hardware": hardware, "torch": torch.__version__, "weights": weights, "seconds": total,
                  "rows": [asdict(r) for r in bench.rows], **bench.cycles}  # fmt: skip
         options.json.write_text(json.dumps(found, indent=1))
-    if not bench.cycles["hash_equal"]:
+    if not bench.cycles.get("hash_equal", True):
         raise SystemExit("the served weights are not what they were: see above")
 
 

@@ -179,6 +179,73 @@ def test_lowrank_updates_are_the_ordered_sum(in_torch):
     assert float((library - move).norm() / move.norm()) < 1e-4
 
 
+MANY = [(512, 768), (515, 776), (512, 768), (1200, 64), (64, 1200), (515, 776), (1, 33)]
+
+
+def many(space, rank):
+    made = spaces.create(from_dict({
+        "seed": 7, "space": space, "es": {"noise_multiplier": 0.3}, "lowrank": {"rank": rank},
+        "lora": {"rank": rank, "evolve": "ab"},
+    }))  # fmt: skip
+    specs = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.01 * (1 + i)) for i, s in enumerate(MANY)]
+    return made, made.layout(specs, torch.bfloat16), [s for s in specs if rank <= min(s.shape)]
+
+
+def cut_of(shape, sharded):
+    """All of a matrix, or rows and columns as a rank of several would have them, not all aligned."""
+    return tuple(slice(n // 3, n // 3 + max(1, n // 2)) if sharded else slice(0, n) for n in shape)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("rank", "pad"), [(1, 0), (1, 7), (2, 0), (8, 0), (8, 8)])
+@pytest.mark.parametrize("space", ["lowrank", "lora"])
+def test_factors_of_all_matrices_at_once(space, rank, pad, sharded):
+    made, layout, specs = many(space, rank)
+    means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
+    there = {name: mean.cuda() for name, mean in means.items()}
+    members = (*(Member(i, i * 97, 1 - 2 * (i % 2)) for i in range(29)), Member(29, LAST, 1))
+    slots = []
+    for s in specs:
+        rows, columns = cut_of(s.shape, sharded)
+        a = torch.full((32, 1, rank + pad, columns.stop - columns.start), 7.0, dtype=torch.bfloat16, device="cuda")
+        b = torch.full((32, 1, rows.stop - rows.start, rank + pad), 7.0, dtype=torch.bfloat16, device="cuda")
+        slots.append(spaces.Slots(s.name, (rows, columns), a[:, 0, :rank], b[:, 0, :, :rank]))
+    write = made.writer(layout, there.__getitem__, slots)
+    for generation in (3, LAST):
+        plan = Plan(generation, 0.01, members)
+        write(plan, members)
+        for s in slots:
+            want = made.adapter(layout, s.module, means.__getitem__, plan, members, s.slices)
+            assert same(s.a[:30], want.a) and same(s.b[:30], want.b), s.module
+            assert bool((s.a[30:] == 7).all()) and bool((s.b[30:] == 7).all())
+
+
+@pytest.mark.parametrize("memory", [1, 1 << 25], ids=["one at a time", "all"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 8])
+def test_moves_of_all_matrices_at_once(monkeypatch, rank, sharded, memory):
+    """Against each matrix alone, whole: so shards have the bits of the whole as well."""
+    monkeypatch.setattr(spaces.lowrank, "_ROOM", memory)
+    made, layout, specs = many("lowrank", rank)
+    kept = {s.name: [random(s.shape, i).cuda(), random(s.shape, 50 + i).cuda()] for i, s in enumerate(specs)}
+    served = {s.name: torch.zeros(s.shape, dtype=torch.bfloat16, device="cuda") for s in specs}
+    alone = {name: master.clone() for name, (master, _) in kept.items()}
+    cuts = {s.name: cut_of(s.shape, sharded) for s in specs}
+    move = made.mover(layout, [
+        spaces.MeanPart(n, cut, kept[n][0][cut], kept[n][1][cut], served[n][cut]) for n, cut in cuts.items()
+    ])  # fmt: skip
+    for up in (update(30, 0.125), update(29), update(30)):
+        move(up)
+        for name, cut in cuts.items():
+            whole = tuple(slice(0, n) for n in alone[name].shape)
+            made.accumulate(layout, alone[name], name, whole, up, kept[name][1])
+            assert same(kept[name][0][cut], alone[name][cut]), name
+            assert same(served[name][cut], alone[name][cut].bfloat16())
+            outside = torch.ones(alone[name].shape, dtype=torch.bool, device="cuda")
+            outside[cut] = False
+            assert not served[name][outside].any()
+
+
 @pytest.mark.parametrize("dtype", BITS)
 def test_members_straight_into_served_weights(dtype):
     made, layout = make("full")

@@ -22,7 +22,7 @@ def test_it_measures_and_writes_what_it_found(tmp_path):
     names = [row["name"] for row in result["rows"]]
     assert [n.split(",")[0] for n in names] == [
         "plain copy", "perturb (one member)", "restore", "update full", "fingerprint", "lowrank factors",
-        "update lowrank",
+        "update lowrank", "fingerprint of these weights",
     ]  # fmt: skip
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in result["rows"])
     for row in result["rows"]:

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many matrices by a few launches: the bits that each alone gets, and nothing beside them touched."""
+
+import numpy as np
+import pytest
+import torch
+
+from evoalign import noise, spaces
+from evoalign.config import from_dict
+from evoalign.errors import ConfigError
+from evoalign.spaces import Lora, LowRank, MeanPart, Slots
+from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
+
+SHAPES = [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)]
+SPECS = [TensorSpec(f"layers.{i}.w.weight", s, "linear", i // 2, 0.1 * (1 + i // 2)) for i, s in enumerate(SHAPES)]
+WHOLE = {s.name: (slice(0, s.shape[0]), slice(0, s.shape[1])) for s in SPECS}
+ROWS = {n: (slice(r.stop // 4, r.stop // 2), c) for n, (r, c) in WHOLE.items()}
+COLUMNS = {n: (r, slice(c.stop // 2, c.stop)) for n, (r, c) in WHOLE.items()}
+MEMBERS = (Member(0, 7, 1), Member(1, 7, -1), Member(2, 2**32 - 1, 1), MEAN)
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+VARIANTS = ("lowrank", "lora", "lora, ab")
+
+
+def make(variant, rank, dtype=torch.bfloat16, specs=SPECS):
+    name, _, evolve = variant.partition(", ")
+    made = spaces.create(from_dict({
+        "seed": 7, "space": name, "es": {"noise_multiplier": 0.3}, "lowrank": {"rank": rank},
+        "lora": {"rank": rank, "evolve": evolve or "b", "alpha": 5},
+    }))  # fmt: skip
+    return made, made.layout(specs, dtype)
+
+
+def random(shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.02, shape).astype(np.float32))
+
+
+def same(got, want):
+    return torch.equal(got.contiguous().view(BITS[got.dtype]), want.contiguous().view(BITS[want.dtype]))
+
+
+def slots_of(layout, cut, pad, rank, count=6):
+    """As in an engine: more slots than members, of a padded rank, filled with 7."""
+    for name, (rows, columns) in cut.items():
+        a = torch.full((count, 1, rank + pad, columns.stop - columns.start), 7.0, dtype=layout.torch_dtype)
+        b = torch.full((count, 1, rows.stop - rows.start, rank + pad), 7.0, dtype=layout.torch_dtype)
+        yield Slots(name, (rows, columns), a[:, 0, :rank], b[:, 0, :, :rank])
+
+
+def count_launches(monkeypatch, module, kernel):
+    """The number of launches of a kernel, in a list."""
+    launches, inner = [], getattr(module, kernel)
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return inner[grid]
+
+    monkeypatch.setattr(module, kernel, Counted())
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("rank", "pad", "cut", "dtype"),
+    [(1, 0, "whole", torch.bfloat16), (1, 7, "rows", torch.float32), (2, 0, "columns", torch.bfloat16),
+     (8, 0, "columns", torch.float16), (3, 5, "rows", torch.bfloat16)],
+)  # fmt: skip
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, rank, pad, dtype):
+    from evoalign.kernels import noise as kernel
+
+    space, layout = make(variant, rank, dtype)
+    cut = {"whole": WHOLE, "rows": ROWS, "columns": COLUMNS}[cut]
+    means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
+    slots = list(slots_of(layout, cut, pad, rank))
+    launches = count_launches(monkeypatch, kernel, "_scaled")
+    write = space.writer(layout, means.__getitem__, slots)
+    for generation, members in ((3, MEMBERS[1:]), (2**32 - 1, MEMBERS)):
+        plan = Plan(generation, 0.01, members)
+        del launches[:]
+        write(plan, members)
+        assert 0 < len(launches) < len(slots) * (2 if variant != "lora" else 1)
+        for s in slots:
+            want = space.adapter(layout, s.module, means.__getitem__, plan, members, s.slices)
+            assert same(s.a[: len(members)], want.a.expand(len(members), -1, -1)) and same(s.b[: len(members)], want.b)
+    for s in slots:
+        assert bool((s.a[len(MEMBERS) :] == 7).all()) and bool((s.b[len(MEMBERS) :] == 7).all())
+        for factor in (s.a, s.b):
+            stored = factor.untyped_storage()
+            whole = torch.tensor([], dtype=factor.dtype).set_(stored)
+            assert int((whole != 7).sum()) <= len(MEMBERS) * factor[0].numel()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_mean_alone_is_written_too(variant):
+    space, layout = make(variant, 2)
+    means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
+    slots = list(slots_of(layout, WHOLE, 0, 2))
+    space.writer(layout, means.__getitem__, slots)(Plan(0, 0.0, (MEAN,)), (MEAN,))
+    for s in slots:
+        want = space.adapter(layout, s.module, means.__getitem__, Plan(0, 0.0, (MEAN,)), (MEAN,), s.slices)
+        for factor, own in zip((s.a, s.b), (None, None) if want is None else (want.a, want.b), strict=True):
+            assert same(factor[:1], torch.zeros_like(factor[:1]) if own is None else own)
+            assert bool((factor[1:] == 7).all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_space_with_methods_of_its_own_keeps_them(variant):
+    """Whatever is derived from a space is asked, matrix by matrix."""
+    base = type(make(variant, 1)[0])
+    assert base in (Lora, LowRank)
+
+    class Still(base):
+        def adapter(self, layout, module, master, plan, members, slices=None, out=None):
+            return [factor.fill_(5.0) for factor in out or ()]
+
+    _, layout = make(variant, 2)
+    space = Still(make(variant, 2)[0].config)
+    slots = list(slots_of(layout, WHOLE, 0, 2))
+    means = {t.name: random(t.shape) for t in (*layout.tensors, *layout.frozen)}
+    space.writer(layout, means.__getitem__, slots)(Plan(0, 0.1, MEMBERS), MEMBERS)
+    assert all(bool((s.a[:4] == 5).all()) and bool((s.b[:4] == 5).all()) for s in slots)
+
+
+def update(size, *, antithetic=False, sigma=0.01, decay=0.0):
+    coefficients = tuple(map(float, np.random.default_rng(size).normal(size=size)))
+    return Update(0, 2**32 - 1, population(size, antithetic=antithetic), coefficients, sigma, 0.005, decay)
+
+
+def parts_of(layout, cut, served, start, turned=False):
+    """Cuts out of whole tensors, in memory row by row or column by column."""
+    for i, (name, part) in enumerate(cut.items()):
+        shape = layout[name].shape
+        kept = [random(shape, i), random(shape, 100 + i) if start else None, None]
+        kept[2] = None if served is None else torch.zeros(shape, dtype=served)
+        kept = [t if t is None or not turned else t.T.contiguous().T for t in kept]
+        yield MeanPart(name, part, *(None if t is None else t[part] for t in kept)), kept
+
+
+def moved_alone(space, layout, cut, up, served, start):
+    found = []
+    for part, kept in parts_of(layout, cut, served, start):
+        space.accumulate(layout, part.master, part.name, part.slices, up, part.start, None, part.served)
+        found.append(kept)
+    return found
+
+
+def ordered(space, layout, name, up, master, start):
+    """The move written out: each product rounded and added in order."""
+    weights = space._weights(layout, name, up)
+    whole = WHOLE[name]
+    factors = space._of_streams(layout, name, up, list(weights), whole, torch.device("cpu"))
+    total = torch.zeros(layout[name].shape)
+    for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
+        for k in range(layout.rank):
+            total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
+    mean = master - (master - start) * up.decay if up.decay else master.clone()
+    return mean + total * torch.tensor(1 / len(up.members)) * torch.tensor(up.step * layout[name].scale)
+
+
+@pytest.mark.parametrize(
+    ("rank", "cut", "turned", "memory"),
+    [(1, WHOLE, False, 1 << 25), (2, ROWS, False, 5000), (8, COLUMNS, False, 1), (2, COLUMNS, True, 1 << 25)],
+    ids=["whole, rank 1", "rows, in two batches", "columns, one by one, rank 8", "turned columns"],
+)
+def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned, memory):
+    from evoalign.kernels import update as kernel
+
+    monkeypatch.setattr(spaces.lowrank, "_ROOM", memory)
+    space, layout = make("lowrank", rank)
+    ups = [update(3, decay=0.125), update(4, antithetic=True)]
+    mine = list(parts_of(layout, cut, torch.bfloat16, True, turned))
+    launches = count_launches(monkeypatch, kernel, "_product")
+    move = space.mover(layout, [part for part, _ in mine])
+    start = {p.name: kept[1].clone() for p, kept in mine}
+    want = {p.name: kept[0].clone() for p, kept in mine}
+    for up in ups:
+        del launches[:]
+        move(up)
+        assert len(launches) == len(cut) if memory == 1 else 0 < len(launches) < len(cut)
+        for part, kept in mine:
+            place = cut[part.name]
+            want[part.name][place] = ordered(space, layout, part.name, up, want[part.name], start[part.name])[place]
+            assert same(kept[0], want[part.name]) and same(part.served, part.master.bfloat16())
+            untouched = torch.ones(kept[0].shape, dtype=torch.bool)
+            untouched[place] = False
+            assert not kept[2][untouched].any()
+
+
+@pytest.mark.parametrize("served", [None, *BITS])
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+def test_moves_alone_are_the_same(served, decay):
+    space, layout = make("lowrank", 3)
+    up, mine = update(4, decay=decay), list(parts_of(layout, ROWS, served, decay != 0))
+    space.mover(layout, [part for part, _ in mine])(up)
+    for (_, kept), alone in zip(mine, moved_alone(space, layout, ROWS, up, served, decay != 0), strict=True):
+        for got, want in zip(kept, alone, strict=True):
+            assert got is want is None or same(got, want)
+
+
+def test_what_moves_nothing_and_what_cannot():
+    space, layout = make("lowrank", 2)
+    mine = list(parts_of(layout, WHOLE, None, True))
+    move = space.mover(layout, [p for p, _ in mine])
+    before = [kept[0].clone() for _, kept in mine]
+    up = update(3)
+    for nothing in (Update(0, 0, up.members, (0.0,) * 3, 0.01, 0.5, 0.125), update(3, sigma=0.0)):
+        move(nothing)
+        assert all(same(kept[0], b) for (_, kept), b in zip(mine, before, strict=True))
+    move(update(4, sigma=0.0, decay=0.25))  # no noise has no weight, and the decay stays
+    for (_, kept), b in zip(mine, before, strict=True):
+        assert same(kept[0], b - (b - kept[1]) * 0.25)
+    bare = space.mover(layout, [MeanPart(p.name, p.slices, p.master) for p, _ in mine])
+    with pytest.raises(ConfigError, match=r"decays by 0\.5"):
+        bare(update(3, decay=0.5))
+
+
+def test_a_layer_without_noise_does_not_move():
+    """Beside layers that have some: its scale is 0."""
+    still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in SPECS]
+    space, layout = make("lowrank", 1, specs=still)
+    mine = list(parts_of(layout, WHOLE, None, False))
+    space.mover(layout, [p for p, _ in mine])(update(4))
+    for i, (part, kept) in enumerate(mine):
+        assert same(kept[0], random(part.master.shape, i)) == (still[i].layer == 1)
+
+
+def test_there_is_a_mover_where_it_helps(monkeypatch):
+    space, layout = make("lowrank", 1)
+    parts = [p for p, _ in parts_of(layout, WHOLE, None, False)]
+    assert space.mover(layout, parts) and space.mover(layout, []) is None
+
+    class Own(LowRank):
+        def noise(self, *args):
+            return super().noise(*args)
+
+    assert Own(space.config).mover(layout, parts) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert space.mover(layout, parts) is None
+    assert noise.bounds_of((3, 4), None) == [(0, 3), (0, 4)]
