@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 # ruff: noqa: RUF005, C901, SIM108
 # Kernels are compiled from their source and cannot be typed; their tuples do not unpack; their ifs are compile-time.
 """The Triton kernels of `population`, and their launches. One program has one row, so tiles never mix members.

@@ -14,7 +14,7 @@ warm-up, and writes to what `stacked` names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -70,7 +70,7 @@ _asked = Settings("stock", 1, 1.0, fixed=False)
 
 
 @contextmanager
-def installed(form: Form, rank: int, scaling: float, fixed: bool) -> Iterator[None]:
+def installed(form: Form, rank: int, scaling: float, fixed: bool) -> Generator[None, None, None]:
     """Models that load in here take a form; others of this process stay as vLLM makes them."""
     global _asked
     own = vars(current_platform).pop("get_punica_wrapper", None)

@@ -8,7 +8,7 @@ regenerates the noise of its own parts. Methods that the driver calls begin with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -282,7 +282,7 @@ def _like(master: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _plain_weights() -> Iterator[None]:
+def _plain_weights() -> Generator[None, None, None]:
     """On a CPU vLLM packs each matrix for its own product and drops the weight; ES has to see and move it."""
     if not current_platform.is_cpu():
         yield
