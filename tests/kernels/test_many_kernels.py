@@ -90,6 +90,20 @@ def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, ra
             assert int((whole != 7).sum()) <= len(MEMBERS) * factor[0].numel()
 
 
+def test_parts_of_the_same_size_from_other_places():
+    """They lie alike in memory, and differ in where a Philox call begins and where the next row does."""
+    from evoalign.kernels.noise import Job, Jobs
+
+    places = [((3, 37), 5), ((3, 40), 8), ((3, 40), 5), ((3, 48), 8), ((3, 37), 6), ((3, 40), 16)]
+    jobs = [
+        Job(noise.key(3, "noise", str(i)), shape, [(0, 3), (first, first + 16)], torch.zeros(2, 3, 16))
+        for i, (shape, first) in enumerate(places)
+    ]
+    Jobs(jobs).draw(noise.table(), 4, [1, 6], torch.ones(len(jobs), 2, dtype=torch.float64))
+    for job, (shape, first) in zip(jobs, places, strict=True):
+        assert same(job.out, noise._normals(job.key, shape, 4, [1, 6], (slice(0, 3), slice(first, first + 16)), "cpu"))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_mean_alone_is_written_too(variant):
     space, layout = make(variant, 2)
