@@ -230,7 +230,7 @@ def test_a_stale_prefix_would_be_seen():
         ({"engine": {"kv_cache_gib": 1e-6}}, "raise engine.kv_cache_gib, which is 1e-06"),
         ({"engine": {"attention_backend": "NO_SUCH"}}, "NO_SUCH"),
         ({"lowrank": {"rank": 20}, "engine": {"population": "deep"}}, "ranks up to 16"),
-        ({"engine": {"tensor_parallel_size": 5}}, "tensor_parallel_size 5 does not fit the"),
+        ({"engine": {"tensor_parallel_size": 5}}, "tensor_parallel_size 5 does not divide"),
     ],
 )
 def test_what_cannot_start_is_told_plainly(more, says):
@@ -240,10 +240,26 @@ def test_what_cannot_start_is_told_plainly(more, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_form_that_was_asked_for_by_name_is_not_replaced():
+    settings = config("lora", lora={"target_modules": ["down_proj"]}, engine={"population": "deep"})
+    told = r"population deep does not fit: layer 0: self_attn\.qkv_proj has no members"
+    with pytest.raises(ModelError, match=told), contract.started(VllmEngine, settings):
+        pass
+    settings = config("lora", lora={"target_modules": ["down_proj"]})
+    with contract.started(VllmEngine, settings) as bench:
+        assert "generic form" in bench.facts.note and "has no members" in bench.facts.note
+
+
+def test_a_worker_that_fails_is_told_in_a_line():
+    told = pytest.raises(evoalign.EvoalignError, match="vLLM failed in es_nothing")
+    with contract.started(VllmEngine, config("lora")) as bench, told:
+        bench.engine.rpc("es_nothing")
+
+
 def test_a_prompt_that_is_too_long_is_refused():
     with (
         contract.started(VllmEngine, config("lora", engine={"max_model_len": 32})) as bench,
-        pytest.raises(DataError, match="32 positions"),
+        pytest.raises(DataError, match="the 32 positions of"),
     ):
         list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 30, Sampling(8))]))
 

@@ -104,6 +104,9 @@ def _differences(layer: Any) -> Iterator[str]:
 
 def _strange(name: str, linear: Any, wrapper: type, base: type) -> Iterator[str]:
     """What stands between a projection and a plain product with LoRA slots."""
+    if type(linear) is base:
+        yield f"{name} has no members: the target modules leave it out"
+        return
     if type(linear) is not wrapper:
         yield f"{name} has no LoRA slots of the plain kind ({type(linear).__name__})"
         return

