@@ -122,7 +122,10 @@ def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [["train", QUICKSTART], ["eval", "tiny", "--task", "conciseness"]], ids=str)
 def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
     done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")
-    told = "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own"
+    told = (
+        "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own (without a GPU: "
+        "scripts/install_vllm_cpu.sh); or --set engine=transformers"
+    )
     assert (done.code, done.out, done.err) == (2, "", f"error: {told}\n")
     assert not list(tmp_path.iterdir())
 
