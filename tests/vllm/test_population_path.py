@@ -216,7 +216,7 @@ def test_a_batch_without_members_is_the_untouched_model(models, form, monkeypatc
 @pytest.mark.parametrize(
     ("targets", "more", "why"),
     [
-        (("q_proj", "v_proj"), {}, "layer 0: self_attn.o_proj has no LoRA slots of the plain kind (RowParallelLinear)"),
+        (("q_proj", "v_proj"), {}, "layer 0: self_attn.o_proj has no members: the target modules leave it out"),
         (ALL, {"attention_bias": True}, "layer 0: self_attn.o_proj has a bias"),
     ],
 )
