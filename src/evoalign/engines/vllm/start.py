@@ -239,10 +239,10 @@ def _plainly(config: Config, error: Exception) -> str:
     """Why vLLM does not start, and what to do."""
     said, wanted = _reason(error), settings(config)
     low = said.lower()
-    if "max_model_len" in low or "max seq len" in low or "maximum model length" in low:
-        return f"engine vllm: {said}; set engine.max_model_len to the longest prompt and completion together"
     if ("kv cache" in low or "cache blocks" in low) and wanted.kv_cache_gib is not None:
         return f"engine vllm: {said}; raise engine.kv_cache_gib, which is {wanted.kv_cache_gib:g}"
+    if "max_model_len" in low or "max seq len" in low or "maximum model length" in low:
+        return f"engine vllm: {said}; set engine.max_model_len to the longest prompt and completion together"
     if isinstance(error, torch.OutOfMemoryError) or "memory" in low:
         return (
             f"engine vllm does not fit the memory ({said}); lower engine.gpu_memory_utilization if others "
