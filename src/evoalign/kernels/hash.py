@@ -24,15 +24,17 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tupl
         view = part.views[0]
         runs, length = (1, part.rows * part.columns) if part.flat else (part.rows, part.columns)
         chunks = triton.cdiv(length, _BLOCK)
+        sums = torch.empty(runs * chunks, dtype=torch.int64, device=tensor.device)
         with on(tensor.device):
-            _add_sums[(runs * chunks,)](
-                view, total, part.base, part.pitch, chunks, length, view.stride(0), view.stride(1), BLOCK=_BLOCK
+            _partial_sums[(runs * chunks,)](
+                view, sums, part.base, part.pitch, chunks, length, view.stride(0), view.stride(1), BLOCK=_BLOCK
             )
+        total += sums.sum()
     return total
 
 
 @triton.jit(do_not_specialize=["base", "pitch", "chunks"])
-def _add_sums(tensor, total, base, pitch, chunks, length, row_stride, column_stride, BLOCK: tl.constexpr):
+def _partial_sums(tensor, sums, base, pitch, chunks, length, row_stride, column_stride, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     chunk, run = program % chunks, program // chunks
     lane = tl.arange(0, BLOCK)
@@ -45,4 +47,4 @@ def _add_sums(tensor, total, base, pitch, chunks, length, row_stride, column_str
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = x ^ (x >> 31)
-    tl.atomic_add(total, tl.sum(tl.where(inside, x, 0).to(tl.int64, bitcast=True), axis=0), sem="relaxed")
+    tl.store(sums + program, tl.sum(tl.where(inside, x, 0).to(tl.int64, bitcast=True), axis=0))
