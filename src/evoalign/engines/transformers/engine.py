@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from evoalign import noise
-from evoalign.config import Config, TransformersConfig
+from evoalign.config import Config, ModelConfig, TransformersConfig
 from evoalign.engines.base import sampled_places, weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
@@ -33,19 +33,22 @@ CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class TransformersEngine:
-    """See `evoalign.engines.base.Engine` for what each method promises."""
+    """See `evoalign.engines.base.Engine` for what each method promises.
 
-    def __init__(self, config: Config, tokens: Tokens) -> None:
+    `model` is one that is loaded already, such as one that is being trained: it answers as it is at each rollout.
+    """
+
+    def __init__(self, config: Config, tokens: Tokens, model: Any = None) -> None:
         assert isinstance(config.engine, TransformersConfig)
         self._tokens, self._settings = tokens, config.engine
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
-        self.device = torch.device(_device(config.engine.device))
+        self.device = torch.device(_device(config.engine.device)) if model is None else model.device
         on_cpu = self.device.type == "cpu"
         self.deterministic = on_cpu if config.deterministic is None else config.deterministic
         if self.deterministic and not on_cpu:
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self.model: Any = _load_model(config, self.device)
+        self.model: Any = _load_model(config, self.device) if model is None else model
         self._parameters: dict[str, torch.Tensor] = {n: p.data for n, p in self.model.named_parameters()}
         self._decoder = Decoder(
             self.model,
@@ -107,7 +110,10 @@ class TransformersEngine:
         for i in range(0, len(plan.members), per_chunk):
             members = plan.members[i : i + per_chunk]
             self._put_adapters(plan, members)
-            yield from self._answer(members, requests)
+            try:
+                yield from self._answer(members, requests)
+            finally:  # whoever else calls the model gets the model
+                self._clear_adapters()
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         """Beyond its positions a model writes nonsense, or reads past a table."""
@@ -250,6 +256,11 @@ class TransformersEngine:
         if not found and not all(m.is_mean for m in members):
             raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; mend it")
 
+    def _clear_adapters(self) -> None:
+        assert self._adapters is not None
+        for module in dict.fromkeys(t.module for t in self._started()[1].tensors):
+            self._adapters.set(module, None)
+
     def _look_up(self, name: str) -> torch.Tensor:
         return self._master[name]
 
@@ -291,33 +302,43 @@ def _device(wanted: str) -> str:
 
 
 def _load_model(config: Config, device: torch.device) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    name = config.model.dtype
-    dtype = ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name
-    path = model_path(config.model)
-    try:
-        refuse_pickles(path, config.model.revision)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=config.model.revision,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, with the tensor's name
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model {config.model.name} does not load: {why_not(error)}") from error
-    model, info = loaded
-    _check_whole(config.model.name, info)
+    model = load_model(config.model, dtype_on(config.model, device))
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or kinds - CACHED_KINDS:
         raise ModelError(
             f"model {config.model.name} ({model.config.model_type}) keeps a recurrent state, which engine transformers "
             "does not batch; choose a model of attention layers alone"
         )
-    return model.to(device).eval().requires_grad_(False)
+    return model.to(device)
+
+
+def dtype_on(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What a model is served in on a device."""
+    name = config.dtype
+    return getattr(torch, ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name)
+
+
+def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """A whole model on the CPU, for inference: from safetensors alone, without code of others. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    path = model_path(config)
+    try:
+        refuse_pickles(path, config.revision)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=config.revision,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, with the tensor's name
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model {config.name} does not load: {why_not(error)}") from error
+    model, info = loaded
+    _check_whole(config.name, info)
+    return model.eval().requires_grad_(False)
 
 
 def _check_whole(name: str, info: Mapping[str, Any]) -> None:
