@@ -80,6 +80,7 @@ def evolve(
             seconds=clock.seconds,
             rows=tuple(rows),
             rollouts=tuple(rollouts),
+            prompts=tuple(prompts[i] for i in rows),
             evaluation=evaluation,
         )
 

@@ -204,8 +204,8 @@ class Generation:
 
     `scores_MP` are the raw rewards, `seconds` the wall time by phase (rollout, score, update, other).
     `fitness_M` is the mean over prompts. `rows` are the training examples in the order of the requests, so that
-    `rollouts` (all members x prompts) answer the examples `rows[rollout.request]`. A zero-variance generation moves
-    nothing.
+    `rollouts` (all members x prompts) answer the examples `rows[rollout.request]`; `prompts` are their token ids, in
+    the same order. A zero-variance generation moves nothing.
     """
 
     index: int
@@ -221,6 +221,7 @@ class Generation:
     evaluation: Mapping[str, float] | None = None
     rows: tuple[int, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
+    prompts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def zero_variance(self) -> bool:

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run spends: prompts, tokens, FLOPs by formula, seconds and memory, of ES and GRPO alike.
+
+FLOPs are those of matrix products, two a multiply-and-add, of real tokens: padding, norms, activations, biases, rotary
+embeddings and softmax are left out (docs/concepts/budget.md has the equations). The formula knows the shapes of
+`FAMILIES`; of any other model FLOPs are None, and never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from evoalign.checkpoint import write_text
+from evoalign.config import Config, VllmConfig
+from evoalign.engines.specs import model_config
+from evoalign.engines.transformers.decode import shared_prefix
+from evoalign.errors import ModelError
+from evoalign.spaces import Space
+from evoalign.types import Generation, Layout, TensorSpec
+
+FORMAT_VERSION = 1
+FAMILIES = frozenset({"gemma", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt",
+                      "phi3", "qwen2", "qwen3", "smollm3"})  # fmt: skip
+"""`model_type`s whose formula is tested against a count of the operations that torch runs."""
+TRAINING_PHASES = ("rollout", "score", "update")
+ADAM_FLOPS = 14
+"""Elementwise operations of AdamW a trained number: two moments, their corrections, root, decay and step."""
+_READS_INPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What something took. Costs add up; a sum has the highest peak, and None where a part is not known.
+
+    `prompt_tokens` counts a prompt once for each completion that answers it; `generated_tokens` includes stop tokens.
+    `forward_flops` has all that is no backward pass. `peak_memory_bytes` is the highest so far, of this process since
+    it began: see `peak_memory`.
+    """
+
+    prompts: int = 0
+    completions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    forward_flops: float | None = 0.0
+    backward_flops: float | None = 0.0
+    wall_seconds: float = 0.0
+    device_seconds: float = 0.0
+    peak_memory_bytes: int | None = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        def joined(name: str) -> Any:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours is None or theirs is None:
+                return None
+            return max(ours, theirs) if name == "peak_memory_bytes" else ours + theirs
+
+        return Cost(**{f.name: joined(f.name) for f in fields(Cost)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in a row of metrics.jsonl."""
+        return asdict(self)
+
+
+def cost_of(tree: Any) -> Cost | None:
+    """A Cost from its form in a file; None where that is none."""
+    if not isinstance(tree, Mapping) or set(tree) != {f.name for f in fields(Cost)}:
+        return None
+    return Cost(**tree)
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> tuple[Cost, int]:
+    """The sum over rows of metrics.jsonl, and how many of them have no cost: those rebuilt from a journal."""
+    costs = [cost_of(row.get("budget")) for row in rows]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known, Cost()), len(costs) - len(known)
+
+
+def write(
+    path: Path,
+    method: Literal["es", "grpo"],
+    devices: int,
+    rows: Sequence[Mapping[str, Any]],
+    evaluation: Cost | None,
+    note: str = "",
+) -> None:
+    """results/budget.json. `evaluation` None: a part of it is not known."""
+    training, missing = totals(rows)
+    tree = {
+        "format_version": FORMAT_VERSION,
+        "method": method,
+        "devices": devices,
+        "training": training.as_dict(),
+        "rows": len(rows),
+        "rows_missing": missing,
+        "evaluation": None if evaluation is None else evaluation.as_dict(),
+        "note": note,
+    }
+    write_text(path, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+
+
+def read_evaluation(path: Path) -> Cost | None:
+    """What evaluation has taken so far, of a run that goes on; None where the file does not say."""
+    try:
+        return cost_of(json.loads(path.read_text(encoding="utf-8"))["evaluation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def peak_memory(device: str) -> int | None:
+    """Bytes, the highest of this process so far. None where it is not known.
+
+    On a GPU, what torch allocated on it, a cache that vLLM takes in advance included. On the CPU, resident memory,
+    with Python and its libraries.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device) if torch.cuda.is_available() else None
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear weight [rows, columns] = [out, in]; `layer` None: of no layer."""
+
+    name: str
+    rows: int
+    columns: int
+    layer: int | None
+
+    @property
+    def numbers(self) -> int:
+        """Of the matrix."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the formula needs of a model.
+
+    `matrices` are applied to every token, the `head` (tied or not) only where logits are wanted. `attention` is query
+    heads times head_dim, which is not always the hidden size; grouped keys and values make their projections smaller,
+    not the scores. `windows` holds the most keys a token of each layer sees. `ends_in_norm`: a layer's last matrix is
+    followed by a norm, so that checkpointing has to compute it again.
+    """
+
+    matrices: tuple[Matrix, ...]
+    head: Matrix
+    attention: int
+    windows: tuple[int | None, ...]
+    parameters: int
+    ends_in_norm: bool = False
+
+    @property
+    def reach(self) -> float:
+        """The narrowest window."""
+        return min((w for w in self.windows if w is not None), default=math.inf)
+
+
+def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
+    """The shape of a model, from its transformers configuration and its tensors.
+
+    Raises ModelError for a model that the formula does not know: mixtures of experts, state-space layers, and whatever
+    is not in `FAMILIES`.
+    """
+    text = hf.get_text_config()
+    odd = [s.name for s in specs if s.kind == "other" and len(s.shape) > 1]
+    kinds = _kinds(text)
+    if text.model_type not in FAMILIES or odd or None in kinds:
+        why = f"its tensor {odd[0]}" if odd else f"model type {text.model_type}"
+        raise ModelError(f"the formula for FLOPs does not know {why}; they are left out of the budget")
+    linear = [Matrix(s.name, s.shape[0], s.shape[1], s.layer) for s in specs if s.kind == "linear"]
+    heads = [m for m in linear if m.name.endswith(_HEADS)] or [
+        Matrix(s.name, s.shape[0], s.shape[1], None) for s in specs if s.kind == "embedding"
+    ]  # a tied head is the first embedding; others hold positions
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelShape(
+        matrices=tuple(m for m in linear if m != heads[0]),
+        head=heads[0],
+        attention=text.num_attention_heads * head_dim,
+        windows=tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds),
+        parameters=sum(math.prod(s.shape) for s in specs),
+        ends_in_norm=any("post_feedforward" in s.name for s in specs),
+    )
+
+
+def _kinds(text: Any) -> list[str | None]:
+    """How each layer attends; None for a way that the formula does not know."""
+    has_window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    alike = "sliding_attention" if has_window else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [alike] * text.num_hidden_layers
+    return [kind if kind in ("full_attention", "sliding_attention") else None for kind in kinds]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """Low-rank factors of rank `rank` beside the linear weights of these names."""
+
+    rank: int
+    weights: frozenset[str]
+
+    def numbers(self, shape: ModelShape) -> int:
+        """In the factors: rank * (in + out) a weight."""
+        return self.rank * sum(m.rows + m.columns for m in shape.matrices if m.name in self.weights)
+
+
+def keys_seen(start: int, tokens: int, window: int | None = None) -> int:
+    """Keys that causal attention looks at from positions start, start + 1, ...: min(position + 1, window) each."""
+    end = start + tokens
+    if window is None or end <= window:
+        return (start + 1 + end) * tokens // 2
+    inside = max(0, window - start)
+    return (start + 1 + window) * inside // 2 + window * (tokens - inside)
+
+
+def sequence_flops(shape: ModelShape, start: int, tokens: int, logits: int, adapted: Adapted | None = None) -> int:
+    """Forward through the model for the positions from `start`, the ones before in a cache; logits of so many."""
+    linear = sum(m.numbers for m in shape.matrices) + (adapted.numbers(shape) if adapted else 0)
+    return 2 * linear * tokens + _attention(shape, start, tokens, 0) + 2 * shape.head.numbers * logits
+
+
+def _attention(shape: ModelShape, start: int, tokens: int, lowest: int) -> int:
+    """Scores and values, two products of `attention` numbers a key, of the layers from `lowest`."""
+    kinds = Counter(shape.windows[lowest:])
+    return 4 * shape.attention * sum(count * keys_seen(start, tokens, window) for window, count in kinds.items())
+
+
+def forward_flops(
+    shape: ModelShape, prompt_tokens: int, generated_tokens: int, adapted: Adapted | None = None
+) -> int:
+    """One completion with a cache of keys and values.
+
+    The last token that is generated is not read any more; each one that is generated takes the head once.
+    """
+    return sequence_flops(shape, 0, prompt_tokens + max(0, generated_tokens - 1), generated_tokens, adapted)
+
+
+def rollout_flops(
+    shape: ModelShape,
+    prompts: Sequence[tuple[int, ...]],
+    generated: Sequence[int],
+    adapted: Adapted | None = None,
+    room: int | None = None,
+) -> int:
+    """Completions of one member: token ids of each one's prompt, and how many tokens it generated.
+
+    What prompts begin with in common is read once, and so is a prompt that is asked several times, as the engines do.
+    `room` is the longest prompt and completion together that could come: beyond a window, prompts of unequal lengths
+    do not share their beginning.
+    """
+    distinct = list(dict.fromkeys(prompts))
+    shared = shared_prefix(distinct) if len(distinct) > 1 else 0
+    if len(set(map(len, distinct))) > 1 and (room or 0) > shape.reach:
+        shared = 0
+    flops = sequence_flops(shape, 0, shared, 1, adapted) if shared else 0
+    flops += sum(sequence_flops(shape, shared, len(p) - shared, 1, adapted) for p in distinct)
+    answers = Counter((len(p), n - 1) for p, n in zip(prompts, generated, strict=True) if n > 1)
+    return flops + sum(k * sequence_flops(shape, p, n, n, adapted) for (p, n), k in answers.items())
+
+
+def backward_flops(
+    shape: ModelShape,
+    tokens: int,
+    logits: int,
+    adapted: Adapted | None = None,
+    *,
+    checkpointing: bool = False,
+    recompute_head: bool = False,
+) -> int:
+    """Backward of one sequence of `tokens`, the loss being on `logits` of them.
+
+    Without factors all weights take gradients, the embedding among them: twice the forward. With them, activations'
+    gradients flow down to the lowest weight that has factors (with checkpointing, to the embedding), and only
+    factors take weights' gradients. `checkpointing` computes the layers again, but for their last product, which
+    nothing needs. `recompute_head`: so does a head that keeps no logits.
+    """
+    low = 0 if adapted is None or checkpointing else min(_layers(shape, adapted), default=0)
+    through = [m for m in shape.matrices if adapted is None or checkpointing or _passes(m, low)]
+    flops = 2 * tokens * sum(m.numbers for m in through) + 2 * _attention(shape, 0, tokens, low)
+    if adapted is None:
+        flops += 2 * tokens * sum(m.numbers for m in shape.matrices)
+    else:
+        kept = {m.name for m in through}
+        unused = sum(m.columns for m in shape.matrices if m.name in adapted.weights and m.name not in kept)
+        flops += tokens * (4 * adapted.numbers(shape) - 2 * adapted.rank * unused)
+    head = 1 + (adapted is None) + recompute_head
+    flops += 2 * head * shape.head.numbers * logits
+    return flops + (_again(shape, tokens, adapted) if checkpointing else 0)
+
+
+def _layers(shape: ModelShape, adapted: Adapted) -> set[int]:
+    return {m.layer for m in shape.matrices if m.name in adapted.weights and m.layer is not None}
+
+
+def _passes(matrix: Matrix, lowest: int) -> bool:
+    """Whether a gradient goes through to the input; what reads the input of the lowest layer passes none on."""
+    first = matrix.name.removesuffix(".weight").endswith(_READS_INPUT)
+    return matrix.layer is None or matrix.layer > lowest or (matrix.layer == lowest and not first)
+
+
+def _again(shape: ModelShape, tokens: int, adapted: Adapted | None) -> int:
+    """A second forward of the layers, which ends (torch: early stop) before the last product of each."""
+    flops = sequence_flops(shape, 0, tokens, 0, adapted)
+    if shape.ends_in_norm:
+        return flops
+    last = {m.layer: m for m in shape.matrices if m.layer is not None}.values()
+    saved = [adapted.rank * m.rows if adapted and m.name in adapted.weights else m.numbers for m in last]
+    return flops - 2 * tokens * sum(saved)
+
+
+def grpo_cost(
+    shape: ModelShape | None,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    prompts: int,
+    reference: bool,
+    checkpointing: bool,
+    old_logprobs: bool,
+    adapted: Adapted | None = None,
+    generated: bool = True,
+    all_logits: bool = False,
+    wall_seconds: float = 0.0,
+    devices: int = 1,
+    peak_memory_bytes: int | None = None,
+) -> Cost:
+    """One optimizer step of TRL's GRPOTrainer over these completions: real tokens, prompt and completion each.
+
+    Generation reads each prompt for each of its completions. Then come the passes over prompt and completion: one for
+    the log-probabilities of the policy that generated (`old_logprobs`: TRL makes it with vLLM, and where
+    gradient_accumulation_steps is no multiple of steps_per_generation * num_iterations), one for the reference
+    (`reference`: beta is not 0; without factors), forward and backward of the policy, and AdamW. A step that uses
+    completions of an earlier one again (num_iterations) is not `generated`: it makes only the last of these.
+    `all_logits`: the head sees every position and not those of completions alone, as TRL's does without a GPU.
+    `prompts` is the number of groups. `adapted` None: all weights train.
+    """
+    forward = backward = 0
+    for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
+        assert shape is not None
+        logits = p + c - 1 if all_logits else c
+        policy = sequence_flops(shape, 0, p + c, logits, adapted)
+        forward += policy
+        backward += backward_flops(shape, p + c, logits, adapted, checkpointing=checkpointing, recompute_head=True)
+        if generated:
+            forward += forward_flops(shape, p, c, adapted) + old_logprobs * policy
+            forward += reference * sequence_flops(shape, 0, p + c, logits)
+    if shape:
+        backward += ADAM_FLOPS * (adapted.numbers(shape) if adapted else shape.parameters)
+    return Cost(
+        prompts=prompts * generated,
+        completions=len(completion_lengths) * generated,
+        prompt_tokens=sum(prompt_lengths) * generated,
+        generated_tokens=sum(completion_lengths) * generated,
+        forward_flops=float(forward) if shape else None,
+        backward_flops=float(backward) if shape else None,
+        wall_seconds=wall_seconds,
+        device_seconds=wall_seconds * devices,
+        peak_memory_bytes=peak_memory_bytes,
+    )
+
+
+def noise_numbers(space: Space, layout: Layout) -> int:
+    """Normals of one member: of the factors where noise is low-rank, else of what evolves."""
+    if layout.rank and space.evolves_model:
+        return layout.rank * sum(sum(t.shape) for t in layout.tensors)
+    return layout.parameters
+
+
+def es_flops(space: Space, layout: Layout, members: int, streams: int) -> int:
+    """Making members and moving the mean: multiply and add a number of noise, for each.
+
+    An antithetic pair is one of the `streams`, whose noise the update makes once. With low-rank noise, the update is
+    also the product of the factors, as large as the matrix.
+    """
+    product = 2 * layout.rank * layout.parameters if layout.rank and space.evolves_model else 0
+    return 2 * noise_numbers(space, layout) * (members + streams) + product * streams
+
+
+class Meter:
+    """The costs of an ES run's generations and evaluations. `note` says why FLOPs are not known."""
+
+    def __init__(
+        self, config: Config, specs: Sequence[TensorSpec], space: Space, layout: Layout, device: str
+    ) -> None:
+        self.devices = config.engine.tensor_parallel_size if isinstance(config.engine, VllmConfig) else 1
+        self.shape: ModelShape | None = None
+        self.note = ""
+        self._max_tokens, self._space, self._layout, self._device = config.evaluation.max_tokens, space, layout, device
+        try:
+            self.shape = shape_of(model_config(config), specs)
+        except ModelError as error:
+            self.note = str(error)
+        has_factors = space.carrier == "adapter" and layout.rank > 0
+        self._adapted = Adapted(layout.rank, frozenset(t.module for t in layout.tensors)) if has_factors else None
+
+    def generation(self, generation: Generation) -> Cost:
+        """Of a generation: asking, scoring and moving, not evaluating, drawing or saving."""
+        update, flops = generation.update, None
+        if self.shape is not None:
+            of_member: dict[int, list[tuple[int, int]]] = {}
+            for r in generation.rollouts:
+                of_member.setdefault(r.member.index, []).append((r.request, len(r.token_ids)))
+            flops = sum(
+                self._member([generation.prompts[i] for i, _ in asked], [n for _, n in asked], self._adapted)
+                for asked in of_member.values()
+            )
+            streams = 0 if generation.zero_variance else len({m.noise for m in update.members})
+            flops += es_flops(self._space, self._layout, len(update.members), streams)
+        return self._cost(
+            prompts=len(generation.prompts),
+            read=[len(generation.prompts[r.request]) for r in generation.rollouts],
+            generated=[len(r.token_ids) for r in generation.rollouts],
+            flops=flops,
+            seconds=sum(generation.seconds.get(phase, 0.0) for phase in TRAINING_PHASES),
+        )
+
+    def evaluation(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int], seconds: float) -> Cost:
+        """Of the mean's answers to these prompts, one a completion."""
+        # The mean of `lora` is an adapter too; that of the other spaces lies in the weights.
+        adapted = None if self._space.evolves_model else self._adapted
+        flops = self._member(prompts, generated, adapted) if self.shape is not None else None
+        return self._cost(len(set(prompts)), list(map(len, prompts)), generated, flops, seconds)
+
+    def _member(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int], adapted: Adapted | None) -> int:
+        assert self.shape is not None
+        room = max(map(len, prompts)) + self._max_tokens
+        return rollout_flops(self.shape, prompts, generated, adapted, room)
+
+    def _cost(
+        self, prompts: int, read: Sequence[int], generated: Sequence[int], flops: int | None, seconds: float
+    ) -> Cost:
+        return Cost(
+            prompts=prompts,
+            completions=len(generated),
+            prompt_tokens=sum(read),
+            generated_tokens=sum(generated),
+            forward_flops=None if flops is None else float(flops),
+            wall_seconds=seconds,
+            device_seconds=seconds * self.devices,
+            # With tensor parallelism the memory is that of workers.
+            peak_memory_bytes=peak_memory(self._device) if self.devices == 1 else None,
+        )
