@@ -75,8 +75,9 @@ def _walk(
 
 
 def _below(field: Mapping[str, Any]) -> list[str]:
-    """The section classes that a field holds: one, or one of several that its `name` tells apart."""
-    return [part["$ref"].rsplit("/", 1)[-1] for part in field.get("oneOf", [field]) if "$ref" in part]
+    """The section classes that a field holds: one, one of several that its `name` tells apart, or one or null."""
+    parts = field.get("oneOf") or field.get("anyOf") or [field]
+    return [part["$ref"].rsplit("/", 1)[-1] for part in parts if "$ref" in part]
 
 
 def _top_level() -> list[dict[str, Any]]:

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
     from evoalign.exporting import export
+    from evoalign.outcome import Result
     from evoalign.replaying import replay
     from evoalign.spaces import Space
     from evoalign.targets import evaluate
     from evoalign.tasks import Data, Task
-    from evoalign.training import Result, dry_run, train
+    from evoalign.training import dry_run, train
     from evoalign.types import Generation
 
 _HOMES = {
@@ -27,7 +28,7 @@ _HOMES = {
     "Evaluation": "evoalign.evaluation:Evaluation",
     "EvoalignError": "evoalign.errors:EvoalignError",
     "Generation": "evoalign.types:Generation",
-    "Result": "evoalign.training:Result",
+    "Result": "evoalign.outcome:Result",
     "Space": "evoalign.spaces:Space",
     "Task": "evoalign.tasks:Task",
     "dry_run": "evoalign.training:dry_run",

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from evoalign.commands.options import Debug, More, Sets, console, integers, numbers, quiet, say
 from evoalign.errors import EvoalignError, StoppedError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from evoalign.config import Config
     from evoalign.doctor import Finding
 
@@ -47,11 +46,6 @@ def _main(
     pass
 
 
-More = Annotated[list[Path] | None, typer.Option("--config", "-c", help="A further config; later ones win.")]
-Sets = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="Override one setting.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="A YAML config; with --resume, also a run directory.")],
@@ -78,7 +72,7 @@ def train(
             raise ConfigError(f"{config} is a run directory; go on with: evoalign train {config} --resume")
         if resume and not (config / "config.yaml").is_file():
             raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
-        _quiet()
+        quiet()
         from evoalign.targets import of_run
 
         if moved is not None:
@@ -87,7 +81,7 @@ def train(
     resolved = load([config, *(more or [])], sets)
     if moved is not None and not any(text.startswith("output_dir=") for text in sets):
         resolved = resolved.model_copy(update={"output_dir": str(moved)})
-    _quiet()
+    quiet()
     from evoalign import training
 
     if dry_run:
@@ -108,7 +102,7 @@ def replay(
     debug: Debug = False,
 ) -> None:
     """Rebuild the mean from the base model and the journal alone, and check its hash."""
-    _quiet()
+    quiet()
     from rich.console import Console
     from rich.progress import Progress
 
@@ -118,9 +112,9 @@ def replay(
     log, console = log_of(run), Console(stderr=True)
     count = log.sealed if generation is None else generation
     if log.damage is not None and generation is None and log.damage.cut:
-        _say(f"warning: {log.damage.message}")
+        say(f"warning: {log.damage.message}")
     if generation is None and len(log.generations) > log.sealed:
-        _say(f"warning: the update of generation {log.sealed + 1} was never sealed and is left out")
+        say(f"warning: the update of generation {log.sealed + 1} was never sealed and is left out")
     with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
         work = bar.add_task("replaying", total=None)
         found = rebuild(
@@ -145,7 +139,7 @@ def show_journal(
     from evoalign.report.log import journal_table
 
     log = log_of(run)
-    journal_table(log, _console())
+    journal_table(log, console())
     if log.damage is not None:
         raise JournalError(log.damage.message)
 
@@ -165,7 +159,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a run's mean as PEFT and transformers load it, with a model card."""
-    _quiet()
+    quiet()
     from evoalign.exporting import export as write
 
     folder = write(
@@ -187,7 +181,7 @@ def doctor(
 
     if config is None and (more or set_):
         raise ConfigError("--config and --set change a config: give one first, as in `evoalign doctor config.yaml`")
-    _quiet()
+    quiet()
     from evoalign import doctor as checks
 
     try:
@@ -215,12 +209,12 @@ def probe(
     """Measure before training how wide the noise should be, and recommend sigma and learning rate."""
     from evoalign.config import load
 
-    resolved, widths = load([config, *(more or [])], set_ or []), _numbers(sigmas)
-    _quiet()
+    resolved, widths = load([config, *(more or [])], set_ or []), numbers(sigmas)
+    quiet()
     from evoalign import probe as measure
 
     result = measure.probe(resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo)
-    _console().print(measure.table(result))
+    console().print(measure.table(result))
     typer.echo("\n".join(measure.lines(result)))
     if json_ is not None:
         import json
@@ -250,10 +244,10 @@ def evaluate(
     if split not in ("test", "train"):
         raise ConfigError(f"--split {split}: use test or train")
     chosen: Literal["test", "train"] = "test" if split == "test" else "train"
-    overrides = {"samples": samples, "temperature": temperature, "seeds": _integers(seeds)}
+    overrides = {"samples": samples, "temperature": temperature, "seeds": integers(seeds)}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     tree = _evaluation_config(target, task, config or [], set_ or [])
-    _quiet()
+    quiet()
     from evoalign import targets
 
     result = targets.evaluate(target, config=tree, split=chosen, overrides=overrides)
@@ -304,12 +298,12 @@ def main() -> None:
     try:
         app()
     except StoppedError as stopped:  # after a whole generation, with the exit code that shells give a signal
-        _say(stopped)
+        say(stopped)
         sys.exit(128 + stopped.signal)
     except (EvoalignError, OSError) as error:  # the latter of a disk that is full, a folder that may not be written
         if "--debug" in sys.argv:
             traceback.print_exc()
-        _say(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(2)
 
 
@@ -318,16 +312,6 @@ def _run_of(config: Path) -> Path | None:
     folder = config if config.is_dir() else config.parent
     inside = config.is_dir() or config.name == "config.yaml"
     return folder if inside and any((folder / n).is_file() for n in ("manifest.json", "journal.jsonl")) else None
-
-
-def _say(message: object) -> None:
-    """On stderr, with control characters written out: a message may quote a file that came from anywhere."""
-    text = str(message)
-    if not text.replace("\n", "").isprintable():
-        from evoalign.report.tables import visible
-
-        text = "\n".join(visible(line) for line in text.split("\n"))
-    typer.echo(text, err=True)
 
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
@@ -369,45 +353,13 @@ def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list
         )
 
 
-def _integers(text: str | None) -> list[int] | None:
-    from evoalign.errors import ConfigError
-
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise ConfigError(f"--seeds {text!r}: expected integers such as 0,1,2,3") from None
-
-
-def _numbers(text: str | None) -> list[float] | None:
-    from evoalign.errors import ConfigError
-
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise ConfigError(f"--sigmas {text!r}: expected numbers such as 1e-4,1e-3") from None
-
-
 def _show(measures: dict[str, float]) -> None:
     from rich.table import Table
 
     table = Table("measure", "mean")
     for name, value in measures.items():
         table.add_row(name, f"{value:.4f}")
-    _console().print(table)
-
-
-def _console() -> Console:
-    """Where there is no terminal, wide enough that no table is wrapped."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 200)
-    return console
+    console().print(table)
 
 
 def _show_findings(found: Iterable[Finding]) -> list[Finding]:
@@ -428,21 +380,6 @@ def _show_findings(found: Iterable[Finding]) -> list[Finding]:
             if not console.is_terminal:
                 typer.echo(f"{finding.status:<8} {finding.name}: {text}")
     return shown
-
-
-def _quiet() -> None:
-    """No chatter from the model library; before torch is imported, no threads that spin while they wait."""
-    import os
-
-    # Spinning OpenMP threads make everything many times slower as soon as another process wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

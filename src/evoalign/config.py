@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 from evoalign.errors import ConfigError
 
 FORMAT_VERSION = 1
+NO_ES = "missing setting es; es needs at least sigma or noise_multiplier"
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -28,7 +29,7 @@ Layers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 class Section(BaseModel):
     """Base of all sections: unknown keys refused; a number may be written as text, as YAML reads 1e-3."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), serialize_by_alias=True)
 
 
 def _named(value: object) -> object:
@@ -302,6 +303,88 @@ class ChecksConfig(Section):
     """Generations between canaries, which prove that members differ; one runs at the start. 0: only that one."""
     control_every: Annotated[int, Field(ge=0)] = 10
     """Generations between A/A controls, which score the unperturbed model twice: the noise floor. 0: none."""
+    kl_every: Annotated[int, Field(ge=0)] = 0
+    """Generations, or steps of GRPO, between measurements of the divergence from the base model. 0: none. It takes a
+    second copy of the model."""
+    kl_prompts: PositiveInt = 32
+    """Prompts of the test split that such a measurement answers, at temperature 1."""
+
+
+class GrpoConfig(Section):
+    """The GRPO baseline (Shao et al., arXiv 2402.03300) on TRL's GRPOTrainer, under TRL's own names.
+
+    Prompts, test split, longest completion and rewards are those of the sections `task` and `evaluation`, so that ES
+    and GRPO do the same work. A setting of TRL that is not listed goes into `trl`.
+    """
+
+    tune: Literal["full", "lora"] = "full"
+    """All weights, or an adapter as the section `lora` says (rank, alpha, target_layers, target_modules)."""
+    max_steps: PositiveInt = 100
+    """Optimizer steps."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions of each prompt: the group that advantages are taken over."""
+    per_device_train_batch_size: PositiveInt = 8
+    """Completions in one forward and backward pass."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Passes to an optimizer step. A step has this times the batch size (times the processes) completions."""
+    steps_per_generation: PositiveInt | None = None
+    """Passes that one round of completions lasts for; None: one optimizer step."""
+    num_iterations: PositiveInt = 1
+    """How often each completion is trained on."""
+    learning_rate: PositiveFloat = 1e-6
+    lr_scheduler_type: Literal[
+        "constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
+    ] = "linear"
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    warmup_ratio: Share = 0.0
+    optim: str = "adamw_torch"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the base model in the loss. 0 keeps no reference model."""
+    epsilon: PositiveFloat = 0.2
+    epsilon_high: PositiveFloat | None = None
+    delta: PositiveFloat | None = None
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    mask_truncated_completions: bool = False
+    temperature: PositiveFloat = 1.0
+    """Of the completions to train on; those of the evaluation are drawn as `evaluation` says."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_completion_length: PositiveInt | None = None
+    """None: `evaluation.max_tokens`."""
+    gradient_checkpointing: bool = False
+    bf16: bool | None = None
+    """Mixed precision: float32 weights, bfloat16 arithmetic. None: on a GPU."""
+    rollouts: Literal["trl", "engine", "es"] = "trl"
+    """Where completions come from. `trl`: TRL's own generation, on transformers or vLLM. `engine`: the batched engine
+    in this process, as in ES, at `temperature` and `top_p`. `es`: the group of a prompt are the greedy completions of
+    as many members of a population, drawn around the present weights as the sections `space` and `es` say."""
+    off_policy: Literal["clip", "none"] = "clip"
+    """With `rollouts: es`: `clip` takes the member's own probabilities for the old ones of PPO's clipped ratio, `none`
+    takes the completions for the policy's own."""
+    use_vllm: bool = False
+    """Completions come from vLLM through TRL's own integration (`rollouts: trl`); needs the extra `vllm`."""
+    trl: dict[str, Any] = Field(default_factory=dict)
+    """Any other field of TRL's GRPOConfig, by its name there, such as `vllm_mode` or `deepspeed`."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> GrpoConfig:
+        passes = self.steps_per_generation or self.gradient_accumulation_steps
+        if self.per_device_train_batch_size * passes % self.num_generations:
+            raise ValueError(
+                f"grpo.per_device_train_batch_size {self.per_device_train_batch_size} x {passes} passes is no multiple "
+                f"of grpo.num_generations {self.num_generations}: a round of completions holds whole groups"
+            )
+        if self.rollouts == "es" and self.tune != "full":
+            raise ValueError("grpo.rollouts es perturbs the model's own weights: it needs grpo.tune full")
+        if self.rollouts != "trl" and self.use_vllm:
+            raise ValueError(f"grpo.use_vllm draws completions itself: it needs grpo.rollouts trl, not {self.rollouts}")
+        return self
 
 
 class Config(Section):
@@ -318,7 +401,8 @@ class Config(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     lowrank: LowrankConfig = Field(default_factory=LowrankConfig)
     full: FullConfig = Field(default_factory=FullConfig)
-    es: EsConfig
+    es_: EsConfig | None = Field(default=None, alias="es")
+    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     engine: EngineConfig = Field(default_factory=TransformersConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
@@ -326,8 +410,19 @@ class Config(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     checks: ChecksConfig = Field(default_factory=ChecksConfig)
 
+    @property
+    def es(self) -> EsConfig:
+        """The section `es`. Raises ConfigError where there is none: a config for GRPO alone needs none."""
+        if self.es_ is None:
+            raise ConfigError(NO_ES)
+        return self.es_
+
     @model_validator(mode="after")
     def _together(self) -> Config:
+        if self.es_ is None:
+            if "grpo" not in self.model_fields_set:
+                raise ValueError(NO_ES)
+            return self
         if self.es.optimizer.name != "sgd" and self.space.name in ("lowrank", "full"):
             raise ValueError(
                 f"es.optimizer {self.es.optimizer.name} keeps state of the size of the model with space "
@@ -437,9 +532,7 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown setting {location}{_nearest(where, engine)}"
     if error["type"] == "missing":
-        return f"missing setting {location}" + (
-            "; es needs at least sigma or noise_multiplier" if location == "es" else ""
-        )
+        return f"missing setting {location}"
     if error["type"] == "union_tag_invalid":
         return f"{location}.name: unknown engine {error['ctx']['tag']!r}; use {' or '.join(ENGINES)}"
     message = error["msg"].removeprefix("Value error, ")
@@ -475,8 +568,9 @@ def _nearest(location: tuple[str | int, ...], engine: str) -> str:
 def _names(section: type[BaseModel], prefix: str, engine: str) -> list[str]:
     found: list[str] = []
     for name, info in section.model_fields.items():
+        name = info.alias or name
         found.append(prefix + name)
-        below = ENGINES[engine] if prefix + name == "engine" else info.annotation
+        below = ENGINES[engine] if prefix + name == "engine" else EsConfig if name == "es" else info.annotation
         if isinstance(below, type) and issubclass(below, BaseModel):
             found += _names(below, f"{prefix}{name}.", engine)
     return found

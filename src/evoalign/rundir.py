@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from evoalign.config import Config, TransformersConfig, to_yaml
 from evoalign.errors import RunExistsError
 from evoalign.version import __version__
 
+Method: TypeAlias = Literal["es", "grpo"]
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
 OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs",
@@ -293,27 +294,53 @@ def remove_saved(folder: Path) -> None:
     _remove(folder)
 
 
-def identity(config: Config) -> dict[str, Any]:
+def method_of(path: Path) -> Method | None:
+    """By what a run directory was made; None where it holds no run. Only a run of ES has a journal."""
+    if (path / "journal.jsonl").is_file():
+        return "es"
+    try:
+        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        return "grpo" if found["method"] == "grpo" else "es"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def identity(config: Config, method: Method = "es") -> dict[str, Any]:
     """The settings that make a run what it is: those that only say what is kept, shown or told are left out.
 
-    The number of generations is one of these too, unless a schedule depends on it: a longer run of the same settings
-    begins as the shorter one.
+    So are those of the other method. The number of generations, or steps, is one of these too, unless a schedule
+    depends on it: a longer run of the same settings begins as the shorter one.
     """
-    tree = config.model_dump(mode="json", exclude={"output_dir", "grader", "checkpoint", "tracking", "checks"})
+    told = {"output_dir", "grader", "checkpoint", "tracking", "checks"}
+    if method == "grpo":
+        return _identity_of_grpo(config, told)
+    tree = config.model_dump(mode="json", exclude={*told, "grpo"})
     del tree["evaluation"]["every"]
     if config.es.sigma_schedule.name == config.es.learning_rate_schedule.name == "constant":
         del tree["es"]["num_generations"]
     return tree
 
 
-def config_hash(config: Config) -> str:
+def _identity_of_grpo(config: Config, told: set[str]) -> dict[str, Any]:
+    unused = {"full"}
+    if config.grpo.rollouts != "es":
+        unused |= {"es_", "space", "lowrank"}
+        unused |= {"lora"} if config.grpo.tune == "full" else set()
+    tree = config.model_dump(mode="json", exclude={*told, *unused})
+    del tree["evaluation"]["every"]
+    if config.grpo.lr_scheduler_type == "constant":
+        del tree["grpo"]["max_steps"]
+    return tree
+
+
+def config_hash(config: Config, method: Method = "es") -> str:
     """SHA-256 of what makes a run what it is."""
-    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(identity(config, method), sort_keys=True).encode()).hexdigest()
 
 
-def differences(ours: Config, theirs: Config) -> tuple[list[str], list[str]]:
+def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[list[str], list[str]]:
     """In words, what makes two configs different runs, and what may only move the last bits of a score."""
-    odd = _differ(identity(ours), identity(theirs), "")
+    odd = _differ(identity(ours, method), identity(theirs, method), "")
     words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
     return (
         [line for key, line in words.items() if key not in RESOURCES],
@@ -346,13 +373,16 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "evoalign": __version__, **libraries}
 
 
-def make_manifest(config: Config, facts: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
+def make_manifest(
+    config: Config, facts: Mapping[str, Any], command: Sequence[str], method: Method = "es"
+) -> dict[str, Any]:
     """Where, when and with what a run was made. Nothing here is needed to replay it."""
     return {
         "format_version": config.format_version,
+        "method": method,
         "command": list(command),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "config_hash": config_hash(config),
+        "config_hash": config_hash(config, method),
         "versions": versions(),
         "hardware": _hardware(),
         "git": _git(),

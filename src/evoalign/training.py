@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from evoalign import canary, checkpoint, estimate, evaluation, evolve, journal, parquet, saving, spaces, tracking
+from evoalign import canary, checkpoint, estimate, evolve, journal, outcome, saving, spaces, tracking
 from evoalign.checkpoint import Mark
-from evoalign.config import Config, EvaluationConfig, code_of, from_dict
+from evoalign.config import Config, code_of, from_dict
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import (
-    DataError,
     EvoalignError,
     JournalError,
     ModelError,
@@ -29,28 +26,16 @@ from evoalign.errors import (
     RunExistsError,
     StoppedError,
 )
-from evoalign.evaluation import Evaluation, Scored
+from evoalign.evaluation import Evaluation
 from evoalign.journal import Journal, Log
+from evoalign.outcome import Result
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.recording import Hook, Recorder
 from evoalign.report.rows import rebuilt_row
-from evoalign.report.tables import Interval, Sample, before_after
 from evoalign.rundir import RunDir, command_line, differences, make_manifest, room, versions
 from evoalign.signals import Stop
 from evoalign.tasks import Task
 from evoalign.types import Generation
-
-SHOWN_SAMPLES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a run came to. `saved` is a PEFT adapter (`lora`) or a Hugging Face checkpoint."""
-
-    path: Path
-    saved: Path
-    before: Evaluation
-    after: Evaluation
 
 
 def train(
@@ -152,7 +137,11 @@ class _Training:
     def run_from(self, log: Log | None, *, overwrite: bool, resume: bool) -> Result:
         """All of it: to the end of the journal, the generations that are left, and the comparison."""
         note = [f"engine {self.parts.facts.engine}: {self.parts.facts.note}"] if self.parts.facts.note else []
-        for line in [*note, *_gold_lines(self.parts), *estimate.step_lines(self.config, self.parts.layout)]:
+        for line in [
+            *note,
+            *outcome.gold_lines(self.parts.task, self.parts.data),
+            *estimate.step_lines(self.config, self.parts.layout),
+        ]:
             self.tell(line)
         self._canary(len(log.generations) if log else 0)
         with self._explained(fresh=log is None), closing(self.recorder):
@@ -175,7 +164,7 @@ class _Training:
             raise StoppedError("stopped before the first generation; nothing was written", self.stop.asked)
         if self.run.aside is not None:
             self.tell(f"the run that was there is now {self.run.aside}")
-        _write_completions(self.run, "before", before)
+        outcome.write_completions(self.run, "before", before)
         return before, Journal(self.run.journal, saving.header(self.parts, self.given))
 
     def _go_on(self, log: Log) -> tuple[Evaluation, Journal]:
@@ -211,14 +200,11 @@ class _Training:
 
     def _read_before(self) -> Evaluation:
         """The evaluation of the start, which the engine is at now: as it was written, or else made again."""
-        try:
-            rows = parquet.read(self.run.completions("before"))
-            scored = [Scored(**row) for row in rows]
-            return evaluation.summarise(self.parts.task, self.parts.data.test, scored)
-        except (DataError, TypeError, IndexError, AttributeError):
+        before = outcome.read_completions(self.run, "before", self.parts.task, self.parts.data)
+        if before is None:
             before = self._evaluate("start")
-            _write_completions(self.run, "before", before)
-            return before
+            outcome.write_completions(self.run, "before", before)
+        return before
 
     def _restore_rows(self, log: Log) -> list[dict[str, Any]]:
         """metrics.jsonl cut back to the journal; rows that were lost are made from it, as far as it goes: those."""
@@ -303,17 +289,10 @@ class _Training:
         generation, weights_hash = self.config.es.num_generations, self.parts.engine.fingerprint()
         saved = self._save(generation, weights_hash, book.last_hash)
         after = self._evaluate("result")
-        _write_completions(self.run, "after", after)
-        change = _change(before, after)
         mean = {"generation": generation, "weights_hash": weights_hash}
-        _write_evaluation(self.run, self.config.evaluation, mean, before, after, change)
-        before_after(before.measures, after.measures, self.recorder.console, _samples(before, after), change)
-        mean_change, low, high = change["reward"]
-        if low <= 0 <= high:
-            interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
-            self.tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: {interval}")
+        outcome.conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
         self.recorder.finish({"before": before.measures, "after": after.measures})
-        self.tell(f"saved {_shown(saved)}\nrun   {_shown(self.run.path)}")
+        self.tell(f"saved {outcome.shown(saved)}\nrun   {outcome.shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
 
     def _evaluate(self, which: str) -> Evaluation:
@@ -360,56 +339,3 @@ def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str, sm
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     mend = f"; {smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
     return EvoalignError(f"{line}{mend}; {more}")
-
-
-def _shown(path: Path) -> Path:
-    """Relative to the working directory, where it lies below that."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _gold_lines(parts: Parts) -> list[str]:
-    """A warning where gold answers do not earn the maximum: published data has such rows, so it is no error."""
-    try:
-        parts.task.self_check([*parts.data.train, *parts.data.test])
-    except DataError as error:
-        return [f"warning: {error}"]
-    return []
-
-
-def _write_completions(run: RunDir, name: str, result: Evaluation) -> None:
-    parquet.write(run.completions(name), [dataclasses.asdict(s) for s in result.completions])
-
-
-def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
-    """Change of each measure and its paired 95 % interval over examples."""
-    return {
-        name: evaluation.paired_interval(values, after.measures_E[name])
-        for name, values in before.measures_E.items()
-        if name in after.measures_E
-    }
-
-
-def _write_evaluation(
-    run: RunDir,
-    settings: EvaluationConfig,
-    mean: Mapping[str, Any],
-    before: Evaluation,
-    after: Evaluation,
-    change: Mapping[str, Interval],
-) -> None:
-    tree = {
-        "format_version": 1,
-        **mean,
-        "split": "test",
-        "examples": len(next(iter(before.measures_E.values()))),
-        "settings": settings.model_dump(mode="json"),
-        "before": before.measures,
-        "after": after.measures,
-        "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
-    }
-    checkpoint.write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
-
-
-def _samples(before: Evaluation, after: Evaluation) -> list[Sample]:
-    pairs = list(zip(before.completions, after.completions, strict=True))[:SHOWN_SAMPLES]
-    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in pairs]
