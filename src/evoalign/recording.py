@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
 from evoalign import diagnosis, evolve, tracking
+from evoalign.analysis import divergence
+from evoalign.analysis.divergence import Divergence, Reference
 from evoalign.diagnosis import SAMPLE, Diagnosis
 from evoalign.parts import Parts
 from evoalign.report import completions, figures
@@ -37,6 +40,8 @@ class Recorder:
         self.diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
         self.trackers: list[tracking.Tracker] = []
         self._control: diagnosis.Control | None = None
+        self._reference = Reference.of(parts)
+        self._final: tuple[float, float] | None = None
         self._drawing = self._drawn = 0.0
         self._display = Display(parts.config.es.num_generations, console)
 
@@ -49,6 +54,7 @@ class Recorder:
         self.trackers = tracking.create(self.config, self.run.path, None if rebuilt is None else len(self.run.rows))
         self._control = self._control_of(len(self.run.rows))
         if rebuilt is None:
+            self._measure_start()
             return
         self.diagnosis.restore(self.run.rows, self.parts.engine.sample(SAMPLE))
         for row in rebuilt:
@@ -70,6 +76,8 @@ class Recorder:
         """Write, draw, show and tell one generation."""
         row = metrics_row(generation)
         row["diagnosis"] = self.diagnosis.update(generation, self.parts.engine.sample(SAMPLE), self._control)
+        due = divergence.is_due(self.config, generation.index + 1)
+        row["divergence"] = asdict(self.divergence()) if due else None
         self.run.append_metrics(row)
         if time.monotonic() - self._drawn >= DRAW_SHARE * self._drawing:
             self._draw()
@@ -86,15 +94,23 @@ class Recorder:
         if self.hook is not None:
             self.hook(generation)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run is complete: say in words what it came to."""
+    def divergence(self) -> Divergence:
+        """KL of the engine's mean from the base model, a second copy of which is loaded the first time."""
+        return divergence.measure(self.parts, self._reference)
+
+    def finish(self, summary: Mapping[str, Any], divergence: Mapping[str, float] | None = None) -> None:
+        """The run is complete: say in words what it came to. `divergence` is that of the final mean."""
+        if divergence is not None:
+            self._final = (divergence["exact"], summary["after"]["reward"])
+            self._draw()
         for line in self.diagnosis.summary():
             self.tell(line)
         for tracker in self.trackers:
             tracker.finish(summary)
 
     def close(self) -> None:
-        """Let the trackers go."""
+        """Let the trackers go, and the copy of the base model."""
+        self._reference.close()
         for tracker in self.trackers:
             tracker.close()
 
@@ -103,6 +119,13 @@ class Recorder:
         ascii_only = not self.console.encoding.startswith("utf")
         line = "\n".join(visible(part, ascii_only=ascii_only) for part in line.split("\n"))
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _measure_start(self) -> None:
+        """What cannot be measured, or does not fit, is told before the first generation."""
+        if self.config.checks.kl_every:
+            start = time.monotonic()
+            kl, seconds = self.divergence().exact, time.monotonic() - start
+            self.tell(f"KL of the start from the base model: {kl:.3g} nats a token, measured in {seconds:.1f} s")
 
     def _control_of(self, index: int) -> diagnosis.Control | None:
         """The control of a generation that comes next: the mean is still the one that its members are drawn around."""
@@ -119,5 +142,8 @@ class Recorder:
         title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
+        figures.divergence(
+            self.run.rows, self.run.figures / "divergence.png", title=title, baseline=self.baseline, final=self._final
+        )
         self._drawn = time.monotonic()
         self._drawing = self._drawn - start

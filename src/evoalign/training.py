@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 
 from evoalign import canary, checkpoint, estimate, evolve, journal, outcome, saving, spaces, tracking
+from evoalign.analysis import divergence
+from evoalign.analysis.distance import distance_of_mean
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, code_of, from_dict
 from evoalign.engines.specs import specs_of_config
@@ -216,6 +218,8 @@ class _Training:
             rebuilt += [] if whole else [again]
         if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
             rows[-1]["evaluation"] = self.parts.evaluate_test().measures
+        if rows and rows[-1]["divergence"] is None and divergence.is_due(self.config, len(rows)):
+            rows[-1]["divergence"] = dataclasses.asdict(self.recorder.divergence())
         self.run.replace_metrics(rows)
         return rebuilt
 
@@ -289,11 +293,23 @@ class _Training:
         generation, weights_hash = self.config.es.num_generations, self.parts.engine.fingerprint()
         saved = self._save(generation, weights_hash, book.last_hash)
         after = self._evaluate("result")
-        mean = {"generation": generation, "weights_hash": weights_hash}
+        mean: dict[str, Any] = {"generation": generation, "weights_hash": weights_hash, **self._moved()}
         outcome.conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
-        self.recorder.finish({"before": before.measures, "after": after.measures})
+        self.recorder.finish({"before": before.measures, "after": after.measures}, mean["divergence"])
         self.tell(f"saved {outcome.shown(saved)}\nrun   {outcome.shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
+
+    def _moved(self) -> dict[str, Any]:
+        """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
+        kl = self.run.rows[-1]["divergence"] if self.run.rows else None
+        if kl is None and self.config.checks.kl_every:
+            kl = dataclasses.asdict(self.recorder.divergence())
+        try:
+            moved = dataclasses.asdict(distance_of_mean(self.parts))
+        except EvoalignError as error:
+            self.tell(f"distance from the base model: unknown; {error}")
+            moved = None
+        return {"divergence": kl, "distance": moved}
 
     def _evaluate(self, which: str) -> Evaluation:
         self.tell(f"evaluating the {which} on {len(self.parts.data.test)} test examples")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two figures of a run, drawn again after every generation.
+"""The figures of a run, drawn again after every generation.
 
 Matplotlib's object interface with the Agg canvas: no pyplot, so nothing global, no window system and no figure that
 stays in memory. It is imported at the first figure, because that alone takes a noticeable part of a second. A file
@@ -21,6 +21,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 SIZE_INCHES = (9.0, 5.0)
 DPI = 120
+GENERATION = "generation"
+NAMED_POINTS = 12
 INK, GRID = "#24292f", "#d8dee4"
 MEAN, BEST, TEST, ZERO = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d"
 PHASES = {"rollout": "#0b5cad", "score": "#e0a100", "update": "#5aa469", "other": "#b8bec5"}
@@ -40,6 +42,50 @@ def evolution(rows: Rows, path: str | Path, *, title: str = "", baseline: float 
 def time_breakdown(rows: Rows, path: str | Path, *, title: str = "") -> None:
     """Seconds of each generation by phase, stacked."""
     _draw(path, title, lambda axes: _time_breakdown(axes, rows))
+
+
+def divergence(
+    rows: Rows,
+    path: str | Path,
+    *,
+    title: str = "",
+    baseline: float | None = None,
+    final: tuple[float, float] | None = None,
+) -> None:
+    """Test reward against exact KL from the base model, along the run; no figure where no row has both.
+
+    `baseline` is the test reward of the base model, which is at 0; `final` the KL and test reward of the last mean.
+    """
+    points = _along(rows, baseline, final)
+    if len(points) > (baseline is not None):
+        _draw(path, title, lambda axes: _divergence(axes, points), across="KL from the base model, nats a token")
+
+
+def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None) -> list[tuple[int, float, float]]:
+    """Generations done, KL and test reward, in the order of the run."""
+    points = [
+        (int(row["generation"]) + 1, row["divergence"]["exact"], row["evaluation"]["reward"])
+        for row in rows
+        if row.get("divergence") and row.get("evaluation")
+    ]
+    if baseline is not None:
+        points.insert(0, (0, 0.0, baseline))
+    if final is not None:
+        points.append((int(rows[-1]["generation"]) + 1 if rows else 0, *final))
+    return points
+
+
+def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
+    """The path from the base model on; some points say after how many generations."""
+    x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
+    axes.plot(x, y, color=TEST, linewidth=1.2, marker="D", markersize=6, markeredgecolor="white",
+              label="test split, unperturbed model, after so many generations")  # fmt: skip
+    apart = -(-len(points) // NAMED_POINTS)
+    named = {*range(0, len(points), apart), len(points) - 1}
+    for i in sorted(named):
+        axes.annotate(str(points[i][0]), (x[i], y[i]), xytext=(6, 6), textcoords="offset points", color=INK, fontsize=9)
+    axes.margins(0.06, 0.1)
+    axes.set_ylabel("reward")
 
 
 def _evolution(axes: Axes, rows: Rows, baseline: float | None) -> None:
@@ -117,7 +163,7 @@ def _colors(rows: Rows) -> dict[str, str]:
     return {phase: color for phase, color in (PHASES | spare).items() if phase in found}
 
 
-def _draw(path: str | Path, title: str, paint: Callable[[Axes], None]) -> None:
+def _draw(path: str | Path, title: str, paint: Callable[[Axes], None], across: str = GENERATION) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -126,15 +172,16 @@ def _draw(path: str | Path, title: str, paint: Callable[[Axes], None]) -> None:
     figure.subplots_adjust(left=0.09, right=0.98, top=0.91, bottom=0.2)  # fixed: a layout engine draws everything twice
     axes = figure.add_subplot()
     paint(axes)
-    _dress(axes, title)
+    _dress(axes, title, across)
     _save(figure, Path(path))
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _dress(axes: Axes, title: str, across: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlabel("generation")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.set_xlabel(across)
+    if across == GENERATION:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRID)

@@ -28,7 +28,7 @@ def metrics_row(generation: Generation) -> Row:
 
 def rebuilt_row(recorded: Recorded) -> Row:
     """A row made from the journal alone: what texts and clocks would say is null."""
-    unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation", "diagnosis"))
+    unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation", "diagnosis", "divergence"))
     return {**_fitness(recorded.update, recorded.fitness_M), **unknown, "seconds": {}}
 
 
