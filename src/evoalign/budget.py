@@ -35,6 +35,7 @@ TRAINING_PHASES = ("rollout", "score", "update")
 ADAM_FLOPS = 14
 """Elementwise operations of AdamW a trained number: two moments, their corrections, root, decay and step."""
 _READS_INPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+_DROPOUTS = ("dropout", "hidden_dropout", "resid_pdrop")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -152,8 +153,9 @@ class ModelShape:
 
     `matrices` are applied to every token, the `head` (tied or not) only where logits are wanted. `attention` is query
     heads times head_dim, which is not always the hidden size; grouped keys and values make their projections smaller,
-    not the scores. `windows` holds the most keys a token of each layer sees. `ends_in_norm`: a layer's last matrix is
-    followed by a norm, so that checkpointing has to compute it again.
+    not the scores. `windows` holds the most keys a token of each layer sees. For backward passes: `first` are ends of
+    the names of what reads a layer's input, and `last_again` says that a norm or dropout needs the output of a layer's
+    last matrix, so that checkpointing has to compute that too.
     """
 
     matrices: tuple[Matrix, ...]
@@ -161,7 +163,8 @@ class ModelShape:
     attention: int
     windows: tuple[int | None, ...]
     parameters: int
-    ends_in_norm: bool = False
+    first: tuple[str, ...] = _READS_INPUT
+    last_again: bool = False
 
     @property
     def reach(self) -> float:
@@ -192,7 +195,8 @@ def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
         attention=text.num_attention_heads * head_dim,
         windows=tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         parameters=sum(math.prod(s.shape) for s in specs),
-        ends_in_norm=any("post_feedforward" in s.name for s in specs),
+        first=_READS_INPUT + (("dense_h_to_4h",) if getattr(text, "use_parallel_residual", False) else ()),
+        last_again=any("post_feedforward" in s.name for s in specs) or any(getattr(text, n, 0) for n in _DROPOUTS),
     )
 
 
@@ -237,9 +241,7 @@ def _attention(shape: ModelShape, start: int, tokens: int, lowest: int) -> int:
     return 4 * shape.attention * sum(count * keys_seen(start, tokens, window) for window, count in kinds.items())
 
 
-def forward_flops(
-    shape: ModelShape, prompt_tokens: int, generated_tokens: int, adapted: Adapted | None = None
-) -> int:
+def forward_flops(shape: ModelShape, prompt_tokens: int, generated_tokens: int, adapted: Adapted | None = None) -> int:
     """One completion with a cache of keys and values.
 
     The last token that is generated is not read any more; each one that is generated takes the head once.
@@ -287,7 +289,7 @@ def backward_flops(
     nothing needs. `recompute_head`: so does a head that keeps no logits.
     """
     low = 0 if adapted is None or checkpointing else min(_layers(shape, adapted), default=0)
-    through = [m for m in shape.matrices if adapted is None or checkpointing or _passes(m, low)]
+    through = [m for m in shape.matrices if adapted is None or checkpointing or _passes(shape, m, low)]
     flops = 2 * tokens * sum(m.numbers for m in through) + 2 * _attention(shape, 0, tokens, low)
     if adapted is None:
         flops += 2 * tokens * sum(m.numbers for m in shape.matrices)
@@ -304,16 +306,16 @@ def _layers(shape: ModelShape, adapted: Adapted) -> set[int]:
     return {m.layer for m in shape.matrices if m.name in adapted.weights and m.layer is not None}
 
 
-def _passes(matrix: Matrix, lowest: int) -> bool:
+def _passes(shape: ModelShape, matrix: Matrix, lowest: int) -> bool:
     """Whether a gradient goes through to the input; what reads the input of the lowest layer passes none on."""
-    first = matrix.name.removesuffix(".weight").endswith(_READS_INPUT)
+    first = matrix.name.removesuffix(".weight").endswith(shape.first)
     return matrix.layer is None or matrix.layer > lowest or (matrix.layer == lowest and not first)
 
 
 def _again(shape: ModelShape, tokens: int, adapted: Adapted | None) -> int:
     """A second forward of the layers, which ends (torch: early stop) before the last product of each."""
     flops = sequence_flops(shape, 0, tokens, 0, adapted)
-    if shape.ends_in_norm:
+    if shape.last_again:
         return flops
     last = {m.layer: m for m in shape.matrices if m.layer is not None}.values()
     saved = [adapted.rank * m.rows if adapted and m.name in adapted.weights else m.numbers for m in last]
@@ -330,45 +332,79 @@ def grpo_cost(
     checkpointing: bool,
     old_logprobs: bool,
     adapted: Adapted | None = None,
-    generated: bool = True,
     all_logits: bool = False,
-    wall_seconds: float = 0.0,
-    devices: int = 1,
-    peak_memory_bytes: int | None = None,
+    generation_flops: int | None = None,
 ) -> Cost:
-    """One optimizer step of TRL's GRPOTrainer over these completions: real tokens, prompt and completion each.
+    """A step of TRL's GRPOTrainer that generates completions and trains on them once. See the two functions below."""
+    drawn = grpo_generation(
+        shape, prompt_lengths, completion_lengths, prompts=prompts, reference=reference, old_logprobs=old_logprobs,
+        adapted=adapted, all_logits=all_logits, generation_flops=generation_flops,
+    )  # fmt: skip
+    return drawn + grpo_update(
+        shape, prompt_lengths, completion_lengths, checkpointing=checkpointing, adapted=adapted, all_logits=all_logits
+    )
 
-    Generation reads each prompt for each of its completions. Then come the passes over prompt and completion: one for
-    the log-probabilities of the policy that generated (`old_logprobs`: TRL makes it with vLLM, and where
-    gradient_accumulation_steps is no multiple of steps_per_generation * num_iterations), one for the reference
-    (`reference`: beta is not 0; without factors), forward and backward of the policy, and AdamW. A step that uses
-    completions of an earlier one again (num_iterations) is not `generated`: it makes only the last of these.
-    `all_logits`: the head sees every position and not those of completions alone, as TRL's does without a GPU.
-    `prompts` is the number of groups. `adapted` None: all weights train.
+
+def grpo_generation(
+    shape: ModelShape | None,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    prompts: int,
+    reference: bool,
+    old_logprobs: bool,
+    adapted: Adapted | None = None,
+    all_logits: bool = False,
+    generation_flops: int | None = None,
+) -> Cost:
+    """One round of completions, of `prompts` groups: real tokens, no seconds. `shape` None: FLOPs are not known.
+
+    TRL reads each prompt for each of its completions; completions from elsewhere took `generation_flops`. Then come
+    passes over prompt and completion: for the log-probabilities of the policy that generated (`old_logprobs`: with
+    vLLM, or where gradient_accumulation_steps is no multiple of steps_per_generation * num_iterations), and for the
+    reference, which has no factors (`reference`: beta is not 0). `all_logits`: the head sees every position and not
+    those of completions alone, as TRL's does without a GPU. `adapted` None: all weights train.
+    """
+    forward = generation_flops or 0
+    for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
+        assert shape is not None
+        logits = p + c - 1 if all_logits else c
+        forward += forward_flops(shape, p, c, adapted) if generation_flops is None else 0
+        forward += old_logprobs * sequence_flops(shape, 0, p + c, logits, adapted)
+        forward += reference * sequence_flops(shape, 0, p + c, logits)
+    return Cost(
+        prompts=prompts,
+        completions=len(completion_lengths),
+        prompt_tokens=sum(prompt_lengths),
+        generated_tokens=sum(completion_lengths),
+        forward_flops=float(forward) if shape else None,
+        backward_flops=0.0 if shape else None,
+    )
+
+
+def grpo_update(
+    shape: ModelShape | None,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    checkpointing: bool,
+    adapted: Adapted | None = None,
+    all_logits: bool = False,
+) -> Cost:
+    """One optimizer step on these completions: forward and backward of the policy, and AdamW; no seconds.
+
+    It counts no prompts or tokens, which are those of `grpo_generation`: completions may serve several steps.
     """
     forward = backward = 0
     for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
         assert shape is not None
         logits = p + c - 1 if all_logits else c
-        policy = sequence_flops(shape, 0, p + c, logits, adapted)
-        forward += policy
+        forward += sequence_flops(shape, 0, p + c, logits, adapted)
         backward += backward_flops(shape, p + c, logits, adapted, checkpointing=checkpointing, recompute_head=True)
-        if generated:
-            forward += forward_flops(shape, p, c, adapted) + old_logprobs * policy
-            forward += reference * sequence_flops(shape, 0, p + c, logits)
     if shape:
         backward += ADAM_FLOPS * (adapted.numbers(shape) if adapted else shape.parameters)
-    return Cost(
-        prompts=prompts * generated,
-        completions=len(completion_lengths) * generated,
-        prompt_tokens=sum(prompt_lengths) * generated,
-        generated_tokens=sum(completion_lengths) * generated,
-        forward_flops=float(forward) if shape else None,
-        backward_flops=float(backward) if shape else None,
-        wall_seconds=wall_seconds,
-        device_seconds=wall_seconds * devices,
-        peak_memory_bytes=peak_memory_bytes,
-    )
+    known = shape is not None
+    return Cost(forward_flops=float(forward) if known else None, backward_flops=float(backward) if known else None)
 
 
 def noise_numbers(space: Space, layout: Layout) -> int:
@@ -391,9 +427,7 @@ def es_flops(space: Space, layout: Layout, members: int, streams: int) -> int:
 class Meter:
     """The costs of an ES run's generations and evaluations. `note` says why FLOPs are not known."""
 
-    def __init__(
-        self, config: Config, specs: Sequence[TensorSpec], space: Space, layout: Layout, device: str
-    ) -> None:
+    def __init__(self, config: Config, specs: Sequence[TensorSpec], space: Space, layout: Layout, device: str) -> None:
         self.devices = config.engine.tensor_parallel_size if isinstance(config.engine, VllmConfig) else 1
         self.shape: ModelShape | None = None
         self.note = ""
