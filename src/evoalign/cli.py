@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from evoalign.commands.options import Debug, More, Sets, console, integers, numbers, quiet, say
+from evoalign.commands.sweep import sweep
 from evoalign.errors import EvoalignError, StoppedError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.command()(sweep)
 
 
 def _version(wanted: bool) -> None:

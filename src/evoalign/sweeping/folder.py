@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a sweep. sweep.json says what belongs to it: the same command goes on, another one adds cells.
+
+sweep.json              base config, method, cells and their seeds
+CELL/seed_K/            the runs, each a run directory as ever
+configs/, logs/         config and output of each run
+results.json, table.md  what they came to; figures/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from evoalign.checkpoint import write_text
+from evoalign.errors import ConfigError, RunExistsError
+from evoalign.rundir import Method, RunDir, differences
+from evoalign.sweeping.cells import Cell, Run, Tree, make_run, read_json, resolve
+
+FORMAT_VERSION = 1
+
+
+class Folder:
+    """A sweep's folder, and who is in it. `lock` it first; `release` it in the end."""
+
+    def __init__(self, path: Path, base: Tree, method: Method) -> None:
+        self.path, self.base = path, base
+        self.method: Method = method
+        self.cells: dict[str, Cell] = {}
+        self.seeds: dict[str, list[int]] = {}
+        self._lock = RunDir(path)
+
+    def lock(self) -> None:
+        """Keep other sweeps out, and read what is there. Raises RunExistsError, ConfigError."""
+        file = self.path / "sweep.json"
+        if self._lock.exists() and not file.is_file():
+            raise RunExistsError(f"--to {self.path} holds something else than a sweep; choose another folder")
+        try:
+            self._lock.lock()
+        except RunExistsError as error:
+            raise RunExistsError(str(error).replace("output_dir", "--to").replace("training", "at work")) from None
+        try:
+            if file.is_file():
+                self._read(file)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let others in."""
+        self._lock.release()
+
+    def add(self, cells: Sequence[Cell], seeds: Sequence[int], **more: Any) -> None:
+        """Write down that these cells and seeds belong to the sweep; `more` is what else is told of the command."""
+        for cell in cells:
+            self.cells.setdefault(cell.name, cell)
+            known = self.seeds.setdefault(cell.name, [])
+            known += [seed for seed in seeds if seed not in known]
+        tree = {
+            "format_version": FORMAT_VERSION,
+            "method": self.method,
+            "base": self.base,
+            **more,
+            "cells": [
+                {"name": cell.name, "settings": cell.settings, "seeds": self.seeds[cell.name]}
+                for cell in self.cells.values()
+            ],
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / "sweep.json", json.dumps(tree, indent=2) + "\n")
+
+    def runs(self) -> list[Run]:
+        """All runs that belong to the sweep. One that a later base config refuses is left out."""
+        found: list[Run] = []
+        for cell in self.cells.values():
+            with suppress(ConfigError):
+                found += [make_run(self.base, cell, seed, self.method, self.path) for seed in self.seeds[cell.name]]
+        return found
+
+    def _read(self, file: Path) -> None:
+        tree = read_json(file)
+        try:
+            if tree is None or tree["format_version"] != FORMAT_VERSION:
+                raise ValueError
+            self.cells = {c["name"]: Cell(c["name"], dict(c["settings"])) for c in tree["cells"]}
+            self.seeds = {c["name"]: [int(seed) for seed in c["seeds"]] for c in tree["cells"]}
+            method, base = tree["method"], dict(tree["base"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{file} is damaged, or of another version; choose another folder with --to") from None
+        odd = [f"method is {method!r} there and {self.method!r} now"] if method != self.method else []
+        for cell in list(self.cells.values())[: 0 if odd else 1]:
+            ours, theirs = (resolve(tree, cell.settings, self.method, seed=0) for tree in (self.base, base))
+            odd = differences(ours, theirs, self.method)[0]
+        if odd:
+            raise ConfigError(
+                f"{self.path} holds a sweep of another config: {'; '.join(odd)}; choose another folder with --to"
+            )

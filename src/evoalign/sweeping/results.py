@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs of a sweep came to: results.json with every number, table.md for people, and the figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from evoalign import budget, parquet
+from evoalign.analysis import hacking
+from evoalign.checkpoint import write_text
+from evoalign.errors import DataError
+from evoalign.report import sweeps as figures
+from evoalign.rundir import RunDir
+from evoalign.sweeping.cells import Run, Settings, Tree, read_json
+from evoalign.sweeping.children import Ended
+
+FORMAT_VERSION = 1
+COLUMNS = {
+    "reward": "reward",
+    "hacked_share": "hacked",
+    "kl": "KL, nats a token",
+    "distance": "relative distance",
+    "completions": "training completions",
+    "seconds": "training seconds",
+}
+"""Numbers of table.md and their headings; a measure that is asked for comes first."""
+
+
+def collect(runs: Sequence[Run], failed: Mapping[str, Ended]) -> list[Tree]:
+    """Cells in their order, each with its runs, and the mean and standard deviation (ddof 1) over its done runs."""
+    cells: dict[str, Tree] = {}
+    for run in runs:
+        cell = cells.setdefault(run.cell.name, {"name": run.cell.name, "settings": run.cell.settings, "runs": []})
+        cell["runs"].append(outcome(run, failed.get(run.name)))
+    for cell in cells.values():
+        done = [r["numbers"] for r in cell["runs"] if r["state"] == "done"]
+        names = dict.fromkeys(name for numbers in done for name in numbers)
+        values = {name: [numbers[name] for numbers in done if name in numbers] for name in names}
+        cell["mean"] = {name: float(np.mean(v)) for name, v in values.items()}
+        cell["std"] = {name: float(np.std(v, ddof=1)) if len(v) > 1 else None for name, v in values.items()}
+    return list(cells.values())
+
+
+def outcome(run: Run, failed: Ended | None = None) -> Tree:
+    """One run: its state, its numbers where it is done, and what else its files say of divergence and cost."""
+    tree = run.evaluation()
+    state = "done" if tree is not None else "failed" if failed is not None else "unfinished"
+    found: Tree = {"seed": run.seed, "path": str(run.path), "state": state}
+    if tree is None:
+        if failed is not None:
+            found |= {"how": failed.how, "log": str(failed.log), "tail": list(failed.tail)}
+        elif not run.path.is_dir():
+            found["state"] = "waiting"
+        return found
+    cost, divergence, distance = cost_of(run), tree.get("divergence") or {}, tree.get("distance") or {}
+    numbers = {name: float(value) for name, value in tree["after"].items()}
+    more = {
+        "start": tree["before"].get("reward"),
+        "hacked_share": hacked_share(run.path),
+        "kl": divergence.get("exact"),
+        "distance": distance.get("relative"),
+        "completions": cost.get("completions"),
+        "seconds": cost.get("wall_seconds"),
+    }
+    numbers |= {name: float(value) for name, value in more.items() if value is not None}
+    return found | {
+        "numbers": {name: value for name, value in numbers.items() if math.isfinite(value)},
+        "before": tree["before"],
+        "after": tree["after"],
+        "divergence": tree.get("divergence"),
+        "distance": tree.get("distance"),
+        "training": cost,
+    }
+
+
+def hacked_share(path: Path) -> float | None:
+    """Share of the final test completions that `hacking.hacked` marks; None where they are not there."""
+    try:
+        rows = parquet.read(RunDir(path).completions("after"))
+        texts, prompts = [str(row["text"]) for row in rows], [row["example"] for row in rows]
+    except (DataError, KeyError):
+        return None
+    return hacking.hacked_share(texts, prompts)
+
+
+def cost_of(run: Run) -> Tree:
+    """What its training has cost until now, done or not; seconds alone where its rows have no budget."""
+    rows = RunDir(run.path).read_metrics().values()
+    totals = budget.cost_of((read_json(run.path / "results" / "budget.json") or {}).get("training"))
+    known = [cost for cost in (budget.cost_of(row.get("budget")) for row in rows) if cost is not None]
+    if totals is None and known:
+        totals = sum(known, budget.Cost())
+    seconds = sum(sum(row["seconds"].values()) for row in rows)
+    return totals.as_dict() if totals is not None else {"wall_seconds": seconds}
+
+
+def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str) -> None:
+    """results.json and table.md."""
+    whole = {"format_version": FORMAT_VERSION, **tree, "measure": measure, "cells": list(cells)}
+    write_text(folder / "results.json", json.dumps(whole, indent=2, allow_nan=False) + "\n")
+    write_text(folder / "table.md", table(cells, measure))
+
+
+def table(cells: Sequence[Tree], measure: str) -> str:
+    """Markdown: each cell with its seeds, mean and standard deviation."""
+    names = [name for name in dict.fromkeys([measure, *COLUMNS]) if any(name in cell["mean"] for cell in cells)]
+    heads = ["cell", "seeds done", *(COLUMNS.get(name, name) for name in names)]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    for cell in cells:
+        done = sum(run["state"] == "done" for run in cell["runs"])
+        values = [_with_std(cell["mean"].get(name), cell["std"].get(name)) for name in names]
+        lines.append("| " + " | ".join([f"`{cell['name']}`", f"{done} of {len(cell['runs'])}", *values]) + " |")
+    starts = [cell["mean"]["start"] for cell in cells if "start" in cell["mean"]]
+    start = f" The reward of the start is {np.mean(starts):.4g}." if starts else ""
+    note = f"Mean and standard deviation over seeds (ddof 1), of the final model on the test split.{start}"
+    return "\n".join([*lines, "", note]) + "\n"
+
+
+def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] | None = None) -> list[Path]:
+    """The figures that these cells allow: a heat map over two settings, lines over one."""
+    done = [cell for cell in cells if cell["mean"]]
+    varied = varied_settings([cell["settings"] for cell in cells])
+    if axes is None:
+        axes = varied if len(varied) == 1 else next((pair for pair in PAIRS if set(pair) <= set(varied)), varied[:2])
+    if not done or not axes:
+        return []
+    drawn: list[Path] = []
+    for name, group in _groups(cells, [key for key in varied if key not in axes]).items():
+        points = [_point(cell, measure) for cell in group]
+        title = f"{measure} after training" + (f", {name}" if name else "")
+        suffix = f"_{name.replace(' ', '').replace('/', '_')}" if name else ""
+        if len(axes) == 2:
+            path = folder / "figures" / f"heat_map{suffix}.png"
+            figures.heat_map(points, path, x=axes[0], y=axes[1], measure=measure, title=title)
+        else:
+            path = folder / "figures" / f"lines{suffix}.png"
+            figures.lines(points, path, x=axes[0], measure=measure, title=title)
+        drawn.append(path)
+    return drawn
+
+
+PAIRS = (("es.sigma", "es.learning_rate"), ("es.noise_multiplier", "es.learning_rate"))
+"""Drawn against each other where both are swept; else the first two that are."""
+
+
+def varied_settings(many: Sequence[Settings]) -> list[str]:
+    """Settings that have more than one value, in the order in which they come."""
+    keys = dict.fromkeys(key for settings in many for key in settings)
+    return [key for key in keys if len({json.dumps(s.get(key)) for s in many}) > 1]
+
+
+def _groups(cells: Sequence[Tree], keys: Sequence[str]) -> dict[str, list[Tree]]:
+    """Cells that agree in `keys`, by those in words."""
+    groups: dict[str, list[Tree]] = {}
+    for cell in cells:
+        name = ", ".join(f"{key} {cell['settings'].get(key)}" for key in keys)
+        groups.setdefault(name, []).append(cell)
+    return groups
+
+
+def _point(cell: Tree, measure: str) -> figures.Point:
+    done = [run["numbers"] for run in cell["runs"] if run["state"] == "done"]
+    values = [numbers[measure] for numbers in done if measure in numbers]
+    hacked = [numbers["hacked_share"] for numbers in done if "hacked_share" in numbers]
+    rewards = [numbers["reward"] - numbers["start"] for numbers in done if "start" in numbers]
+    starts = [run["before"][measure] for run in cell["runs"] if run["state"] == "done" and measure in run["before"]]
+    gain = float(np.mean(rewards)) if rewards else None
+    start = float(np.mean(starts)) if starts else None
+    return figures.Point(cell["settings"], values, hacked, start, gain)
+
+
+def _with_std(mean: float | None, std: float | None) -> str:
+    if mean is None:
+        return ""
+    return f"{mean:,.4g}" if std is None else f"{mean:,.4g} ± {std:,.2g}"

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sweep`: all cells of a grid with all seeds, each run a process of its own, until none is left."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from evoalign import tracking
+from evoalign.config import Config, read
+from evoalign.errors import ConfigError, StoppedError
+from evoalign.parts import ConfigLike
+from evoalign.rundir import Method, command_line
+from evoalign.signals import Stop
+from evoalign.sweeping import results
+from evoalign.sweeping.cells import Run, Settings, Tree, make_cells, make_runs, product
+from evoalign.sweeping.children import Children, Ended, is_busy, visible_gpus
+from evoalign.sweeping.folder import Folder
+from evoalign.sweeping.progress import Display
+
+TICK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep came to. `cells` are those of results.json: name, settings, runs, mean and std over seeds.
+
+    `best` is the config of the best cell of a search, as best.yaml has it.
+    """
+
+    path: Path
+    cells: tuple[Tree, ...]
+    failed: tuple[Ended, ...] = ()
+    best: Config | None = None
+
+
+class Source(Protocol):
+    """Where the next run comes from."""
+
+    def next(self) -> Run | None:
+        """A run to start now; None where there is none at the moment."""
+        ...
+
+    def is_exhausted(self) -> bool:
+        """Whether none will come any more, once those under way have ended."""
+        ...
+
+    def look(self, children: Children) -> None:
+        """See how those under way are doing."""
+        ...
+
+    def ended(self, end: Ended) -> str:
+        """Take in a run that has ended: done, failed or pruned."""
+        ...
+
+
+def sweep(
+    config: ConfigLike,
+    *,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    cells: Sequence[Settings] = (),
+    seeds: Sequence[int] | None = None,
+    method: Method = "es",
+    jobs: int | None = None,
+    gpus: Sequence[str] | None = None,
+    to: str | Path | None = None,
+    axes: Sequence[str] | None = None,
+    measure: str = "reward",
+    console: Console | None = None,
+) -> Sweep:
+    """Train every cell of `grid` (or of the explicit `cells`; of both: each with each) once a seed.
+
+    `grid` maps dotted settings to values. A run that is done is not run again; one that was stopped or failed goes on.
+    `jobs` runs at once (None: one a GPU, or one), each on one of `gpus` in turn (None: all visible ones). `to` is the
+    sweep's folder (None: the config's output_dir with `_sweep`). `axes` names what the heat map lies over.
+    A run that fails is told in `failed` and the others go on. Raises ConfigError before anything runs, naming the
+    cell; StoppedError after a signal, when the runs under way have saved.
+    """
+    base, seeds, folder = prepare(config, seeds, method, to)
+    chosen = make_cells(base, product(grid or {}, cells or ({},)), method)
+    runs = make_runs(base, chosen, seeds, method, folder.path)
+    for run in runs:
+        tracking.check(run.config)
+    console = console or Console()
+    folder.lock()
+    try:
+        folder.add(chosen, seeds, grid={key: list(values) for key, values in (grid or {}).items()})
+        source = _Grid(runs)
+        children = make_children(folder, jobs, gpus)
+        with Display(children, len(runs), len(runs) - len(source.waiting), console) as display:
+            display.tell(
+                f"{len(chosen)} cells, {len(seeds)} seeds: {len(runs)} runs in {folder.path}, "
+                f"{len(runs) - len(source.waiting)} of them done already; {children.jobs} at once"
+            )
+            failed = drive(source, children, display, folder, measure, axes)
+        return conclude(folder, failed, measure, axes, console)
+    finally:
+        folder.release()
+
+
+def prepare(
+    config: ConfigLike, seeds: Sequence[int] | None, method: Method, to: str | Path | None
+) -> tuple[Tree, list[int], Folder]:
+    """The base config as a tree, the seeds, and the folder, which is not touched. Raises ConfigError."""
+    if isinstance(config, Config):
+        base = config.model_dump(mode="json")
+    else:
+        base = read([config]) if isinstance(config, str | Path) else dict(config)
+    seeds = [int(base.get("seed", 0))] if seeds is None else list(seeds)
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ConfigError(f"seeds {seeds}: give one or more, each once, and none below 0")
+    path = Path(to) if to is not None else Path(f"{base.get('output_dir', 'runs/evoalign')}_sweep")
+    fixed = {key: value for key, value in base.items() if key not in ("seed", "output_dir")}
+    return fixed, seeds, Folder(path, fixed, method)
+
+
+def make_children(folder: Folder, jobs: int | None, gpus: Sequence[str] | None) -> Children:
+    """Raises ConfigError."""
+    found = visible_gpus(gpus)
+    jobs = max(1, len(found)) if jobs is None else jobs
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: give 1 or more")
+    return Children(folder.path, jobs, found)
+
+
+def drive(
+    source: Source,
+    children: Children,
+    display: Display,
+    folder: Folder,
+    measure: str,
+    axes: Sequence[str] | None = None,
+) -> list[Ended]:
+    """Start, watch and take in runs until none is left; those that failed. Raises StoppedError after a signal."""
+    failed: dict[str, Ended] = {}
+    told = False
+    try:
+        with Stop() as stop:
+            while children.running or not (source.is_exhausted() or stop.asked is not None):
+                _start(source, children, display, stop)
+                time.sleep(TICK_SECONDS)
+                source.look(children)
+                for end in children.ended():
+                    _take_in(end, source, display, stop, failed)
+                    results.write(folder.path, _told(folder), results.collect(folder.runs(), failed), measure)
+                if stop.asked is not None and not told:
+                    children.stop()
+                    told = True
+    finally:
+        children.kill()  # none is left unless this ends by an exception, such as a second Ctrl-C
+    if stop.asked is not None:
+        conclude(folder, list(failed.values()), measure, axes, None)
+        raise StoppedError(f"the sweep has stopped and its runs have saved; go on with: {_again()}", stop.asked)
+    return list(failed.values())
+
+
+def conclude(
+    folder: Folder,
+    failed: Sequence[Ended],
+    measure: str,
+    axes: Sequence[str] | None,
+    console: Console | None,
+) -> Sweep:
+    """Write results and figures of all that belongs to the folder, and show the table."""
+    cells = results.collect(folder.runs(), {end.run.name: end for end in failed})
+    results.write(folder.path, _told(folder), cells, measure)
+    drawn = results.draw(folder.path, cells, measure, axes)
+    if console is not None:
+        lines = [results.table(cells, measure), *(f"figure   {path}" for path in drawn), f"sweep    {folder.path}"]
+        if failed:
+            lines.append(f"failed   {len(failed)} of its runs; run the same command again to try them again")
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return Sweep(folder.path, tuple(cells), tuple(failed))
+
+
+class _Grid:
+    """The runs of a grid that are not done, in their order."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.waiting = [run for run in runs if run.evaluation() is None]
+
+    def next(self) -> Run | None:
+        for run in self.waiting:
+            if not is_busy(run.path):  # a process of a sweep that was killed may still be saving there
+                self.waiting.remove(run)
+                return run
+        return None
+
+    def is_exhausted(self) -> bool:
+        return not self.waiting
+
+    def look(self, children: Children) -> None:
+        pass
+
+    def ended(self, end: Ended) -> str:
+        return "done" if end.code == 0 and end.run.evaluation() is not None else "failed"
+
+
+def _start(source: Source, children: Children, display: Display, stop: Stop) -> None:
+    while stop.asked is None and children.has_room and (run := source.next()) is not None:
+        display.started(run.name)
+        children.start(run)
+
+
+def _take_in(end: Ended, source: Source, display: Display, stop: Stop, failed: dict[str, Ended]) -> None:
+    """One that ends after a signal without being done was stopped by it, and has not failed."""
+    evaluation = end.run.evaluation()
+    state = "stopped" if stop.asked is not None and evaluation is None else source.ended(end)
+    if state == "failed":
+        failed[end.run.name] = end
+    display.ended(end, state, None if evaluation is None else evaluation["after"].get("reward"))
+
+
+def _told(folder: Folder) -> Tree:
+    return {"method": folder.method}
+
+
+def _again() -> str:
+    return shlex.join(command_line())
