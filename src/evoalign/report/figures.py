@@ -77,13 +77,18 @@ def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None
 
 def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
     """The path from the base model on; some points say after how many generations."""
+    from matplotlib.patheffects import withStroke
+
     x, y = [kl for _, kl, _ in points], [reward for _, _, reward in points]
-    axes.plot(x, y, color=TEST, linewidth=1.2, marker="D", markersize=6, markeredgecolor="white",
-              label="test split, unperturbed model, after so many generations")  # fmt: skip
+    axes.plot(x, y, color=TEST, linewidth=0.9, alpha=0.5)
+    axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white",
+              label="test split, unperturbed model; the numbers are generations done")  # fmt: skip
     apart = -(-len(points) // NAMED_POINTS)
-    named = {*range(0, len(points), apart), len(points) - 1}
-    for i in sorted(named):
-        axes.annotate(str(points[i][0]), (x[i], y[i]), xytext=(6, 6), textcoords="offset points", color=INK, fontsize=9)
+    for i in sorted({*range(0, len(points), apart), len(points) - 1}):
+        axes.annotate(
+            str(points[i][0]), (x[i], y[i]), xytext=(0, 7), textcoords="offset points", ha="center", color=INK,
+            fontsize=9, path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
     axes.margins(0.06, 0.1)
     axes.set_ylabel("reward")
 
