@@ -16,13 +16,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evoalign import budget, engines, parts, spaces, tokens
+from evoalign import budget, engines, parts, tokens
 from evoalign.budget import Adapted, ModelShape
 from evoalign.config import Config, from_dict
 from evoalign.engines.specs import specs_of

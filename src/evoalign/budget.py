@@ -13,7 +13,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from evoalign.engines.specs import model_config
 from evoalign.engines.transformers.decode import shared_prefix
 from evoalign.errors import ModelError
 from evoalign.spaces import Space
-from evoalign.types import Generation, Layout, TensorSpec
+from evoalign.types import Generation, Layout, Rollout, TensorSpec
 
 FORMAT_VERSION = 1
 FAMILIES = frozenset({"gemma", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt",
@@ -322,6 +322,30 @@ def _again(shape: ModelShape, tokens: int, adapted: Adapted | None) -> int:
     return flops - 2 * tokens * sum(saved)
 
 
+def answers_cost(
+    shape: ModelShape | None,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: Sequence[int],
+    adapted: Adapted | None,
+    max_tokens: int,
+) -> Cost:
+    """One model's answers by an engine: the prompt of each completion and how many tokens that has; no seconds."""
+    room = max(map(len, prompts), default=0) + max_tokens
+    return Cost(
+        prompts=len(set(prompts)),
+        completions=len(tokens),
+        prompt_tokens=sum(map(len, prompts)),
+        generated_tokens=sum(tokens),
+        forward_flops=float(rollout_flops(shape, prompts, tokens, adapted, room)) if shape else None,
+        backward_flops=0.0 if shape else None,
+    )
+
+
+def time_cost(seconds: float, devices: int, peak_memory_bytes: int | None) -> Cost:
+    """The part of a cost that is measured. A device counts for as long as it is kept, busy or not."""
+    return Cost(wall_seconds=seconds, device_seconds=seconds * devices, peak_memory_bytes=peak_memory_bytes)
+
+
 def grpo_cost(
     shape: ModelShape | None,
     prompt_lengths: Sequence[int],
@@ -441,48 +465,33 @@ class Meter:
 
     def generation(self, generation: Generation) -> Cost:
         """Of a generation: asking, scoring and moving, not evaluating, drawing or saving."""
-        update, flops = generation.update, None
-        if self.shape is not None:
-            of_member: dict[int, list[tuple[int, int]]] = {}
-            for r in generation.rollouts:
-                of_member.setdefault(r.member.index, []).append((r.request, len(r.token_ids)))
-            flops = sum(
-                self._member([generation.prompts[i] for i, _ in asked], [n for _, n in asked], self._adapted)
-                for asked in of_member.values()
+        of_member: dict[int, list[Rollout]] = {}
+        for rollout in generation.rollouts:
+            of_member.setdefault(rollout.member.index, []).append(rollout)
+        seconds = sum(generation.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
+        of_members = [
+            answers_cost(
+                self.shape,
+                [generation.prompts[r.request] for r in asked],
+                [len(r.token_ids) for r in asked],
+                self._adapted,
+                self._max_tokens,
             )
-            streams = 0 if generation.zero_variance else len({m.noise for m in update.members})
-            flops += es_flops(self._space, self._layout, len(update.members), streams)
-        return self._cost(
-            prompts=len(generation.prompts),
-            read=[len(generation.prompts[r.request]) for r in generation.rollouts],
-            generated=[len(r.token_ids) for r in generation.rollouts],
-            flops=flops,
-            seconds=sum(generation.seconds.get(phase, 0.0) for phase in TRAINING_PHASES),
-        )
+            for asked in of_member.values()
+        ]
+        members = len(generation.update.members)
+        streams = 0 if generation.zero_variance else len({m.noise for m in generation.update.members})
+        moved = float(es_flops(self._space, self._layout, members, streams)) if self.shape else None
+        whole = sum(of_members, Cost(forward_flops=moved)) + self._time(seconds)
+        return replace(whole, prompts=len(generation.prompts))  # the same ones for every member
 
-    def evaluation(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int], seconds: float) -> Cost:
+    def evaluation(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int], seconds: float) -> Cost:
         """Of the mean's answers to these prompts, one a completion."""
         # The mean of `lora` is an adapter too; that of the other spaces lies in the weights.
         adapted = None if self._space.evolves_model else self._adapted
-        flops = self._member(prompts, generated, adapted) if self.shape is not None else None
-        return self._cost(len(set(prompts)), list(map(len, prompts)), generated, flops, seconds)
+        return answers_cost(self.shape, prompts, tokens, adapted, self._max_tokens) + self._time(seconds)
 
-    def _member(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int], adapted: Adapted | None) -> int:
-        assert self.shape is not None
-        room = max(map(len, prompts)) + self._max_tokens
-        return rollout_flops(self.shape, prompts, generated, adapted, room)
-
-    def _cost(
-        self, prompts: int, read: Sequence[int], generated: Sequence[int], flops: int | None, seconds: float
-    ) -> Cost:
-        return Cost(
-            prompts=prompts,
-            completions=len(generated),
-            prompt_tokens=sum(read),
-            generated_tokens=sum(generated),
-            forward_flops=None if flops is None else float(flops),
-            wall_seconds=seconds,
-            device_seconds=seconds * self.devices,
-            # With tensor parallelism the memory is that of workers.
-            peak_memory_bytes=peak_memory(self._device) if self.devices == 1 else None,
-        )
+    def _time(self, seconds: float) -> Cost:
+        # With tensor parallelism the memory is that of other processes.
+        memory = peak_memory(self._device) if self.devices == 1 else None
+        return time_cost(seconds, self.devices, memory)

@@ -11,10 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import diagnosis, evolve, tracking
+from evoalign import budget, diagnosis, evolve, tracking
 from evoalign.analysis import divergence
 from evoalign.analysis.divergence import Divergence, Reference
+from evoalign.budget import Cost, Meter
 from evoalign.diagnosis import SAMPLE, Diagnosis
+from evoalign.evaluation import Evaluation
 from evoalign.parts import Parts
 from evoalign.report import completions, figures
 from evoalign.report.progress import Display
@@ -31,12 +33,15 @@ Hook = Callable[[Generation], None]
 class Recorder:
     """Takes in each generation once; a context manager around the loop. All readers are given the same row.
 
-    Make it while the engine's mean is still the start. `baseline` is the reward of the start on the test split.
+    Make it while the engine's mean is still the start. `baseline` is the reward of the start on the test split,
+    `evaluations` what all of its evaluations took; None where a part of that is not known.
     """
 
     def __init__(self, parts: Parts, run: RunDir, console: Console, hook: Hook | None) -> None:
         self.parts, self.config, self.run, self.console, self.hook = parts, parts.config, run, console, hook
         self.baseline: float | None = None
+        self.evaluations: Cost | None = Cost()
+        self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         self.diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
         self.trackers: list[tracking.Tracker] = []
         self._control: diagnosis.Control | None = None
@@ -71,11 +76,13 @@ class Recorder:
         self._display.__exit__(kind, error, trace)
         if self.run.rows:
             self._draw()
+            self._write_budget()
 
     def generation(self, generation: Generation) -> None:
         """Write, draw, show and tell one generation."""
         row = metrics_row(generation)
         row["diagnosis"] = self.diagnosis.update(generation, self.parts.engine.sample(SAMPLE), self._control)
+        row["budget"] = self._meter.generation(generation).as_dict()
         due = divergence.is_due(self.config, generation.index + 1)
         row["divergence"] = asdict(self.divergence()) if due else None
         self.run.append_metrics(row)
@@ -97,6 +104,21 @@ class Recorder:
     def divergence(self) -> Divergence:
         """KL of the engine's mean from the base model, a second copy of which is loaded the first time."""
         return divergence.measure(self.parts, self._reference)
+
+    def evaluated(self, result: Evaluation, seconds: float) -> None:
+        """Add what an evaluation of the test split took."""
+        parts = self.parts
+        prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in parts.data.test]
+        cost = self._meter.evaluation(
+            [prompts[c.example] for c in result.completions], [c.tokens for c in result.completions], seconds
+        )
+        self.evaluations = None if self.evaluations is None else self.evaluations + cost
+        self._write_budget()
+
+    def _write_budget(self) -> None:
+        self.run.results.mkdir(parents=True, exist_ok=True)
+        meter = self._meter
+        budget.write(self.run.budget, "es", meter.devices, self.run.rows, self.evaluations, meter.note)
 
     def finish(self, summary: Mapping[str, Any], divergence: Mapping[str, float] | None = None) -> None:
         """The run is complete: say in words what it came to. `divergence` is that of the final mean."""

@@ -54,6 +54,7 @@ class RunDir:
         self.journal = path / "journal.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.results = path / "results"
+        self.budget = self.results / "budget.json"
         self.figures = path / "figures"
         self.rows: list[dict[str, Any]] = []
         self.aside: Path | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from evoalign import canary, checkpoint, estimate, evolve, journal, outcome, saving, spaces, tracking
+from evoalign import budget, canary, checkpoint, estimate, evolve, journal, outcome, saving, spaces, tracking
 from evoalign.analysis import divergence
 from evoalign.analysis.distance import distance_of_mean
 from evoalign.checkpoint import Mark
@@ -33,7 +34,7 @@ from evoalign.journal import Journal, Log
 from evoalign.outcome import Result
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.recording import Hook, Recorder
-from evoalign.report.rows import rebuilt_row
+from evoalign.report.rows import LATER, is_whole, rebuilt_row
 from evoalign.rundir import RunDir, command_line, differences, make_manifest, room, versions
 from evoalign.signals import Stop
 from evoalign.tasks import Task
@@ -180,6 +181,7 @@ class _Training:
             )
         if log.header.versions != versions():
             self.tell(f"warning: {saving.elsewhere(log.header)}; scores may differ in their last bits from here on")
+        self.recorder.evaluations = budget.read_evaluation(self.run.budget)
         before = self._read_before()
         book = Journal.resume(log)
         try:
@@ -213,11 +215,11 @@ class _Training:
         kept, rows, rebuilt = self.run.read_metrics(), list[dict[str, Any]](), list[dict[str, Any]]()
         for recorded in log.generations:
             row, again = kept.get(recorded.update.generation), rebuilt_row(recorded)
-            whole = row is not None and row.keys() >= again.keys() and row["mean"] == again["mean"]
-            rows.append(row if row is not None and whole else again)
+            whole = row is not None and is_whole(row, again)
+            rows.append({**row, **{k: None for k in LATER if k not in row}} if row is not None and whole else again)
             rebuilt += [] if whole else [again]
         if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
-            rows[-1]["evaluation"] = self.parts.evaluate_test().measures
+            rows[-1]["evaluation"] = self._evaluated().measures
         if rows and rows[-1]["divergence"] is None and divergence.is_due(self.config, len(rows)):
             rows[-1]["divergence"] = dataclasses.asdict(self.recorder.divergence())
         self.run.replace_metrics(rows)
@@ -261,7 +263,7 @@ class _Training:
             parts.engine,
             parts.tokens,
             book,
-            lambda: parts.evaluate_test().measures,
+            lambda: self._evaluated().measures,
             first,
         )
 
@@ -313,7 +315,14 @@ class _Training:
 
     def _evaluate(self, which: str) -> Evaluation:
         self.tell(f"evaluating the {which} on {len(self.parts.data.test)} test examples")
-        return self.parts.evaluate_test()
+        return self._evaluated()
+
+    def _evaluated(self) -> Evaluation:
+        """The mean on the test split; what it took goes to the budget."""
+        start = time.perf_counter()
+        result = self.parts.evaluate_test()
+        self.recorder.evaluated(result, time.perf_counter() - start)
+        return result
 
     def _stop_if_asked(self, done: int, next_: str) -> None:
         if self.stop.asked is not None:

@@ -12,6 +12,8 @@ from evoalign.journal import Recorded
 from evoalign.types import Generation, Update
 
 Row = dict[str, Any]
+LATER = ("budget", "divergence")
+"""What rows of the first release do not have; such a row is whole without."""
 
 
 def metrics_row(generation: Generation) -> Row:
@@ -28,8 +30,13 @@ def metrics_row(generation: Generation) -> Row:
 
 def rebuilt_row(recorded: Recorded) -> Row:
     """A row made from the journal alone: what texts and clocks would say is null."""
-    unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation", "diagnosis", "divergence"))
+    unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation", "diagnosis", *LATER))
     return {**_fitness(recorded.update, recorded.fitness_M), **unknown, "seconds": {}}
+
+
+def is_whole(row: Row, again: Row) -> bool:
+    """Whether a row is the one of the journal's generation, all of it: `again` is what the journal makes of it."""
+    return row.keys() >= again.keys() - set(LATER) and row["mean"] == again["mean"]
 
 
 def _fitness(update: Update, fitness: Sequence[float]) -> Row:
