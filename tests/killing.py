@@ -116,7 +116,7 @@ def _mid_generation(g: int) -> None:
 
 def _mid_save(g: int) -> None:
     """Die with weights half written, whichever form they have."""
-    _at_call(checkpoint, "_seal", g, lambda folder, mark: [_half_a_file({}, f) for f in folder.glob("*.safetensors")])
+    _at_call(checkpoint, "seal", g, lambda folder, mark: [_half_a_file({}, f) for f in folder.glob("*.safetensors")])
 
 
 START: dict[str, Patch] = {

@@ -129,7 +129,7 @@ def save(
         slots = dict(optimizer)
         if slots:
             _save_file(slots, temporary / OPTIMIZER)
-        _seal(temporary, mark)
+        seal(temporary, mark)
 
 
 def verify(folder: Path) -> Mark:
@@ -272,7 +272,8 @@ def _write_mean(folder: Path, state: State) -> None:
     _save_file(shard, folder / MEAN.replace("*", f"{count:05d}"))
 
 
-def _seal(folder: Path, mark: Mark) -> None:
+def seal(folder: Path, mark: Mark) -> None:
+    """Write down what is in a folder, last of all."""
     files = {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
     (folder / RECORD).write_text(_record_text(record), encoding="utf-8")

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from evoalign.commands.compare import compare
+from evoalign.commands.grpo import grpo
 from evoalign.commands.options import Debug, More, Sets, console, integers, numbers, quiet, say
+from evoalign.commands.resolving import resolved
 from evoalign.commands.sweep import sweep
 from evoalign.errors import EvoalignError, StoppedError
 
@@ -30,6 +33,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.command()(sweep)
+app.command()(compare)
 
 
 def _version(wanted: bool) -> None:
@@ -62,35 +66,21 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train, and compare the test split before and after."""
-    from evoalign.config import load, to_yaml
-    from evoalign.errors import ConfigError
+    from evoalign.config import to_yaml
 
-    if resume and overwrite:
-        raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
     sets = [*(set_ or []), *([f"evaluation.every={evaluate_every}"] if evaluate_every is not None else [])]
-    moved = _run_of(config) if resume else None
-    if config.is_dir():
-        if not resume and _run_of(config):
-            raise ConfigError(f"{config} is a run directory; go on with: evoalign train {config} --resume")
-        if resume and not (config / "config.yaml").is_file():
-            raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
-        quiet()
-        from evoalign.targets import of_run
-
-        if moved is not None:
-            of_run(config, f"give its config itself: evoalign train {config / 'config.yaml'} --resume")
-        config = config / "config.yaml" if resume else config
-    resolved = load([config, *(more or [])], sets)
-    if moved is not None and not any(text.startswith("output_dir=") for text in sets):
-        resolved = resolved.model_copy(update={"output_dir": str(moved)})
+    found = resolved("train", config, more or [], sets, resume=resume, overwrite=overwrite)
     quiet()
     from evoalign import training
 
     if dry_run:
-        lines = training.dry_run(resolved, overwrite=overwrite, resume=resume)
-        typer.echo(to_yaml(resolved) + "\n" + "\n".join(lines))
+        lines = training.dry_run(found, overwrite=overwrite, resume=resume)
+        typer.echo(to_yaml(found) + "\n" + "\n".join(lines))
         return
-    training.train(resolved, overwrite=overwrite, resume=resume)
+    training.train(found, overwrite=overwrite, resume=resume)
+
+
+app.command()(grpo)
 
 
 @app.command()
@@ -307,13 +297,6 @@ def main() -> None:
             traceback.print_exc()
         say(f"error: {error}")
         sys.exit(2)
-
-
-def _run_of(config: Path) -> Path | None:
-    """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
-    folder = config if config.is_dir() else config.parent
-    inside = config.is_dir() or config.name == "config.yaml"
-    return folder if inside and any((folder / n).is_file() for n in ("manifest.json", "journal.jsonl")) else None
 
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:

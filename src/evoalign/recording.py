@@ -88,7 +88,7 @@ class Recorder:
         self.run.append_metrics(row)
         if time.monotonic() - self._drawn >= DRAW_SHARE * self._drawing:
             self._draw()
-        self._display.update(row, generation)
+        self._display.update(row)
         for line in self.diagnosis.warnings():
             self.tell(f"warning, generation {generation.index + 1}: {line}")
         for tracker in self.trackers:

@@ -30,7 +30,7 @@ from evoalign.version import __version__
 Method: TypeAlias = Literal["es", "grpo"]
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
-OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs",
+OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs", "trainer",
                   FAILED_COMPLETION, LOCK})  # fmt: skip
 """What `create` and the first generation leave in a run directory."""
 RESOURCES = (

@@ -35,7 +35,7 @@ def run(console: Console, seconds: float, generations: list[Generation], total: 
     with Display(total, console, clock=clock) as display:
         for each in generations:
             clock.now += seconds
-            display.update(metrics_row(each), each)
+            display.update(metrics_row(each))
 
 
 def plain(seconds: float, generations: list[Generation], total: int) -> list[str]:

@@ -308,7 +308,7 @@ MARK = checkpoint.Mark(1, "a" * 64, "b" * 64, 0.5)
 def saved(tmp_path: Path) -> Path:
     with checkpoint.filled(tmp_path / "mean") as folder:
         save_file({"w": torch.zeros(2)}, folder / checkpoint.ADAPTER)
-        checkpoint._seal(folder, MARK)  # pyright: ignore[reportPrivateUsage]
+        checkpoint.seal(folder, MARK)
     assert checkpoint.verify(tmp_path / "mean") == MARK and checkpoint.reward_of(tmp_path / "mean") == 0.5
     return tmp_path / "mean"
 

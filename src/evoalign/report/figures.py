@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ Rows = Sequence[Mapping[str, Any]]
 
 SIZE_INCHES = (9.0, 5.0)
 DPI = 120
-GENERATION = "generation"
-NAMED_POINTS = 12
 INK, GRID = "#24292f", "#d8dee4"
 MEAN, BEST, TEST, ZERO = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d"
 PHASES = {"rollout": "#0b5cad", "score": "#e0a100", "update": "#5aa469", "other": "#b8bec5"}
@@ -30,18 +29,35 @@ EXTRA = ("#7a3e9d", "#c2410c", "#2a9d8f", "#6c757d")
 """Colours of phases that an engine of one's own may add."""
 
 
-def evolution(rows: Rows, path: str | Path, *, title: str = "", baseline: float | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a method calls what is drawn."""
+
+    unit: str = "generation"
+    mean: str = "mean of the members"
+    best: str = "best member"
+    still: str = "members alike, no update"
+    tested: str = "test split, unperturbed model"
+
+
+ES_WORDS = Words()
+GRPO_WORDS = Words("step", "mean of the completions", "best completion", "groups alike, no update", "test split")
+
+
+def evolution(
+    rows: Rows, path: str | Path, *, title: str = "", baseline: float | None = None, words: Words = ES_WORDS
+) -> None:
     """Reward by generation: mean, best, 20th to 80th percentile, and the test split wherever it was measured.
 
     A row's evaluation is of the mean after that row's update, the one the next generation spreads around, and is
     drawn there. `baseline` is the test reward before training, at generation 0.
     """
-    _draw(path, title, lambda axes: _evolution(axes, rows, baseline))
+    _draw(path, title, lambda axes: _evolution(axes, rows, baseline, words), across=words.unit)
 
 
-def time_breakdown(rows: Rows, path: str | Path, *, title: str = "") -> None:
+def time_breakdown(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
     """Seconds of each generation by phase, stacked."""
-    _draw(path, title, lambda axes: _time_breakdown(axes, rows))
+    _draw(path, title, lambda axes: _time_breakdown(axes, rows), across=words.unit)
 
 
 def divergence(
@@ -83,8 +99,7 @@ def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
     axes.plot(x, y, color=TEST, linewidth=0.9, alpha=0.5)
     axes.plot(x, y, color=TEST, linestyle="", marker="D", markersize=6, markeredgecolor="white",
               label="test split, unperturbed model; the numbers are generations done")  # fmt: skip
-    apart = -(-len(points) // NAMED_POINTS)
-    for i in sorted({*range(0, len(points), apart), len(points) - 1}):
+    for i in _apart(x, y):
         axes.annotate(
             str(points[i][0]), (x[i], y[i]), xytext=(0, 7), textcoords="offset points", ha="center", color=INK,
             fontsize=9, path_effects=[withStroke(linewidth=3, foreground="white")],
@@ -93,15 +108,25 @@ def _divergence(axes: Axes, points: Sequence[tuple[int, float, float]]) -> None:
     axes.set_ylabel("reward")
 
 
-def _evolution(axes: Axes, rows: Rows, baseline: float | None) -> None:
+def _apart(x: Sequence[float], y: Sequence[float]) -> list[int]:
+    """Points that can be named without one name on another: the last, the first, and what is left room for."""
+    wide, high = 0.04 * (max(x) - min(x)), 0.08 * (max(y) - min(y))
+    named: list[int] = []
+    for i in (len(x) - 1, *range(len(x) - 1)):
+        if all(abs(x[i] - x[j]) > wide or abs(y[i] - y[j]) > high for j in named):
+            named.append(i)
+    return named
+
+
+def _evolution(axes: Axes, rows: Rows, baseline: float | None, words: Words) -> None:
     x = [int(row["generation"]) for row in rows]
     _limit(axes, x, right=1)
     marker = "o" if len(rows) < 3 else ""  # a line through one point is invisible
     band = ([row["p20"] for row in rows], [row["p80"] for row in rows])
     axes.fill_between(x, *band, color=MEAN, alpha=0.18, linewidth=0, label="20th to 80th percentile")
-    axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label="best member")
-    axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label="mean of the members")
-    _test_points(axes, rows, baseline)
+    axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label=words.best)
+    axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label=words.mean)
+    _test_points(axes, rows, baseline, words.tested)
     still = [row["generation"] for row in rows if row["zero_variance"]]
     if still:
         axes.plot(
@@ -113,12 +138,12 @@ def _evolution(axes: Axes, rows: Rows, baseline: float | None) -> None:
             markeredgewidth=1.5,
             color=ZERO,
             transform=axes.get_xaxis_transform(),
-            label=f"members alike, no update ({len(still)} of {len(rows)})",
+            label=f"{words.still} ({len(still)} of {len(rows)})",
         )
     axes.set_ylabel("reward")
 
 
-def _test_points(axes: Axes, rows: Rows, baseline: float | None) -> None:
+def _test_points(axes: Axes, rows: Rows, baseline: float | None, label: str) -> None:
     points = [(row["generation"] + 1, row["evaluation"]["reward"]) for row in rows if row.get("evaluation")]
     if baseline is not None:
         points.insert(0, (0, baseline))
@@ -132,7 +157,7 @@ def _test_points(axes: Axes, rows: Rows, baseline: float | None) -> None:
             marker="D",
             markersize=6,
             markeredgecolor="white",
-            label="test split, unperturbed model",
+            label=label,
             zorder=5,
         )
 
@@ -168,7 +193,7 @@ def _colors(rows: Rows) -> dict[str, str]:
     return {phase: color for phase, color in (PHASES | spare).items() if phase in found}
 
 
-def _draw(path: str | Path, title: str, paint: Callable[[Axes], None], across: str = GENERATION) -> None:
+def _draw(path: str | Path, title: str, paint: Callable[[Axes], None], across: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -185,7 +210,7 @@ def _dress(axes: Axes, title: str, across: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(across)
-    if across == GENERATION:
+    if across in (ES_WORDS.unit, GRPO_WORDS.unit):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -16,8 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from evoalign.types import Generation
-
 WINDOW = 20
 """Speed and time left are those of so many latest generations."""
 PLAIN_SECONDS = 2.0
@@ -25,12 +23,17 @@ PLAIN_SECONDS = 2.0
 
 
 class Display:
-    """Shows each generation as it ends; a context manager. `total` counts all generations of the run."""
+    """Shows each generation, or another `unit`, as it ends; a context manager. `total` counts all of the run."""
 
     def __init__(
-        self, total: int, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        console: Console | None = None,
+        *,
+        unit: str = "generation",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total = total
+        self.total, self.unit = total, unit
         self.console = console or Console()
         self._clock = clock
         self._start = self._last = clock()
@@ -53,14 +56,14 @@ class Display:
     ) -> None:
         self._live.stop()
 
-    def update(self, row: Mapping[str, Any], generation: Generation) -> None:
-        """Takes in one generation; `row` is its line of metrics.jsonl."""
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Takes in one generation: its line of metrics.jsonl."""
         now = self._clock()
-        self._recent.append((now - self._last, generation.tokens))
+        self._recent.append((now - self._last, int(row["tokens"])))
         self._last = now
         self._seen += 1
-        self._still += generation.zero_variance
-        self._done = generation.index + 1
+        self._still += bool(row["zero_variance"])
+        self._done = int(row["generation"]) + 1
         self._row = row
         if row.get("evaluation"):
             self._test = float(row["evaluation"]["reward"])
@@ -73,13 +76,13 @@ class Display:
         if always or self._done == self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             words = (f"{name} {value}" for name, value in self._figures())
-            line = f"generation {self._done}/{self.total}  " + "  ".join(words)
+            line = f"{self.unit} {self._done}/{self.total}  " + "  ".join(words)
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
         head = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=self.total, completed=self._done, width=32)
-        head.add_row(Text(f"generation {self._done}/{self.total}", style="bold"), bar)
+        head.add_row(Text(f"{self.unit} {self._done}/{self.total}", style="bold"), bar)
         body = Table.grid(padding=(0, 2), expand=False)
         figures = self._figures()
         for start in range(0, len(figures), 4):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evoalign.journal import Recorded
 from evoalign.types import Generation, Update
@@ -39,18 +40,25 @@ def is_whole(row: Row, again: Row) -> bool:
     return row.keys() >= again.keys() - set(LATER) and row["mean"] == again["mean"]
 
 
-def _fitness(update: Update, fitness: Sequence[float]) -> Row:
-    fitness_M = np.asarray(fitness, dtype=np.float64)
-    coefficients_M = np.asarray(update.coefficients, dtype=np.float64)
-    p20, p80 = np.percentile(fitness_M, [20, 80])
+def spread(values: Sequence[float] | NDArray[np.float64]) -> Row:
+    """Mean, ends, the 20th and 80th percentile and the standard deviation, in float64."""
+    found = np.asarray(values, dtype=np.float64)
+    p20, p80 = np.percentile(found, [20, 80])
     return {
-        "generation": update.generation,
-        "mean": float(fitness_M.mean()),
-        "best": float(fitness_M.max()),
-        "worst": float(fitness_M.min()),
+        "mean": float(found.mean()),
+        "best": float(found.max()),
+        "worst": float(found.min()),
         "p20": float(p20),
         "p80": float(p80),
-        "std": float(fitness_M.std()),
+        "std": float(found.std()),
+    }
+
+
+def _fitness(update: Update, fitness: Sequence[float]) -> Row:
+    coefficients_M = np.asarray(update.coefficients, dtype=np.float64)
+    return {
+        "generation": update.generation,
+        **spread(fitness),
         "zero_variance": not any(update.coefficients),
         "rms_c": float(np.sqrt(np.mean(coefficients_M**2))),
     }

@@ -77,7 +77,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
     values = ordered([point.settings.get(x) for point in points])
     by_value = {shown(point.settings.get(x)): point for point in points}
     ran = [by_value[shown(value)] for value in values]
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    numeric = _is_number(values)
     places = [float(v) for v in values] if numeric else [float(i) for i in range(len(values))]
     figure = _figure(9.0, 5.6)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
@@ -93,13 +93,37 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
     bottom.set_xticks([], minor=True)
     for axes, name in ((top, measure), (bottom, "hacked share")):
         axes.set_ylabel(name, color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GRID)
-        axes.tick_params(color=GRID, labelcolor=INK)
-        axes.grid(axis="y", color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
+        _dress(axes)
     bottom.set_xlabel(x, color=INK)
     top.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=4)
+    _heading(figure, title)
+    _save(figure, Path(path))
+
+
+def scatter(
+    points: Sequence[Point], path: str | Path, *, keys: Sequence[str], measure: str = "reward", title: str = ""
+) -> None:
+    """The trials of a search over each setting: the mean over seeds, the best one marked."""
+    columns = min(3, len(keys))
+    rows = -(-len(keys) // columns)
+    figure = _figure(max(5.0, 3.6 * columns), 0.6 + 3.0 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    means = [float(np.mean(point.values)) for point in points]
+    best = int(np.argmax(means))
+    for place, axes in enumerate(panels.flat):
+        if place >= len(keys):
+            axes.set_visible(False)
+            continue
+        given = [point.settings[keys[place]] for point in points]
+        values = given if _is_number(given) else [shown(value) for value in given]
+        axes.scatter(values, means, s=26, color=MEAN, alpha=0.6, linewidths=0)
+        axes.scatter([values[best]], [means[best]], s=90, facecolors="none", edgecolors=TEST, linewidths=2)
+        if _is_number(given) and min(given) > 0 and max(given) / min(given) >= LOG_RATIO:
+            axes.set_xscale("log")
+        axes.set_xlabel(keys[place], color=INK)
+        _dress(axes)
+    for row in panels:
+        row[0].set_ylabel(measure, color=INK)
     _heading(figure, title)
     _save(figure, Path(path))
 
@@ -107,14 +131,25 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
 def ordered(values: Sequence[Any]) -> list[Any]:
     """Without repetition: numbers by size, and the rest by name after them."""
     unique = {shown(value): value for value in values}
-    numbers = [v for v in unique.values() if isinstance(v, int | float) and not isinstance(v, bool)]
-    rest = [v for v in unique.values() if not (isinstance(v, int | float) and not isinstance(v, bool))]
-    return [*sorted(numbers), *sorted(rest, key=shown)]
+    numbers = [value for value in unique.values() if _is_number([value])]
+    return [*sorted(numbers), *(unique[name] for name in sorted(unique) if not _is_number([unique[name]]))]
 
 
 def shown(value: Any) -> str:
     """A setting's value on an axis."""
     return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
+
+
+def _is_number(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _dress(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(color=GRID, labelcolor=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
 
 
 def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: int, height: int, share: bool) -> None:

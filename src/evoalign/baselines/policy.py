@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that GRPO trains: how it answers, what it costs, how it is saved."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evoalign import budget, checkpoint, evaluation
+from evoalign.baselines import settings
+from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
+from evoalign.budget import Adapted, Cost, ModelShape
+from evoalign.checkpoint import Mark
+from evoalign.config import Config, TransformersConfig
+from evoalign.engines import weights_hash
+from evoalign.engines.specs import mean_abs, specs_of
+from evoalign.engines.transformers.engine import TransformersEngine
+from evoalign.errors import ModelError
+from evoalign.evaluation import Evaluation
+from evoalign.rundir import RunDir
+from evoalign.spaces import create as create_space
+from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
+from evoalign.types import Example
+
+NO_JOURNAL = "0" * 64
+STATE = "whole.json"
+"""In a folder of the trainer's state: it was written to its end."""
+
+
+class Policy:
+    """Made around a trainer's model, where that lies; `model` is a PEFT model with `grpo.tune: lora`."""
+
+    def __init__(self, config: Config, tokens: Tokens, task: Task, data: Data, model: Any, processes: int = 1) -> None:
+        self.config, self.tokens, self.task, self.data, self.model = config, tokens, task, data, model
+        self.processes = processes
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.on_cpu = self.device.type == "cpu"
+        self.tuned = _tuned(model)
+        self.engine = self._engine()
+        self.longest = settings.longest(config)
+        self.lengths = {row: tokens.encode(task.prompt(example)) for row, example in enumerate(data.train)}
+        self.note = ""
+        self.shape = self._shape()
+        self.source = self._source()
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter is trained, and not the model."""
+        return bool(self.tuned)
+
+    def evaluate(self) -> tuple[Evaluation, Cost]:
+        """The policy on the test split, by the engine that answers for members of a population; what it took."""
+        start = time.perf_counter()
+        with answering(self.model):
+            found = evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
+        return found, self._cost_of_evaluation(found, time.perf_counter() - start)
+
+    def cost_of_round(self, answers: Sequence[tuple[int, int]]) -> Cost:
+        """Of generating completions: (row of the training split, tokens) each."""
+        prompts = [self.lengths[row] for row, _ in answers]
+        generated = [tokens for _, tokens in answers]
+        return budget.grpo_generation(
+            self.shape,
+            list(map(len, prompts)),
+            generated,
+            prompts=len(answers) // self.config.grpo.num_generations,
+            reference=self.config.grpo.beta > 0,
+            old_logprobs=settings.misaligned(self.config.grpo),
+            adapted=self.adapted,
+            all_logits=self.on_cpu,
+            generation_flops=self._generation_flops(prompts, generated),
+        )
+
+    def cost_of_update(self, answers: Sequence[tuple[int, int]]) -> Cost:
+        """Of one optimizer step, on an equal share of a round where several steps share it."""
+        grpo = self.config.grpo
+        whole = budget.grpo_update(
+            self.shape,
+            [len(self.lengths[row]) for row, _ in answers],
+            [tokens for _, tokens in answers],
+            checkpointing=grpo.gradient_checkpointing,
+            adapted=self.adapted,
+            all_logits=self.on_cpu,
+        )
+        share = min(
+            1.0, grpo.gradient_accumulation_steps / (grpo.steps_per_generation or grpo.gradient_accumulation_steps)
+        )
+        if whole.forward_flops is None or whole.backward_flops is None or share == 1:
+            return whole
+        optimizer = (
+            budget.grpo_update(self.shape, [], [], checkpointing=False, adapted=self.adapted).backward_flops or 0.0
+        )
+        return replace(
+            whole,
+            forward_flops=share * whole.forward_flops,
+            backward_flops=share * (whole.backward_flops - optimizer) + optimizer,
+        )
+
+    @property
+    def adapted(self) -> Adapted | None:
+        """The factors that are trained; None: all weights."""
+        return Adapted(self.config.lora.rank, self.tuned) if self.tuned else None
+
+    def shown(self, row: int) -> str:
+        """A training prompt as text."""
+        prompt = self.task.prompt(self.data.train[row])
+        return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+        """As a PEFT adapter or a Hugging Face checkpoint, unless that is there already."""
+        folder = run.saved(done, adapter=self.is_adapter)
+        mark = Mark(done, self.fingerprint(), NO_JOURNAL, reward)
+        if checkpoint.holds(folder, mark):
+            return folder
+        with checkpoint.filled(folder, replace=True) as temporary:
+            self.model.save_pretrained(temporary)
+            if not self.is_adapter:
+                self.tokens.tokenizer.save_pretrained(temporary)
+            checkpoint.seal(temporary, mark)
+        return folder
+
+    def fingerprint(self) -> str:
+        """`weights_hash` of what is trained."""
+        return weights_hash((name, p.data) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def mark_state(self, run: RunDir, done: int) -> None:
+        """The trainer's state after so many steps is whole on disk."""
+        checkpoint.write_text(states(run) / f"checkpoint-{done}" / STATE, json.dumps({"step": done}) + "\n")
+
+    def _engine(self) -> TransformersEngine:
+        """It answers with the model as it is at the time."""
+        own = self.config.engine
+        chosen = own if isinstance(own, TransformersConfig) else TransformersConfig()
+        config = self.config.model_copy(update={"engine": chosen})
+        return TransformersEngine(config, self.tokens, self.model)
+
+    def _source(self) -> Source | None:
+        """Whoever draws completions; None: TRL itself."""
+        if self.config.grpo.rollouts == "trl":
+            return None
+        own = (self.config, self.engine, self.tokens, self.model, self.longest)
+        if self.config.grpo.rollouts == "engine":
+            return EngineRollouts(*own)
+        # An engine of its own: the members' hooks stay out of evaluation.
+        return MemberRollouts(self.config, self._engine(), *own[2:], create_space(self.config))
+
+    def _shape(self) -> ModelShape | None:
+        bare = self.model.get_base_model() if self.is_adapter else self.model
+        try:
+            specs = [s for s in specs_of(bare, mean_abs) if ".lora_" not in s.name]
+            named = [replace(s, name=s.name.replace(".base_layer.", ".")) for s in specs]
+            return budget.shape_of(bare.config, named)
+        except ModelError as error:
+            self.note = str(error)
+            return None
+
+    def _generation_flops(self, prompts: Sequence[tuple[int, ...]], generated: Sequence[int]) -> int | None:
+        """Of completions by our own engine; None: by TRL, or not known."""
+        if self.shape is None or self.source is None:
+            return None
+        room = max(map(len, prompts)) + self.longest
+        if isinstance(self.source, EngineRollouts):
+            return budget.rollout_flops(self.shape, prompts, generated, self.adapted, room)
+        assert isinstance(self.source, MemberRollouts)
+        layout, group = self.source.layout, self.config.grpo.num_generations
+        factors = Adapted(layout.rank, frozenset(t.module for t in layout.tensors))
+        noise = 2 * budget.noise_numbers(create_space(self.config), layout) * group
+        members = [(prompts[i::group], generated[i::group]) for i in range(group)]
+        return noise + sum(budget.rollout_flops(self.shape, p, n, factors, room) for p, n in members)
+
+    def _cost_of_evaluation(self, found: Evaluation, seconds: float) -> Cost:
+        examples: Sequence[Example] = self.data.test
+        encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
+        prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
+        room = max(map(len, prompts)) + self.config.evaluation.max_tokens
+        known = self.shape is not None
+        flops = budget.rollout_flops(self.shape, prompts, generated, self.adapted, room) if self.shape else None
+        return Cost(
+            prompts=len(encoded),
+            completions=len(generated),
+            prompt_tokens=sum(map(len, prompts)),
+            generated_tokens=sum(generated),
+            forward_flops=None if flops is None else float(flops),
+            backward_flops=0.0 if known else None,
+            wall_seconds=seconds,
+            device_seconds=seconds,
+            peak_memory_bytes=budget.peak_memory(str(self.device)),
+        )
+
+
+def states(run: RunDir) -> Path:
+    """Where the trainer keeps what it needs to go on."""
+    return run.path / "trainer"
+
+
+def last_state(run: RunDir) -> tuple[Path, int] | None:
+    """The latest state that was written to its end, and after how many steps."""
+    found: list[tuple[int, Path]] = []
+    for file in states(run).glob(f"checkpoint-*/{STATE}"):
+        number = file.parent.name.removeprefix("checkpoint-")
+        if number.isdecimal():
+            found.append((int(number), file.parent))
+    if not found:
+        return None
+    step, folder = max(found)
+    return folder, step
+
+
+def _tuned(model: Any) -> frozenset[str]:
+    """The weights that have trained factors beside them; none where all weights are trained."""
+    prefix = "base_model.model."
+    return frozenset(f"{n.removeprefix(prefix)}.weight" for n, m in model.named_modules() if hasattr(m, "lora_A"))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completions for GRPO from evoalign's own engine: drawn from the policy, or greedy ones of members around it.
+
+Is ES different for how it explores, or for how it updates? With members' completions GRPO explores as ES does and
+updates by backpropagation. Such completions are not the policy's own. A greedy member is a point mass, against which
+no ratio of probabilities exists, so the member's own distribution before the argmax takes its place: `old` in PPO's
+clipped ratio (Schulman et al., arXiv 1707.06347, eq. 7) is what the member gave each token, and tokens that the policy
+rates more than 1 + epsilon (or less than 1 - epsilon) times as likely stop pulling. That bounds the step; it does not
+make the gradient unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from evoalign import evolve
+from evoalign.config import Config
+from evoalign.engines import Engine
+from evoalign.errors import ConfigError
+from evoalign.evaluation import stream
+from evoalign.parts import layout_of
+from evoalign.spaces import Space
+from evoalign.tokens import Tokens
+from evoalign.types import MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling, population
+
+
+@contextmanager
+def answering(model: Any) -> Generator[None]:
+    """A model in training answers prompts, with a cache, and goes on training."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+class EngineRollouts:
+    """Groups drawn from the policy at `grpo.temperature`: another seed for each completion of each step."""
+
+    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int) -> None:
+        self.config, self.engine, self.tokens, self.model = config, engine, tokens, model
+        self.sampling = Sampling(longest, config.grpo.temperature, config.grpo.top_p)
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """What TRL's `rollout_func` returns for prompts that stand there once for each completion."""
+        step, process = int(trainer.state.global_step), int(trainer.accelerator.process_index)
+        seeds = [stream(self.config.seed, "grpo", step, process, i) for i in range(len(prompts))]
+        encoded = [self.tokens.encode(prompt) for prompt in prompts]
+        requests = [Request(i, ids, self.sampling, seeds[i]) for i, ids in enumerate(encoded)]
+        with answering(self.model):
+            found = sorted(self.engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+        return _output(encoded, found)
+
+
+class MemberRollouts:
+    """Groups of one greedy completion of each member; all prompts of a step are asked of the same members."""
+
+    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, space: Space) -> None:
+        if space.carrier != "adapter":
+            raise ConfigError(
+                f"grpo.rollouts es takes space lora or lowrank, whose members answer together, not {space.name}"
+            )
+        self.config, self.engine, self.tokens, self.model = config, engine, tokens, model
+        self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)
+        self.sampling = Sampling(longest)
+        self.layout: Layout = layout_of(space, engine.specs(), engine.dtype)
+        engine.start(space, self.layout, None, False)
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """What TRL's `rollout_func` returns, with each token's log-probability under its member."""
+        group, step = self.config.grpo.num_generations, int(trainer.state.global_step)
+        encoded = [self.tokens.encode(prompt) for prompt in prompts]
+        requests = [Request(i, ids, self.sampling, logprobs=True) for i, ids in enumerate(encoded[::group])]
+        plan = Plan(step, self.sigma(step), self.members)
+        with answering(self.model):
+            found = sorted(self.engine.rollout(plan, requests), key=_by_group)
+        return _output(encoded, found)
+
+    def sigma(self, step: int) -> float:
+        """The width of a step's noise: the schedule runs over `es.num_generations`."""
+        return evolve.sigma_at(self.config, min(step, self.config.es.num_generations - 1))
+
+
+def _by_group(rollout: Rollout) -> tuple[int, int]:
+    member: Member = rollout.member
+    return rollout.request, member.index
+
+
+def _output(encoded: Sequence[tuple[int, ...]], found: Sequence[Rollout]) -> dict[str, Any]:
+    logprobs = None if any(r.logprobs is None for r in found) else [list(r.logprobs or ()) for r in found]
+    return {
+        "prompt_ids": [list(ids) for ids in encoded],
+        "completion_ids": [list(r.token_ids) for r in found],
+        "logprobs": logprobs,
+    }
+
+
+Source = Callable[[Sequence[Any], Any], dict[str, Any]]

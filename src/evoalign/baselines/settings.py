@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section `grpo` as TRL's GRPOConfig, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evoalign.config import Config, GrpoConfig
+from evoalign.errors import ConfigError
+
+OURS = frozenset({"tune", "bf16", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
+"""Fields of the section that TRL does not have, or that mean more here."""
+SET = {
+    "output_dir": "output_dir",
+    "seed": "seed",
+    "data_seed": "seed",
+    "save_steps": "checkpoint.every",
+    "save_strategy": "checkpoint.every",
+    "save_total_limit": "checkpoint.every",
+    "eval_strategy": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "report_to": "tracking.backends",
+    "run_name": "tracking.name",
+    "reward_weights": "task.reward_weights",
+    "num_train_epochs": "grpo.max_steps",
+    "warmup_steps": "grpo.warmup_ratio",
+    "use_cpu": "engine.device",
+    "logging_steps": "nothing: every step is logged",
+    "model_init_kwargs": "model",
+    "trust_remote_code": "nothing: it is not allowed",
+    "use_transformers_paged": "grpo.rollouts",
+}
+"""Fields of TRL that other settings of evoalign decide."""
+
+
+def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of TRL's GRPOConfig. `known` has its fields. Raises ConfigError for one that is not there."""
+    grpo = config.grpo
+    plain = {name: getattr(grpo, name) for name in GrpoConfig.model_fields if name not in OURS}
+    chosen = {name: value for name, value in plain.items() if value is not None}
+    return {
+        **chosen,
+        "output_dir": str(folder),
+        "seed": config.seed % 2**32,
+        "bf16": mixed(config, on_cpu=on_cpu),
+        "use_cpu": on_cpu,
+        "max_completion_length": longest(config),
+        # Members answer greedily, and their probabilities are those without a temperature.
+        "temperature": 1.0 if grpo.rollouts == "es" else grpo.temperature,
+        "warmup_steps": int(grpo.warmup_ratio * grpo.max_steps),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "save_total_limit": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        **_checked(grpo.trl, known),
+    }
+
+
+def _checked(more: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    for name in more:
+        if name in SET:
+            raise ConfigError(f"grpo.trl.{name} is set elsewhere here: by {SET[name]}")
+        if name in GrpoConfig.model_fields:
+            raise ConfigError(f"grpo.trl.{name} has a place of its own: grpo.{name}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"grpo.trl.{name}: TRL's GRPOConfig has no such field{(near and f'; {near[0]}?') or ''}")
+    return dict(more)
+
+
+def fields_of(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+def longest(config: Config) -> int:
+    """Tokens of a completion at most."""
+    return config.grpo.max_completion_length or config.evaluation.max_tokens
+
+
+def mixed(config: Config, *, on_cpu: bool) -> bool:
+    """Whether arithmetic is bfloat16 on float32 weights."""
+    wanted = config.grpo.bf16
+    return (not on_cpu and config.model.dtype in ("auto", "float32")) if wanted is None else wanted
+
+
+def cycle(grpo: GrpoConfig) -> int:
+    """Optimizer steps that one round of completions lasts for."""
+    passes = (grpo.steps_per_generation or grpo.gradient_accumulation_steps) * grpo.num_iterations
+    return max(1, -(-passes // grpo.gradient_accumulation_steps))
+
+
+def misaligned(grpo: GrpoConfig) -> bool:
+    """Whether completions may be older than the weights of a step, so that TRL takes their log-probabilities first."""
+    passes = (grpo.steps_per_generation or grpo.gradient_accumulation_steps) * grpo.num_iterations
+    return grpo.gradient_accumulation_steps % passes != 0 or grpo.use_vllm
+
+
+def round_size(grpo: GrpoConfig, processes: int = 1) -> int:
+    """Completions of one round."""
+    passes = grpo.steps_per_generation or grpo.gradient_accumulation_steps
+    return grpo.per_device_train_batch_size * passes * processes
+
+
+def check_prompts(config: Config, examples: int, processes: int = 1) -> None:
+    """Raise ConfigError where a round asks for more prompts than there are: TRL would leave out the whole epoch."""
+    wanted = round_size(config.grpo, processes) // config.grpo.num_generations
+    if wanted > examples:
+        raise ConfigError(
+            f"grpo: a round of {wanted * config.grpo.num_generations} completions in groups of "
+            f"{config.grpo.num_generations} takes {wanted} prompts, and the training split has {examples}; lower "
+            "grpo.per_device_train_batch_size, or raise grpo.num_generations"
+        )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's GRPOTrainer where it has to fit in: the same prompt tokens as every engine, a clock, whose probabilities count.
+
+Nothing of the algorithm is changed. The only module that imports TRL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from evoalign.tokens import Tokens
+
+__all__ = ["GRPOConfig", "Trainer"]
+
+
+class Trainer(GRPOTrainer):
+    """`corrected`: completions come from others than the policy, whose probabilities are the old ones of the ratio."""
+
+    def __init__(self, tokens: Tokens, *, corrected: bool, **arguments: Any) -> None:
+        self.evoalign_tokens = tokens
+        self.corrected = corrected
+        self.rollout_seconds = 0.0
+        super().__init__(**arguments)
+
+    def _tokenize_prompts(self, prompts: Sequence[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """TRL's own would differ for messages without a chat template, or for a last message that is a beginning."""
+        return [list(self.evoalign_tokens.encode(prompt)) for prompt in prompts], None, {}
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        start = time.perf_counter()
+        found = super()._generate(prompts)
+        self.rollout_seconds += time.perf_counter() - start
+        return found
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        found = super()._generate_and_score_completions(inputs)
+        if self.corrected:
+            found["old_per_token_logps"] = found["sampling_per_token_logps"]
+        return found
+
+    def create_model_card(self, *arguments: Any, **named: Any) -> None:
+        """None: an export has the card of the run."""
+
+
+def keep_one_gpu(arguments: GRPOConfig) -> None:
+    """One process drives one GPU; several are for `accelerate launch`, never for torch's DataParallel."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # pyright: ignore[reportPrivateUsage]  # there is no public way
+
+
+Rollouts = Callable[[list[Any], Trainer], dict[str, Any]]
