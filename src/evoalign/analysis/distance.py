@@ -211,12 +211,10 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     file = folder / "adapter_config.json"
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
-        return {
-            **found,
-            "r": int(found["r"]),
-            "lora_alpha": float(found["lora_alpha"]),
-            "peft_type": found["peft_type"],
-        }
+        numbers = {"r": int(found["r"]), "lora_alpha": float(found["lora_alpha"])}
+        if numbers["r"] < 1:
+            raise ValueError("a rank below 1")
+        return {**found, **numbers, "peft_type": found["peft_type"]}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"{file} is missing or damaged ({type(error).__name__})") from error
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far weights have moved, against dense differences in numpy: runs, saved folders, live models."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import evoalign
+from evoalign.analysis import distance
+from evoalign.analysis.distance import Distance, distance_of, distance_of_mean, product_square
+from evoalign.config import load
+from evoalign.errors import ModelError
+from evoalign.models import tiny
+from evoalign.parts import serve
+from families import make_config
+
+WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
+CASES = [("lora", "float32"), ("lowrank", "float32"), ("full", "float32"), ("full", "bfloat16"), ("lora", "bfloat16")]
+
+
+def norm(tensors: Mapping[str, torch.Tensor]) -> float:
+    return float(np.sqrt(sum((t.float().numpy().astype(np.float64) ** 2).sum() for t in tensors.values())))
+
+
+def base() -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in load_file(tiny() / "model.safetensors").items()}
+
+
+def train(output: Path, space: str, dtype: str = "float32", model: Path | None = None) -> tuple[Path, Any, str]:
+    es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 2, "population_size": 6}
+    told, settings = io.StringIO(), {"name": str(model or "tiny"), "dtype": dtype}
+    config = {"output_dir": str(output), "seed": 1, "space": space, "es": es, "model": settings}
+    result = evoalign.train({**config, "evaluation": {"max_tokens": 12}}, console=Console(file=told, width=200))
+    return result.saved, json.loads((output / "results/evaluation.json").read_text())["distance"], told.getvalue()
+
+
+@pytest.mark.parametrize(("space", "dtype"), CASES)
+def test_a_run_tells_the_distance_of_what_it_saved(space: str, dtype: str, tmp_path: Path) -> None:
+    """The dense change of each tensor of the float32 mean; nothing else of the package is used."""
+    saved, found, told = train(tmp_path / "run", space, dtype)
+    assert "unknown" not in told
+    change: dict[str, torch.Tensor] = {}
+    if space == "lora":
+        state = load_file(saved / "adapter_model.safetensors")
+        settings = json.loads((saved / "adapter_config.json").read_text())
+        for name in [n for n in state if ".lora_A." in n]:
+            b = state[name.replace(".lora_A.", ".lora_B.")]
+            change[name] = settings["lora_alpha"] / settings["r"] * (b @ state[name])
+    else:
+        files = list(saved.glob("mean-*.safetensors")) or list(saved.glob("model*.safetensors"))
+        mean = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        change = {name: tensor.float() - base()[name] for name, tensor in mean.items()}
+        assert bool(list(saved.glob("mean-*.safetensors"))) == (dtype == "bfloat16")
+    assert found["l2"] == pytest.approx(norm(change), rel=1e-5) and found["l2"] > 0.1
+    assert found["relative"] == pytest.approx(norm(change) / norm(base()), rel=1e-5)
+    again = distance_of(saved, load([tmp_path / "run/config.yaml"]))
+    assert again.l2 == pytest.approx(found["l2"], rel=1e-9)
+    assert again.relative == pytest.approx(found["relative"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("space", "dtype"), CASES)
+def test_the_start_is_at_zero_exactly(space: str, dtype: str) -> None:
+    served = serve(make_config("tiny", space, model={"name": "tiny", "dtype": dtype}))
+    try:
+        found = distance_of_mean(served)
+    finally:
+        served.close()
+    assert found == Distance(0, 0)
+
+
+def test_the_norm_of_a_product_needs_no_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 40, generator=generator), torch.randn(50, 3, generator=generator)
+    dense = 0.5 * (b.double() @ a.double())
+    assert product_square(a, b, 0.5) == pytest.approx(float(dense.square().sum()), rel=1e-12)
+    assert product_square(a, torch.zeros(50, 3)) == 0
+
+
+def test_large_tensors_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config("tiny", "full")
+    model = live()
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.1)
+    whole = distance_of(model, config)
+    monkeypatch.setattr(distance, "BLOCK", 1000)
+    assert distance_of(model, config).l2 == pytest.approx(whole.l2, rel=1e-12)
+
+
+# --- live models ----------------------------------------------------------------------------------------------------
+
+
+def live(dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny(), dtype=dtype)
+
+
+def adapted(**settings: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    own = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **settings}
+    model = get_peft_model(live(), LoraConfig(**own))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_live_model(dtype: torch.dtype) -> None:
+    model, config = live(dtype), make_config("tiny", "full")
+    assert distance_of(model, config) == Distance(0, 0)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+        model.model.embed_tokens.weight[7, 8] -= 1.0
+    moved = {name: p.detach().float() - base()[name] for name, p in model.named_parameters()}
+    found = distance_of(model, config)
+    assert found.l2 == pytest.approx(norm(moved), rel=1e-9) and 1 < found.l2 < 1.3
+    assert found.relative == pytest.approx(norm(moved) / norm(base()), rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["lora", "rslora"])
+def test_a_live_model_with_an_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
+    model, config = adapted(**settings), make_config("tiny", "lora")
+    found = distance_of(model, config)
+    model.save_pretrained(tmp_path)
+    assert distance_of(tmp_path, config).l2 == pytest.approx(found.l2, rel=1e-12)
+    whole = model.merge_and_unload()
+    moved = {name: p.detach().float() - base()[name] for name, p in whole.named_parameters()}
+    assert found.l2 == pytest.approx(norm(moved), rel=1e-5) and found.l2 > 0.1
+    assert distance_of(whole, config).l2 == pytest.approx(found.l2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_an_adapter_that_does_more_is_refused(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    model, config = adapted(**settings), make_config("tiny", "lora")
+    with pytest.raises(ModelError, match=f"more than plain LoRA .*{named}"):
+        distance_of(model, config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"more than plain LoRA .*{named}"):
+        distance_of(tmp_path, config)
+
+
+# --- the files of the base ------------------------------------------------------------------------------------------
+
+
+def renamed(folder: Path, change: Mapping[str, str] | None = None) -> Path:
+    """The tiny model with other names in its file: by `change`, or without their first part."""
+    shutil.copytree(tiny(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    own = {n: change.get(n, n) if change else n.removeprefix("model.") for n in tensors}
+    save_file({own[n]: t for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_base_in_several_files(tmp_path: Path) -> None:
+    live().save_pretrained(tmp_path / "base", max_shard_size="500KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    model = live()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0, 0] += 2.0
+    found = distance_of(model, make_config(tmp_path / "base", "full"))
+    assert found.l2 == pytest.approx(2) and found.relative == pytest.approx(2 / norm(base()), rel=1e-6)
+
+
+def test_a_base_whose_names_lack_their_first_part(tmp_path: Path) -> None:
+    model = live()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0, 0] += 2.0
+    assert distance_of(model, make_config(renamed(tmp_path / "base"), "full")).l2 == pytest.approx(2)
+
+
+def test_what_is_no_model_of_this_base_is_told(tmp_path: Path, random_qwen2: Path) -> None:
+    config = make_config("tiny", "full")
+    with pytest.raises(ModelError, match="no checkpoint of model tiny"):
+        distance_of(tmp_path, config)
+    with pytest.raises(ModelError, match=r"model tiny has no .* of shape|no checkpoint of model tiny"):
+        distance_of(random_qwen2, config)
+    (tmp_path / "adapter_config.json").write_text('{"r": 0, "lora_alpha": 1, "peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"adapter_config\.json is missing or damaged"):
+        distance_of(tmp_path, config)
+    broken = renamed(tmp_path / "base", {"model.norm.weight": "model.other.weight"})
+    with pytest.raises(ModelError, match=r"have no model.norm.weight of shape \[96\]"):
+        distance_of(live(), make_config(broken, "full"))
+
+
+def test_a_run_goes_to_its_end_where_the_distance_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> Any:
+        raise ModelError("the files of model tiny have other names")
+
+    monkeypatch.setattr("evoalign.training.distance_of_mean", unknown)
+    saved, found, told = train(tmp_path / "run", "lora")
+    assert saved.is_dir() and found is None
+    assert "distance from the base model: unknown; the files of model tiny have other names" in told
