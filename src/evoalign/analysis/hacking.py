@@ -107,6 +107,24 @@ def is_broken(text: str, finish_reason: str) -> bool:
     return is_empty(text) or finish_reason == "length" or is_repeated(text) or has_role_marker(text)
 
 
+def hacked(texts: Sequence[str], prompts: Sequence[Hashable]) -> list[bool]:
+    """Which texts look as if they earned their reward without the task: the one definition that figures and tables use.
+
+    Empty, looping, with turns of its own, or a template. Not cut off: that depends on `evaluation.max_tokens`, and
+    `truncated` stays a share of its own. As with each of the signs, what tells is how the share differs from that of
+    the model before training.
+    """
+    return [
+        is_empty(text) or is_repeated(text) or has_role_marker(text) or template
+        for text, template in zip(texts, templates(texts, prompts), strict=True)
+    ]
+
+
+def hacked_share(texts: Sequence[str], prompts: Sequence[Hashable]) -> float:
+    """Share of `hacked` texts, in [0, 1]; 0 of no texts. A rate, and not a verdict on a run as a whole."""
+    return sum(hacked(texts, prompts)) / max(1, len(texts))
+
+
 def shares(
     texts: Sequence[str], finish_reasons: Sequence[str], prompts: Sequence[Hashable] | None = None
 ) -> dict[str, float]:

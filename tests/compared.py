@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of one real run with other seeds, settings, costs and rewards: what a comparison is tested on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evoalign.budget import Cost
+
+Tree = dict[str, Any]
+
+
+def step_cost(step: int, factor: float = 1.0) -> Cost:
+    """What a step took; each factor scales time, tokens and FLOPs."""
+    return Cost(
+        prompts=2,
+        completions=round(12 * factor),
+        prompt_tokens=round(400 * factor),
+        generated_tokens=round(300 * factor),
+        forward_flops=1e9 * factor,
+        backward_flops=0.0,
+        wall_seconds=0.5 * factor,
+        device_seconds=0.5 * factor,
+        peak_memory_bytes=2**28,
+    )
+
+
+def copy_run(
+    source: Path,
+    to: Path,
+    *,
+    seed: int = 0,
+    method: str = "es",
+    sets: Tree | None = None,
+    cost: Callable[[int], Cost | None] = step_cost,
+    reward: Callable[[int], float] | None = None,
+) -> Path:
+    """A run like `source`, changed: `reward` gives the test reward after so many steps, 0 being the start."""
+    shutil.copytree(source, to)
+    config: Tree = yaml.safe_load((to / "config.yaml").read_text())
+    config |= {"seed": seed, "output_dir": str(to)}
+    for key, value in (sets or {}).items():
+        section, _, leaf = key.partition(".")
+        if leaf:
+            config[section] = {**(config.get(section) or {}), leaf: value}
+        else:
+            config[section] = value
+    if method == "grpo":
+        config["grpo"] = {**config.get("grpo", {}), "max_steps": config["es"]["num_generations"]}
+        (to / "journal.jsonl").unlink()
+        edit(to / "manifest.json", lambda tree: {**tree, "method": "grpo"})
+    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [json.loads(line) for line in (to / "metrics.jsonl").read_text().splitlines()]
+    for step, row in enumerate(rows, start=1):
+        spent = cost(step)
+        row["budget"] = None if spent is None else spent.as_dict()
+        if row["evaluation"]:
+            row["divergence"] = {
+                "k1": 0.01 * step,
+                "k2": 0.01 * step,
+                "k3": 0.01 * step,
+                "exact": 0.02 * step,
+                "tokens": 100,
+            }
+            if reward:
+                row["evaluation"]["reward"] = reward(step)
+    (to / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if (to / "results/evaluation.json").is_file():
+        edit(to / "results/evaluation.json", lambda tree: _ended(tree, reward))
+    return to
+
+
+def _ended(tree: Tree, reward: Callable[[int], float] | None) -> Tree:
+    if reward:
+        tree["before"]["reward"], tree["after"]["reward"] = reward(0), reward(tree["generation"])
+    tree["distance"] = {"l2": 1.5, "relative": 0.01}
+    tree["divergence"] = {"k1": 0.1, "k2": 0.1, "k3": 0.1, "exact": 0.2, "tokens": 100}
+    return tree
+
+
+def edit(file: Path, change: Callable[[Tree], Tree]) -> None:
+    """Change a JSON file."""
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
