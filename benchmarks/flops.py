@@ -247,6 +247,7 @@ def tiny_rows() -> list[Row]:
     alike = [tuple(range(3, 27)) + tuple(range(40 + i, 46 + i)) for i in range(4)]
     rows = [rollout_row(space, apart, 3, 16, "rollout") for space in ("lora", "lowrank", "full")]
     rows += [rollout_row("lora", alike, 3, 16, "rollout, prompts that begin alike")]
+    rows += [rollout_row("lowrank", [*apart, *apart], 2, 16, "rollout, each prompt twice")]
     rows += [rollout_row(space, apart, 0, 16, "the mean") for space in ("lora", "lowrank")]
     rows += [update_row(8, antithetic) for antithetic in (False, True)]
     return [*rows, *teacher_rows("tiny", tiny_model), generation_row("tiny", tiny_model)]
@@ -268,22 +269,17 @@ def trl_rows() -> list[Row]:
 def _trl_row(name: str, case: dict[str, Any]) -> Row:
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     from evoalign.models import tiny
 
     factors, steps, group = case.pop("factors", False), 2, 4
-    seen: list[tuple[int, int]] = []
+    completions: list[int] = []
 
-    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        seen.extend((0, len(ids)) for ids in completion_ids)
-        return [float(i % 3) for i in range(len(completions))]
-
-    class Count(TrainerCallback):
-        """Counts from the first step to the last one."""
-
-        total = 0
+    def reward(completion_ids: Any, **columns: Any) -> list[float]:
+        completions.extend(map(len, completion_ids))
+        return [float(i % 3) for i in range(len(completion_ids))]
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(tiny())
@@ -308,7 +304,6 @@ def _trl_row(name: str, case: dict[str, Any]) -> Row:
         adapted = with_factors(base, shape, "all-linear")[1] if factors else None
         with counting() as counter:
             trainer.train()
-    completions = [c for _, c in seen]
     rounds = len(completions) // (2 * group)
     iterations = case.get("num_iterations", 1)
     drawn = budget.grpo_generation(
