@@ -24,10 +24,10 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with two threads each would take turns on two cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore=tests/vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore=tests/engine_vllm
 
 test-vllm: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 tests/vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 tests/engine_vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml scripts/install.sh $(if $(TORCH),FORCE)
 	PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh .venv
 	@touch $@
 
-$(VLLM_VENV)/.installed: pyproject.toml scripts/install.sh scripts/install_vllm_cpu.sh tests/vllm/requirements.txt
+$(VLLM_VENV)/.installed: pyproject.toml scripts/install.sh scripts/install_vllm_cpu.sh tests/engine_vllm/requirements.txt
 	PYTHON='$(PYTHON)' VLLM='$(VLLM)' scripts/install_vllm_cpu.sh $(VLLM_VENV)
 	@touch $@
 

