@@ -14,6 +14,7 @@ import yaml
 from evoalign.budget import Cost
 
 Tree = dict[str, Any]
+DATA = Path(__file__).parents[1] / "data" / "tasks" / "conciseness"
 
 
 def step_cost(step: int, factor: float = 1.0) -> Cost:
@@ -87,3 +88,22 @@ def _ended(tree: Tree, reward: Callable[[int], float] | None) -> Tree:
 def edit(file: Path, change: Callable[[Tree], Tree]) -> None:
     """Change a JSON file."""
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def real_run(folder: Path, *, steps: int, every: int) -> Path:
+    """A run of the tiny model on a few prompts, evaluated on the way."""
+    import evoalign
+
+    evoalign.train(
+        {
+            "output_dir": str(folder),
+            "task": {"name": "conciseness", "train_data": str(DATA / "conciseness_train.json"),
+                     "test_data": str(DATA / "conciseness_test.json")},
+            "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
+            "es": {"num_generations": steps, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025},
+            "engine": {"threads": 1},
+            "evaluation": {"max_tokens": 12, "every": every},
+            "checks": {"control_every": 0, "canary_every": 0},
+        }
+    )  # fmt: skip
+    return folder
