@@ -60,7 +60,7 @@ class Run:
         """results/evaluation.json where this run is done: all its steps, and with these settings."""
         tree = read_json(self.path / "results" / "evaluation.json")
         whole = tree is not None and isinstance(tree.get("after"), dict) and isinstance(tree.get("before"), dict)
-        if tree is None or not whole or tree.get("generation", self.steps) != self.steps:
+        if tree is None or not whole or tree.get("generation") not in (None, self.steps):
             return None
         try:
             odd, _ = differences(self.config, load([self.path / "config.yaml"]), self.method)

@@ -13,7 +13,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from evoalign.checkpoint import write_text
 from evoalign.errors import ConfigError, RunExistsError
@@ -29,12 +28,22 @@ class Folder:
     def __init__(self, path: Path, base: Tree, method: Method) -> None:
         self.path, self.base = path, base
         self.method: Method = method
+        self.told: Tree = {"method": method}
+        """What results.json says beside the cells."""
+        self.outcomes: dict[str, Tree] = {}
+        """Of runs that are done, by name: read once."""
+        self.search: Tree | None = None
+        """What is searched, where this is no grid."""
         self.cells: dict[str, Cell] = {}
         self.seeds: dict[str, list[int]] = {}
         self._lock = RunDir(path)
 
-    def lock(self) -> None:
-        """Keep other sweeps out, and read what is there. Raises RunExistsError, ConfigError."""
+    def lock(self, search: Tree | None = None) -> None:
+        """Keep other sweeps out, and read what is there, which has to be of the same base config and search.
+
+        Raises RunExistsError, ConfigError.
+        """
+        self.search = search
         file = self.path / "sweep.json"
         if self._lock.exists() and not file.is_file():
             raise RunExistsError(f"--to {self.path} holds something else than a sweep; choose another folder")
@@ -53,8 +62,8 @@ class Folder:
         """Let others in."""
         self._lock.release()
 
-    def add(self, cells: Sequence[Cell], seeds: Sequence[int], **more: Any) -> None:
-        """Write down that these cells and seeds belong to the sweep; `more` is what else is told of the command."""
+    def add(self, cells: Sequence[Cell], seeds: Sequence[int]) -> None:
+        """Write down that these cells and seeds belong to the sweep."""
         for cell in cells:
             self.cells.setdefault(cell.name, cell)
             known = self.seeds.setdefault(cell.name, [])
@@ -63,7 +72,7 @@ class Folder:
             "format_version": FORMAT_VERSION,
             "method": self.method,
             "base": self.base,
-            **more,
+            "search": self.search,
             "cells": [
                 {"name": cell.name, "settings": cell.settings, "seeds": self.seeds[cell.name]}
                 for cell in self.cells.values()
@@ -87,13 +96,15 @@ class Folder:
                 raise ValueError
             self.cells = {c["name"]: Cell(c["name"], dict(c["settings"])) for c in tree["cells"]}
             self.seeds = {c["name"]: [int(seed) for seed in c["seeds"]] for c in tree["cells"]}
-            method, base = tree["method"], dict(tree["base"])
+            method, base, search = tree["method"], dict(tree["base"]), tree["search"]
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{file} is damaged, or of another version; choose another folder with --to") from None
         odd = [f"method is {method!r} there and {self.method!r} now"] if method != self.method else []
         for cell in list(self.cells.values())[: 0 if odd else 1]:
             ours, theirs = (resolve(tree, cell.settings, self.method, seed=0) for tree in (self.base, base))
             odd = differences(ours, theirs, self.method)[0]
+        if search != self.search:
+            odd.append(f"search is {search} there and {self.search} now")
         if odd:
             raise ConfigError(
                 f"{self.path} holds a sweep of another config: {'; '.join(odd)}; choose another folder with --to"

@@ -31,12 +31,18 @@ COLUMNS = {
 """Numbers of table.md and their headings; a measure that is asked for comes first."""
 
 
-def collect(runs: Sequence[Run], failed: Mapping[str, Ended]) -> list[Tree]:
-    """Cells in their order, each with its runs, and the mean and standard deviation (ddof 1) over its done runs."""
+def collect(runs: Sequence[Run], failed: Mapping[str, Ended], known: dict[str, Tree]) -> list[Tree]:
+    """Cells in their order, each with its runs, and the mean and standard deviation (ddof 1) over its done runs.
+
+    `known` keeps the outcomes of runs that are done: a sweep asks often.
+    """
     cells: dict[str, Tree] = {}
     for run in runs:
         cell = cells.setdefault(run.cell.name, {"name": run.cell.name, "settings": run.cell.settings, "runs": []})
-        cell["runs"].append(outcome(run, failed.get(run.name)))
+        found = known.get(run.name) or outcome(run, failed.get(run.name))
+        if found["state"] == "done":
+            known[run.name] = found
+        cell["runs"].append(found)
     for cell in cells.values():
         done = [r["numbers"] for r in cell["runs"] if r["state"] == "done"]
         names = dict.fromkeys(name for numbers in done for name in numbers)
@@ -142,6 +148,14 @@ def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] 
             figures.lines(points, path, x=axes[0], measure=measure, title=title)
         drawn.append(path)
     return drawn
+
+
+def draw_search(folder: Path, cells: Sequence[Tree], measure: str, keys: Sequence[str]) -> None:
+    """The trials of a search that are complete, over each setting."""
+    points = [point for point in (_point(cell, measure) for cell in cells) if point.values]
+    if points:
+        title = f"{measure} after training, {len(points)} trials"
+        figures.scatter(points, folder / "figures" / "search.png", keys=keys, measure=measure, title=title)
 
 
 PAIRS = (("es.sigma", "es.learning_rate"), ("es.noise_multiplier", "es.learning_rate"))

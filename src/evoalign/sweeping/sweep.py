@@ -90,7 +90,7 @@ def sweep(
     console = console or Console()
     folder.lock()
     try:
-        folder.add(chosen, seeds, grid={key: list(values) for key, values in (grid or {}).items()})
+        folder.add(chosen, seeds)
         source = _Grid(runs)
         children = make_children(folder, jobs, gpus)
         with Display(children, len(runs), len(runs) - len(source.waiting), console) as display:
@@ -148,7 +148,7 @@ def drive(
                 source.look(children)
                 for end in children.ended():
                     _take_in(end, source, display, stop, failed)
-                    results.write(folder.path, _told(folder), results.collect(folder.runs(), failed), measure)
+                    record(folder, failed, measure)
                 if stop.asked is not None and not told:
                     children.stop()
                     told = True
@@ -167,17 +167,23 @@ def conclude(
     axes: Sequence[str] | None,
     console: Console | None,
 ) -> Sweep:
-    """Write results and figures of all that belongs to the folder, and show the table."""
-    cells = results.collect(folder.runs(), {end.run.name: end for end in failed})
-    results.write(folder.path, _told(folder), cells, measure)
+    """Write results and figures of all that belongs to the folder, and show the table. No `axes`, no heat map."""
+    cells = record(folder, {end.run.name: end for end in failed}, measure)
     drawn = results.draw(folder.path, cells, measure, axes)
     if console is not None:
         lines = [results.table(cells, measure), *(f"figure   {path}" for path in drawn), f"sweep    {folder.path}"]
         if failed:
-            lines.append(f"failed   {len(failed)} of its runs; run the same command again to try them again")
+            lines.append(f"failed   {len(failed)} of its runs; the same command tries again")
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     return Sweep(folder.path, tuple(cells), tuple(failed))
+
+
+def record(folder: Folder, failed: Mapping[str, Ended], measure: str) -> list[Tree]:
+    """Write results.json and table.md of all that belongs to the folder; its cells."""
+    cells = results.collect(folder.runs(), failed, folder.outcomes)
+    results.write(folder.path, folder.told, cells, measure)
+    return cells
 
 
 class _Grid:
@@ -216,10 +222,6 @@ def _take_in(end: Ended, source: Source, display: Display, stop: Stop, failed: d
     if state == "failed":
         failed[end.run.name] = end
     display.ended(end, state, None if evaluation is None else evaluation["after"].get("reward"))
-
-
-def _told(folder: Folder) -> Tree:
-    return {"method": folder.method}
 
 
 def _again() -> str:
