@@ -35,9 +35,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> None:
     done = command(folder / "runs", "--to", tmp_path / "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for text in ("At equal wall time of training (2 s)", "At equal completions (48)", "At equal tokens", "At equal FLOPs",
-                 "At the end of each run, budgets not matched", "hacked share", "whether ES is above GRPO cannot be told",
-                 "metrics.jsonl, line 1, is damaged", "fewer than three seeds"):  # fmt: skip
+    for text in (
+        "At equal wall time of training (2 s)",
+        "At equal completions (48)",
+        "At equal tokens",
+        "At equal FLOPs",
+        "At the end of each run, budgets not matched",
+        "hacked share",
+        "whether ES is above GRPO cannot be told",
+        "metrics.jsonl, line 1, is damaged",
+        "fewer than three seeds",
+    ):
         assert text in done.stdout, text
     assert "\x1b" not in done.stdout
     tree = json.loads((tmp_path / "out/comparison.json").read_text())

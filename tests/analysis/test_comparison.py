@@ -288,6 +288,16 @@ def test_a_run_that_is_not_finished_counts_as_far_as_it_is(copy: Copy, tmp_path:
     assert (start.step, start.measures) == (0, {"reward": pytest.approx(np.mean(rewards))})
 
 
+def test_a_run_that_holds_the_others_back_is_named(copy: Copy, tmp_path: Path) -> None:
+    for seed, more in enumerate((0.4, 1.0, 1.1)):
+        copy(f"r{seed}", seed=seed, cost=lambda step, more=more: step_cost(step, more))
+    copy("grpo", method="grpo", cost=lambda step: step_cost(step, 9.0))
+    notes = by(compare(tmp_path / "runs"), "tokens").notes
+    assert any("r0 sets the budget" in note for note in notes)
+    shutil.rmtree(tmp_path / "runs/r0")
+    assert not any("sets the budget" in note for note in by(compare(tmp_path / "runs"), "tokens").notes)
+
+
 def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Copy, tmp_path: Path) -> None:
     for name, more in (("a", 1.0), ("b", 2.0)):
         run = copy(name, seed=int(more), cost=lambda step, more=more: step_cost(step, more))

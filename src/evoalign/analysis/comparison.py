@@ -358,8 +358,11 @@ def _limit(groups: Sequence[Group], by: Matching) -> tuple[float | None, list[st
     if not reached:
         return None, [*notes, "no run says what it took: nothing can be matched"]
     least = min(reached, key=lambda path: reached[path])
-    if reached[least] < 0.5 * sorted(reached.values())[len(reached) // 2]:
-        notes.append(f"the budget is that of {least} alone, which took less than half of what others did")
+    alike = next(sorted(reached.get(r.path, 0.0) for r in g.runs) for g in groups if least in [r.path for r in g.runs])
+    if reached[least] < 0.5 * alike[len(alike) // 2]:
+        notes.append(
+            f"{least} sets the budget, with less than half of what its group took: give it more, or leave it out"
+        )
     return reached[least], notes
 
 

@@ -331,7 +331,9 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
     lines += [f"## {_escape('At ' + END)}", "", *_grid(end_grid(comparison))]
     lines += [line for grid in _pair_grids(comparison.end) for line in _grid(grid)]
     lines += _picture(pictures, "divergence", f"{comparison.measure} against the divergence from the base model")
-    lines += ["## Settings that differ", "", *_grid(settings_grid(comparison)), *HOW_TO_READ]
+    settings = _grid(settings_grid(comparison))
+    lines += ["<details><summary>Settings in which the groups differ</summary>", "", *settings, "</details>", ""]
+    lines += HOW_TO_READ
     return "\n".join(lines) + "\n"
 
 

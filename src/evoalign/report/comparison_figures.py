@@ -80,7 +80,9 @@ def _budget_painter(
         if match.limit is not None:
             handles.append(axes.axvline(match.limit, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1))
         _scale(axes, [found for _, _, found in curves])
-        names = [f"{_name(group)} ({len(group.runs)} seeds)" for _, group, _ in curves]
+        names = [
+            f"{_name(group)} ({len(group.runs)} seed{'s' if len(group.runs) > 1 else ''})" for _, group, _ in curves
+        ]
         ends = [(found.x[-1], found.mean[-1], _name(group), index) for index, group, found in curves]
         _label_ends(axes, ends)
         _dress(
