@@ -304,7 +304,7 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     from evoalign.config import from_dict, load
 
     own = Path(target) / "config.yaml"
-    is_run = own.is_file() and (Path(target) / "journal.jsonl").is_file()
+    is_run = own.is_file() and _is_run(own.parent)
     if is_run and not (files or sets or task):
         return None
     extra = [f"task.name={task}"] if task else []
@@ -320,6 +320,13 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     from evoalign.config import parse_overrides
 
     return from_dict(parse_overrides({"es": {"sigma": 0.001}}, [*sets, *extra])) if task else None
+
+
+def _is_run(path: Path) -> bool:
+    quiet()
+    from evoalign.rundir import method_of
+
+    return method_of(path) is not None
 
 
 def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list[str]) -> None:

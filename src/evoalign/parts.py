@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
-from evoalign.config import Config, from_dict, load
+from evoalign.config import Config, EsConfig, from_dict, load
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
@@ -107,6 +107,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
     """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is."""
+    config = with_es(config)
     space = spaces.create(config)
     layout = layout_of(space, engine.specs(), engine.dtype)
     try:
@@ -119,6 +120,11 @@ def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
             f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {mend}"
         ) from error
     return space, layout, facts
+
+
+def with_es(config: Config) -> Config:
+    """The config; with a population of one's choice where it has none, for who evaluates and perturbs nothing."""
+    return config if config.es_ is not None else config.model_copy(update={"es_": EsConfig(sigma=1.0)})
 
 
 def layout_of(space: Space, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:

@@ -13,6 +13,7 @@ from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError, JournalError, RunExistsError
 from evoalign.journal import Log
 from evoalign.parts import Served, serve
+from evoalign.rundir import method_of
 
 Progress = Callable[[int, int], None]
 
@@ -20,6 +21,11 @@ Progress = Callable[[int, int], None]
 def log_of(run: str | Path) -> Log:
     """The journal of a run directory, or a journal file itself. Raises JournalError."""
     path = Path(run)
+    if method_of(path) == "grpo":
+        raise JournalError(
+            f"{path} is a run of GRPO and has no journal: its updates are gradients of the size of the model, not a few "
+            "numbers a member; metrics.jsonl has its steps, and what it saved is for evoalign eval and evoalign export"
+        )
     return journal.read(path / "journal.jsonl" if path.is_dir() else path)
 
 

@@ -24,10 +24,13 @@ import torch
 from evoalign import journal
 from evoalign.checkpoint import write_text
 from evoalign.config import Config, TransformersConfig, to_yaml
-from evoalign.errors import RunExistsError
+from evoalign.errors import ResumeError, RunExistsError
 from evoalign.version import __version__
 
 Method: TypeAlias = Literal["es", "grpo"]
+COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
+"""The command that makes a run of each method, and goes on with it."""
+NAMES: dict[Method, str] = {"es": "ES", "grpo": "GRPO"}
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
 OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs", "trainer",
@@ -41,6 +44,7 @@ RESOURCES = (
 )  # fmt: skip
 """Settings that a run may have to change to fit where it goes on. They decide the shapes of batches and the kernels."""
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scipy")
+MORE_LIBRARIES: dict[Method, tuple[str, ...]] = {"es": (), "grpo": ("trl",)}
 
 
 class RunDir:
@@ -169,8 +173,8 @@ class RunDir:
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
         if not overwrite:
             raise RunExistsError(
-                f"output_dir {self.path} holds a run; go on with it (evoalign train {shlex.quote(str(self.path))} "
-                "--resume), move it aside (--overwrite), or choose another"
+                f"output_dir {self.path} holds a run; go on with it ({how_to_go_on(self.path)}), move it aside "
+                "(--overwrite), or choose another"
             )
 
     def _check_place(self) -> None:
@@ -306,6 +310,18 @@ def method_of(path: Path) -> Method | None:
         return None
 
 
+def how_to_go_on(path: Path) -> str:
+    """The command that goes on with the run in a directory, whatever made it."""
+    return f"evoalign {COMMANDS[method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
+
+
+def refuse_other(path: Path, method: Method) -> None:
+    """Raise ResumeError where a directory holds a run of the other method: neither can go on with the other's."""
+    found = method_of(path)
+    if found not in (None, method):
+        raise ResumeError(f"{path} holds a run of {NAMES[found]}; go on with: {how_to_go_on(path)}")
+
+
 def identity(config: Config, method: Method = "es") -> dict[str, Any]:
     """The settings that make a run what it is: those that only say what is kept, shown or told are left out.
 
@@ -368,9 +384,9 @@ def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:
     return {} if ours == theirs else {name: (ours, theirs)}
 
 
-def versions() -> dict[str, str]:
+def versions(method: Method = "es") -> dict[str, str]:
     """Versions of what a run's numbers depend on."""
-    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    libraries = {name: importlib.metadata.version(name) for name in (*LIBRARIES, *MORE_LIBRARIES[method])}
     return {"python": platform.python_version(), "evoalign": __version__, **libraries}
 
 
@@ -384,7 +400,7 @@ def make_manifest(
         "command": list(command),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "config_hash": config_hash(config, method),
-        "versions": versions(),
+        "versions": versions(method),
         "hardware": _hardware(),
         "git": _git(),
         **facts,

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import torch
 
 from evoalign import checkpoint, engines, evaluation, journal, saving, tokens
-from evoalign.config import Config, code_of, from_dict, load
-from evoalign.errors import ConfigError, ModelError
+from evoalign.baselines.policy import NO_JOURNAL
+from evoalign.checkpoint import Mark
+from evoalign.config import Config, SpaceConfig, TransformersConfig, code_of, from_dict, load
+from evoalign.errors import CheckpointError, ConfigError, ModelError
 from evoalign.evaluation import Evaluation
-from evoalign.parts import ConfigLike, Rewards, as_config, start, task_and_data
-from evoalign.rundir import saved_folders
+from evoalign.parts import ConfigLike, Rewards, as_config, start, task_and_data, with_es
+from evoalign.rundir import method_of, saved_folders
 from evoalign.tasks import Task
 from evoalign.types import Example, Layout
 
@@ -49,7 +51,7 @@ def evaluate(
 
 
 def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequence[Example]) -> Evaluation:
-    tokens_ = tokens.load(config.model)
+    config, tokens_ = with_es(config), tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:
         if adapter is not None:
@@ -65,13 +67,16 @@ def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequen
 def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Config, Path | None]:
     """The config to evaluate with, and the adapter to load, if any. Raises ConfigError or ModelError."""
     path = Path(target)
-    if (path / "config.yaml").is_file() and (path / "journal.jsonl").is_file():
+    method = method_of(path) if (path / "config.yaml").is_file() else None
+    if method is not None:
         own = of_run(path) if config is None else as_config(config)
         saved = last_saved(path)
-        saving.checked(saved, journal.read(path / "journal.jsonl").whole())
-        if saved.parent.name == "loras":
-            return own, saved
-        return _with_model(own, saved), None
+        if method == "grpo":
+            of_grpo(saved)
+            own = _as_grpo_answers(own, adapter=saved.parent.name == "loras", given=config is not None)
+        else:
+            saving.checked(saved, journal.read(path / "journal.jsonl").whole())
+        return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
     if config is None:
         raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
     own = as_config(config)
@@ -84,6 +89,32 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
         return from_dict({**tree, "model": model}), path
     return _with_model(own, str(target)), None
+
+
+def of_grpo(folder: Path) -> Mark:
+    """What a saved policy of GRPO says of itself. Raises CheckpointError where it is damaged, or of a run of ES."""
+    mark = checkpoint.verify(folder)
+    if mark.journal != NO_JOURNAL:
+        raise CheckpointError(f"{folder} is not of a run of GRPO: it belongs to a journal")
+    return mark
+
+
+def _as_grpo_answers(config: Config, *, adapter: bool, given: bool) -> Config:
+    """As a run of GRPO evaluates itself: in the dtype it trains in and, unless a config is `given`, its own engine.
+
+    The section `space` is of no matter to it: an adapter is what the section `lora` says.
+    """
+    changes: dict[str, Any] = {"model": config.model.model_copy(update={"dtype": trained_dtype(config)})}
+    if adapter:
+        changes |= {"space": SpaceConfig(name="lora"), "es_": None}
+    if not given and not isinstance(config.engine, TransformersConfig):
+        changes["engine"] = TransformersConfig()
+    return config.model_copy(update=changes)
+
+
+def trained_dtype(config: Config) -> str:
+    """The dtype of the weights that GRPO trains: float32 where the config leaves it open."""
+    return "float32" if config.model.dtype == "auto" else config.model.dtype
 
 
 def of_run(path: Path, mend: str | None = None) -> Config:

@@ -18,9 +18,10 @@ from evoalign import budget, canary, checkpoint, estimate, evolve, journal, outc
 from evoalign.analysis import divergence
 from evoalign.analysis.distance import distance_of_mean
 from evoalign.checkpoint import Mark
-from evoalign.config import Config, code_of, from_dict
+from evoalign.config import NO_ES, Config, code_of, from_dict
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import (
+    ConfigError,
     EvoalignError,
     JournalError,
     ModelError,
@@ -35,7 +36,7 @@ from evoalign.outcome import Result
 from evoalign.parts import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.recording import Hook, Recorder
 from evoalign.report.rows import LATER, is_whole, rebuilt_row
-from evoalign.rundir import RunDir, command_line, differences, make_manifest, room, versions
+from evoalign.rundir import RunDir, command_line, differences, make_manifest, refuse_other, room, versions
 from evoalign.signals import Stop
 from evoalign.tasks import Task
 from evoalign.types import Generation
@@ -59,8 +60,8 @@ def train(
     Raises a subclass of EvoalignError: for bad input, before anything is written; StoppedError after a signal.
     """
     config = as_config(config)
+    run = _place(config, resume=resume)
     tracking.check(config)
-    run = RunDir(Path(config.output_dir))
     given = "task" if task is not None else "reward" if reward is not None else None
     if not resume:
         run.refuse(overwrite=overwrite)
@@ -83,10 +84,10 @@ def train(
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
     """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights, writes nothing."""
     config = as_config(config)
+    run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
     work = estimate.work_lines(config, len(data.train))
-    run = RunDir(Path(config.output_dir))
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
@@ -103,6 +104,16 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     return [*estimate.step_lines(config, known), *work, *estimate.memory_lines(config, specs, layout, dtype)]
+
+
+def _place(config: Config, *, resume: bool) -> RunDir:
+    """Where a run of ES goes. Raises ResumeError, ConfigError for what is of GRPO."""
+    run = RunDir(Path(config.output_dir))
+    if resume:
+        refuse_other(run.path, "es")
+    if config.es_ is None:
+        raise ConfigError(f"{NO_ES}; a config with a section grpo and no es is for: evoalign grpo CONFIG")
+    return run
 
 
 def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | None:

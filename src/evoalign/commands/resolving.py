@@ -12,6 +12,9 @@ from evoalign.errors import ConfigError
 
 if TYPE_CHECKING:
     from evoalign.config import Config
+    from evoalign.rundir import Method
+
+METHODS: dict[str, Method] = {"train": "es", "grpo": "grpo"}
 
 
 def resolved(
@@ -20,15 +23,21 @@ def resolved(
     """The checked config, its output_dir where the run is now. Raises ConfigError. `command`: train or grpo."""
     from evoalign.config import load
 
+    method = METHODS[command]
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
     moved = _run_of(config) if resume else None
+    if moved is not None or config.is_dir():
+        quiet()
+        from evoalign.rundir import how_to_go_on, refuse_other
+
+        if moved is not None:
+            refuse_other(moved, method)
+        elif not resume and _run_of(config):
+            raise ConfigError(f"{config} is a run directory; go on with: {how_to_go_on(config)}")
     if config.is_dir():
-        if not resume and _run_of(config):
-            raise ConfigError(f"{config} is a run directory; go on with: evoalign {command} {config} --resume")
         if resume and not (config / "config.yaml").is_file():
             raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
-        quiet()
         from evoalign.targets import of_run
 
         if moved is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from evoalign.config import Config
+from evoalign.rundir import method_of
 
 logger = logging.getLogger("evoalign.tracking")
 
@@ -85,6 +86,11 @@ def step_and_values(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
 def run_name(config: Config, run: Path) -> str:
     """What the run is called in a tracker."""
     return config.tracking.name or run.resolve().name
+
+
+def last_step(config: Config, run: Path) -> int:
+    """The step after the last row of a run that is complete: its generations, or steps of GRPO."""
+    return config.grpo.max_steps if method_of(run) == "grpo" else config.es.num_generations
 
 
 @contextmanager

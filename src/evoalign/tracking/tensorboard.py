@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config, to_yaml
-from evoalign.tracking.base import step_and_values, values
+from evoalign.tracking.base import last_step, step_and_values, values
 
 
 class TensorBoard:
@@ -17,7 +17,7 @@ class TensorBoard:
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._end = config.es.num_generations
+        self._end = last_step(config, run)
         # The purge hides what an earlier part of the run logged of the generations that are done again.
         self._writer = SummaryWriter(str(run / "logs" / "tensorboard"), purge_step=resumed_at)
         if resumed_at is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config
-from evoalign.tracking.base import environment, run_name, step_and_values, values
+from evoalign.tracking.base import environment, last_step, run_name, step_and_values, values
 
 
 class Trackio:
@@ -29,7 +29,7 @@ class Trackio:
             from trackio import context_vars, utils
             from trackio.sqlite_storage import SQLiteStorage
 
-        self._end = config.es.num_generations
+        self._end = last_step(config, run)
         self._current = context_vars.current_run
         self._before = utils.TRACKIO_DIR
         _point(folder)
