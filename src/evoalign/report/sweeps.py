@@ -120,6 +120,7 @@ def scatter(
         axes.scatter([values[best]], [means[best]], s=90, facecolors="none", edgecolors=TEST, linewidths=2)
         if _is_number(given) and min(given) > 0 and max(given) / min(given) >= LOG_RATIO:
             axes.set_xscale("log")
+        axes.margins(x=0.05 if _is_number(given) else 0.25)
         axes.set_xlabel(keys[place], color=INK)
         _dress(axes)
     for row in panels:
