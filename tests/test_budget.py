@@ -298,5 +298,15 @@ def test_without_a_formula_a_step_of_grpo_counts_tokens_alone() -> None:
     assert (step.forward_flops, step.backward_flops, step.generated_tokens) == (None, None, 3)
 
 
+def test_the_file_formats_name_every_field(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    text = (Path(__file__).parents[1] / "docs/reference/files.md").read_text(encoding="utf-8")
+    of_row, of_run = (
+        text.split(f"{title}\n", 1)[1].split("\n## ")[0] for title in ("### budget", "## results/budget.json")
+    )
+    assert all(f"`{name}`" in of_row for name in Cost().as_dict())
+    assert all(f"`{name}`" in of_run for name in totals_of(tmp_path / "run"))
+
+
 def test_devices_are_counted_as_long_as_they_are_kept() -> None:
     assert budget.time_cost(2.0, 4, None) == Cost(wall_seconds=2.0, device_seconds=8.0, peak_memory_bytes=None)
