@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from evoalign.version import __version__
 
 if TYPE_CHECKING:
+    from evoalign.baselines.grpo import grpo
     from evoalign.config import Config
     from evoalign.config import load as load_config
     from evoalign.errors import EvoalignError
@@ -34,6 +35,7 @@ _HOMES = {
     "dry_run": "evoalign.training:dry_run",
     "evaluate": "evoalign.targets:evaluate",
     "export": "evoalign.exporting:export",
+    "grpo": "evoalign.baselines.grpo:grpo",
     "load_config": "evoalign.config:load",
     "replay": "evoalign.replaying:replay",
     "train": "evoalign.training:train",
@@ -52,6 +54,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "export",
+    "grpo",
     "load_config",
     "replay",
     "train",

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import warnings
 from collections.abc import Mapping
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
@@ -175,17 +176,19 @@ class _Grpo:
         settings.check_prompts(self.config, len(self.data.train), arguments.world_size)
         own = self.config.grpo.rollouts != "trl"
         rows = [{"prompt": self.task.prompt(example), "row": i} for i, example in enumerate(self.data.train)]
-        trainer = Trainer(
-            self.tokens,
-            corrected=self.config.grpo.rollouts == "es" and self.config.grpo.off_policy == "clip",
-            model=self._model(on_cpu),
-            reward_funcs=[self._reward],
-            args=arguments,
-            train_dataset=Dataset.from_list(rows),
-            processing_class=self.tokens.tokenizer,
-            peft_config=self._peft() if self.config.grpo.tune == "lora" else None,
-            rollout_func=self._rollouts if own else None,
-        )
+        with warnings.catch_warnings():  # of what it calls experimental, and of names that a next major release drops
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                self.tokens,
+                corrected=self.config.grpo.rollouts == "es" and self.config.grpo.off_policy == "clip",
+                model=self._model(on_cpu),
+                reward_funcs=[self._reward],
+                args=arguments,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=self.tokens.tokenizer,
+                peft_config=self._peft() if self.config.grpo.tune == "lora" else None,
+                rollout_func=self._rollouts if own else None,
+            )
         with suppress(OSError):  # the trainer makes its folder at once, and nothing is to be left of a refused run
             folder.rmdir()
         return trainer

@@ -19,7 +19,7 @@ from evoalign.budget import Adapted, Cost, ModelShape
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, TransformersConfig
 from evoalign.engines import weights_hash
-from evoalign.engines.specs import mean_abs, specs_of
+from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ModelError
 from evoalign.evaluation import Evaluation
@@ -155,7 +155,7 @@ class Policy:
     def _shape(self) -> ModelShape | None:
         bare = self.model.get_base_model() if self.is_adapter else self.model
         try:
-            specs = [s for s in specs_of(bare, mean_abs) if ".lora_" not in s.name]
+            specs = [s for s in specs_of(bare, lambda _: 0.0) if ".lora_" not in s.name]
             named = [replace(s, name=s.name.replace(".base_layer.", ".")) for s in specs]
             return budget.shape_of(bare.config, named)
         except ModelError as error:

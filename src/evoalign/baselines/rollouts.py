@@ -15,6 +15,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from evoalign import evolve
 from evoalign.config import Config
 from evoalign.engines import Engine
@@ -66,8 +68,9 @@ class MemberRollouts:
         self.config, self.engine, self.tokens, self.model = config, engine, tokens, model
         self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)
         self.sampling = Sampling(longest)
-        self.layout: Layout = layout_of(space, engine.specs(), engine.dtype)
-        engine.start(space, self.layout, None, False)
+        with torch.no_grad():
+            self.layout: Layout = layout_of(space, engine.specs(), engine.dtype)
+            engine.start(space, self.layout, None, False)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """What TRL's `rollout_func` returns, with each token's log-probability under its member."""

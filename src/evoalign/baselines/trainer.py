@@ -12,10 +12,20 @@ from typing import Any
 
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 from evoalign.tokens import Tokens
 
 __all__ = ["GRPOConfig", "Trainer"]
+
+
+class EpochSampler(RepeatSampler):
+    """Each epoch's order follows from the seed and its number, so that a run that goes on asks what it would have."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch."""
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) + epoch)
 
 
 class Trainer(GRPOTrainer):
@@ -42,6 +52,13 @@ class Trainer(GRPOTrainer):
         if self.corrected:
             found["old_per_token_logps"] = found["sampling_per_token_logps"]
         return found
+
+    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
+        """As TRL's, but for the order."""
+        own = super()._get_train_sampler(dataset)
+        return EpochSampler(
+            own.data_source, own.mini_repeat_count, own.batch_size, own.repeat_count, own.shuffle, own.seed
+        )
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
         """None: an export has the card of the run."""

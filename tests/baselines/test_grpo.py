@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO on TRL's trainer: what it leaves, where its completions come from, and how it goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+import evoalign
+from evoalign import engines, parquet, tokens
+from evoalign.config import from_dict, to_yaml
+from evoalign.errors import ConfigError, ResumeError, RewardError, StoppedError
+from evoalign.evaluation import rewards_of
+from evoalign.parts import start, task_and_data
+from evoalign.types import Plan, Request, Sampling, population
+
+pytest.importorskip("trl")
+
+CLOCKS = ("seconds", "budget")
+
+
+def config(output: Path, **sections: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "output_dir": str(output),
+        "seed": 3,
+        "task": {"name": "conciseness"},
+        "evaluation": {"max_tokens": 8, "every": 2},
+        "checkpoint": {"every": 1},
+        "tracking": {"completions_every": 1},
+        "grpo": {
+            "max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant", "rollouts": "engine",
+        },
+    }  # fmt: skip
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+    return tree
+
+
+def run(output: Path, *, resume: bool = False, **sections: Any) -> evoalign.Result:
+    return evoalign.grpo(config(output, **sections), resume=resume, console=Console(file=io.StringIO()))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def traces(path: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """What two equal runs have in common: rows without clocks, the last weights, the completions."""
+    told = [{key: value for key, value in row.items() if key not in CLOCKS} for row in rows(path)]
+    saved = sorted(path.glob("*/generation_*"))[-1]
+    return (
+        told,
+        load_file(next(saved.glob("*model.safetensors"))),
+        parquet.read(path / "results/completions/after.parquet"),
+    )
+
+
+def assert_equal(ours: Path, theirs: Path) -> None:
+    (a, weights_a, texts_a), (b, weights_b, texts_b) = traces(ours), traces(theirs)
+    assert a == b
+    assert weights_a.keys() == weights_b.keys()
+    assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
+    assert texts_a == texts_b
+
+
+def completions(path: Path, step: int) -> list[dict[str, Any]]:
+    return parquet.read(path / f"results/completions/generation_{step:04d}.parquet")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that never stopped."""
+    return run(tmp_path_factory.mktemp("straight") / "run").path
+
+
+# --- what it leaves --------------------------------------------------------------------------------------------------
+
+
+def test_it_leaves_the_files_of_a_run_of_es(straight: Path, tmp_path: Path) -> None:
+    tree = config(tmp_path / "es", es={"sigma": 0.01, "num_generations": 2, "population_size": 4})
+    evoalign.train(tree, console=Console(file=io.StringIO()))
+    ours, theirs = rows(straight)[0], rows(tmp_path / "es")[0]
+    assert ours.keys() - theirs.keys() == {"grpo"}
+    assert theirs.keys() <= ours.keys()
+    there = {str(p.relative_to(tmp_path / "es")) for p in (tmp_path / "es").glob("*")} | {"results/evaluation.json"}
+    assert there - {"journal.jsonl", "loras", "logs"} <= {str(p.relative_to(straight)) for p in straight.rglob("*")}
+    results = [json.loads((p / "results/evaluation.json").read_text()) for p in (straight, tmp_path / "es")]
+    assert results[0].keys() == results[1].keys()
+    manifest = json.loads((straight / "manifest.json").read_text())
+    assert manifest["method"] == "grpo"
+    assert results[0]["generation"] == 4
+    assert results[0]["distance"]["l2"] > 0
+
+
+def test_rows_hold_the_rewards_of_the_completions_that_are_kept(straight: Path) -> None:
+    for step, row in enumerate(rows(straight)):
+        scores = [c["score"] for c in completions(straight, step)]
+        assert len(scores) == 8
+        assert row["mean"] == pytest.approx(sum(scores) / 8)
+        assert (row["best"], row["worst"]) == (max(scores), min(scores))
+        assert row["tokens"] == sum(c["tokens"] for c in completions(straight, step))
+        assert row["budget"]["completions"] == 8
+        assert row["budget"]["prompts"] == 2
+        assert row["budget"]["generated_tokens"] == row["tokens"]
+        assert row["budget"]["backward_flops"] > row["budget"]["forward_flops"] > 0
+        assert all(isinstance(row["grpo"][name], float) for name in ("loss", "grad_norm", "learning_rate", "entropy"))
+    assert [row["evaluation"] is not None for row in rows(straight)] == [False, True, False, False]
+
+
+def test_a_step_may_reuse_completions(tmp_path: Path) -> None:
+    path = run(tmp_path / "run", grpo={"num_iterations": 2, "max_steps": 2}).path
+    first, second = rows(path)
+    assert (first["budget"]["completions"], second["budget"]["completions"]) == (8, 0)
+    assert second["mean"] == first["mean"]
+    assert second["budget"]["backward_flops"] == first["budget"]["backward_flops"]
+
+
+def test_the_divergence_is_measured_and_disturbs_nothing(straight: Path, tmp_path: Path) -> None:
+    path = run(tmp_path / "run", checks={"kl_every": 2, "kl_prompts": 4}).path
+    found = [row["divergence"] for row in rows(path)]
+    assert [f is not None for f in found] == [False, True, False, True]
+    assert found[3]["exact"] > found[1]["exact"] > 0
+    assert json.loads((path / "results/evaluation.json").read_text())["divergence"] == found[3]
+    for row in (bare := rows(path)):
+        row["divergence"] = None
+    assert [{k: v for k, v in row.items() if k not in CLOCKS} for row in bare] == traces(straight)[0]
+
+
+# --- where completions come from -------------------------------------------------------------------------------------
+
+
+def test_trl_is_asked_with_our_tokens_and_answers_as_our_engine(tmp_path: Path) -> None:
+    """With top_k 1 TRL's own generation is greedy: at step 0 it gives what the engine's greedy decoding gives."""
+    data = tmp_path / "prompts.jsonl"
+    opened = [{"role": "user", "content": "What is 3 + 5?"}, {"role": "assistant", "content": "The answer is"}]
+    prompts = ["Solve: 3 + 5 =", opened, [{"role": "user", "content": "Is a penguin a fish?"}]]
+    kind = [[p] if isinstance(p, str) else p for p in prompts]
+    data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts[1:]))
+    assert len(kind) == 3
+    task = {"name": "custom", "train_data": str(data), "test_data": str(data)}
+    grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "trl", "top_k": 1}
+    tree = config(tmp_path / "run", task=task, grpo=grpo)
+    path = evoalign.grpo(tree, reward=_length, console=Console(file=io.StringIO())).path
+    greedy = {r["prompt"]: r["text"] for r in parquet.read(path / "results/completions/before.parquet")}
+    asked = completions(path, 0)
+    assert len(asked) == 4
+    assert {c["prompt"]: c["text"] for c in asked} == greedy
+
+
+def _length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [-float(len(c[0]["content"])) for c in completions]
+
+
+def test_members_answer_as_those_of_es_and_leave_the_model_alone(tmp_path: Path) -> None:
+    es = {"sigma": 0.05, "learning_rate": 0.01}
+    tree = config(tmp_path / "run", es=es, space="lowrank", grpo={"rollouts": "es", "max_steps": 2})
+    path = evoalign.grpo(tree, console=Console(file=io.StringIO())).path
+    assert _members(from_dict(tree)) == [(c["prompt"], c["text"]) for c in completions(path, 0)]
+    assert len({c["text"] for c in completions(path, 0)}) > 2, "members differ"
+    straight = run(tmp_path / "other", grpo={"max_steps": 1}).path
+    before = [parquet.read(p / "results/completions/before.parquet") for p in (path, straight)]
+    assert before[0] == before[1]
+
+
+def _members(settings: evoalign.Config) -> list[tuple[str, str]]:
+    """What members of generation 0 answer to both training prompts, by ES's own engine."""
+    task, data = task_and_data(settings, None, None)
+    tokens_ = tokens.load(settings.model)
+    engine = engines.create(settings, tokens_)
+    start(settings, engine)
+    plan = Plan(0, 0.05, population(4))
+    prompts = [task.prompt(example) for example in data.train]
+    requests = [Request(i, tokens_.encode(p), Sampling(8)) for i, p in enumerate(prompts)]
+    found = sorted(engine.rollout(plan, requests), key=lambda r: (r.request, r.member.index))
+    engine.close()
+    order = _order(settings)
+    shown = [p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in prompts]
+    return [(shown[i], r.text) for i in order for r in found if r.request == i]
+
+
+def _order(settings: evoalign.Config) -> list[int]:
+    """The order in which TRL asks two prompts in its first round."""
+    from trl.trainer.utils import RepeatSampler
+
+    sampler = RepeatSampler([0, 1], mini_repeat_count=4, batch_size=2, repeat_count=1, shuffle=True, seed=settings.seed)
+    return list(dict.fromkeys(sampler))
+
+
+def test_the_correction_for_members_changes_the_step(tmp_path: Path) -> None:
+    es, grpo = {"sigma": 0.05}, {"rollouts": "es", "max_steps": 1}
+    weights = [
+        traces(run(tmp_path / kind, es=es, space="lowrank", grpo={**grpo, "off_policy": kind}).path)[1]
+        for kind in ("clip", "none")
+    ]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert rows(tmp_path / "clip")[0]["grpo"]["clipped_share"] > 0
+    assert rows(tmp_path / "none")[0]["grpo"]["clipped_share"] == 0
+
+
+# --- one reward file -------------------------------------------------------------------------------------------------
+
+REWARD = """
+def shortness(prompts, completions, answer, **kwargs):
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [None if not text else 1 / (1 + abs(len(text) - len(a))) for text, a in zip(texts, answer)]
+
+
+async def digits(completions, **kwargs):
+    return [0.1 * sum(ch.isdigit() for ch in (c[0]["content"] if isinstance(c, list) else c)) for c in completions]
+"""
+
+
+def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    questions = [{"prompt": f"Solve: {i} + 5 =", "answer": str(i + 5)} for i in range(32)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    file = tmp_path / "prompts.jsonl"
+    task = {
+        "name": "custom", "train_data": str(file), "test_data": str(file),
+        "rewards": [f"{tmp_path}/reward.py:shortness", f"{tmp_path}/reward.py:digits"], "reward_weights": [1.0, 0.5],
+    }  # fmt: skip
+    grpo = {"max_steps": 8, "num_generations": 4, "per_device_train_batch_size": 128, "temperature": 1.5}
+    path = run(tmp_path / "run", task=task, grpo=grpo, evaluation={"every": 0}).path
+    kept = [c for step in range(8) for c in completions(path, step)]
+    assert len(kept) == 1024
+    assert len({c["score"] for c in kept}) > 20
+    chosen, data = task_and_data(from_dict(config(path, task=task)), None, None)
+    by_prompt = {q["prompt"]: example for q, example in zip(questions, data.train, strict=True)}
+    scored = rewards_of(chosen, [c["text"] for c in kept], [by_prompt[c["prompt"]] for c in kept])
+    chosen.close()
+    assert scored == [c["score"] for c in kept]
+
+
+# --- how it goes on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
+def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
+    run(tmp_path / "straight", grpo={"rollouts": rollouts}, **more)
+    run(tmp_path / "run", grpo={"rollouts": rollouts, "max_steps": 2}, **more)
+    run(tmp_path / "run", resume=True, grpo={"rollouts": rollouts, "max_steps": 4}, **more)
+    # The shorter run's last step was not evaluated as one on the way.
+    (path := tmp_path / "straight" / "metrics.jsonl").write_text(path.read_text())
+    ours, theirs = traces(tmp_path / "run"), traces(tmp_path / "straight")
+    for row in (*ours[0], *theirs[0]):
+        row["evaluation"] = None
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(ours[1][name], theirs[1][name]) for name in theirs[1])
+    assert ours[2] == theirs[2]
+
+
+def test_killed_it_goes_on_to_the_same_bits(straight: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(from_dict(config(tmp_path / "run"))))
+    command = [sys.executable, "-m", "evoalign.cli", "grpo", str(file), "--resume"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
+        assert child.poll() is None or child.returncode == 0
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    run(tmp_path / "run", resume=True)
+    assert_equal(tmp_path / "run", straight)
+
+
+def test_a_signal_stops_it_after_a_whole_step(straight: Path, tmp_path: Path) -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        if len(completions) == 8 and (tmp_path / "run" / "metrics.jsonl").is_file():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [-float(len(c[0]["content"])) for c in completions]
+
+    tree = config(
+        tmp_path / "run", grader={"isolated": False}, task={"name": "custom", "train_data": str(_prompts(tmp_path))}
+    )
+    with pytest.raises(StoppedError, match="stopped after step 2 of 4; go on with grpo") as error:
+        evoalign.grpo(tree, reward=reward, console=Console(file=io.StringIO()))
+    assert error.value.signal == signal.SIGTERM
+    assert len(rows(tmp_path / "run")) == 2
+    assert json.loads((tmp_path / "run/results/budget.json").read_text())["training"]["completions"] == 16
+
+
+def _prompts(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    questions = [[{"role": "user", "content": f"What is {i} + 5?"}] for i in range(10)]
+    file.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
+    return file
+
+
+def test_a_run_of_other_settings_is_not_gone_on_with(straight: Path) -> None:
+    with pytest.raises(ResumeError, match=r"grpo.learning_rate is 0.001 in the run and 0.002 now"):
+        run(straight, resume=True, grpo={"learning_rate": 2e-3})
+
+
+# --- an adapter ------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from evoalign.models import tiny
+
+    path = run(tmp_path / "run", lora={"rank": 2, "alpha": 4.0}, grpo={"tune": "lora", "learning_rate": 1e-2}).path
+    saved = path / "loras" / "generation_0004"
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny()), saved).merge_and_unload()
+    text = tokens.load(from_dict(config(path)).model)
+    after = parquet.read(path / "results/completions/after.parquet")
+    task, data = task_and_data(from_dict(config(path)), None, None)
+    for row in after:
+        ids = torch.tensor([text.encode(task.prompt(data.test[row["example"]]))])
+        out = loaded.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=list(text.stop_ids), pad_token_id=0)
+        assert text.decode(out[0, ids.shape[1] :].tolist()) == row["text"]
+    before = parquet.read(path / "results/completions/before.parquet")
+    assert [r["text"] for r in before] != [r["text"] for r in after]
+    budget = rows(path)[0]["budget"]
+    assert 0 < budget["backward_flops"] < rows(path)[0]["budget"]["forward_flops"] * 3
+    assert math.isclose(
+        json.loads((path / "results/evaluation.json").read_text())["distance"]["l2"], _moved(loaded), rel_tol=1e-3
+    )
+
+
+def _moved(model: Any) -> float:
+    from transformers import AutoModelForCausalLM
+
+    from evoalign.models import tiny
+
+    base = dict(AutoModelForCausalLM.from_pretrained(tiny()).named_parameters())
+    return math.sqrt(sum(float((p - base[n]).double().square().sum()) for n, p in model.named_parameters()))
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"grpo": {"num_generations": 3}}, "8 x 1 passes is no multiple of grpo.num_generations 3"),
+        ({"grpo": {"per_device_train_batch_size": 16}}, "takes 4 prompts, and the training split has 2"),
+        ({"grpo": {"trl": {"bta": 0.1}}}, r"grpo.trl.bta: TRL's GRPOConfig has no such field; beta\?"),
+        ({"grpo": {"trl": {"beta": 0.1}}}, "grpo.trl.beta has a place of its own: grpo.beta"),
+        ({"grpo": {"trl": {"output_dir": "/"}}}, "grpo.trl.output_dir is set elsewhere here: by output_dir"),
+        ({"grpo": {"rollouts": "es"}}, "missing setting es"),
+        ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "takes space lora or lowrank"),
+        ({"grpo": {"rollouts": "es", "tune": "lora"}}, "needs grpo.tune full"),
+        ({"grpo": {"use_vllm": True}}, "needs grpo.rollouts trl, not engine"),
+    ],
+)
+def test_what_cannot_be_is_told_and_leaves_nothing(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "run", **sections)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_fails_is_no_reward(tmp_path: Path) -> None:
+    def broken(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [float("nan")] * len(completions)
+
+    tree = config(
+        tmp_path / "run", task={"name": "custom", "train_data": str(_prompts(tmp_path))}, grader={"isolated": False}
+    )
+    with pytest.raises(RewardError, match="nan"):
+        evoalign.grpo(tree, reward=broken, console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
