@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ES in three spaces against GRPO on the tiny model: tuned by equal search, then five seeds, matched four ways.
+
+    python benchmarks/es_vs_grpo.py tune  --task countdown --to DIR --jobs 60 --seconds 150
+    python benchmarks/es_vs_grpo.py final --task countdown --to DIR --jobs 60 --seconds 400
+    python benchmarks/es_vs_grpo.py page  --task countdown --from DIR
+
+`tune` searches 12 settings of each method with two seeds on a validation split that no final figure uses, every run
+about the same wall seconds on one core. `final` trains the settings that did best there, evaluated on the test split.
+`page` writes docs/results/TASK.md from the runs, or, without --from, again from benchmarks/results/es_vs_grpo/.
+Stopped on the way (`--limit`), the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import runpy
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from study_runs import ROOT, STEPS, Task, calibrate, integers, names, pairs, read_results, side_by_side
+
+METHODS = {"lora": "es", "lowrank": "es", "full": "es", "grpo": "grpo", "grpo_es": "grpo"}
+CALIBRATION_STEPS = {"countdown": {"es": 5, "grpo": 25}, "conciseness": {"es": 30, "grpo": 30}}
+SECONDS = {"countdown": (150.0, 400.0), "conciseness": (40.0, 80.0)}
+"""Training of one run of `tune` and of `final`."""
+TUNE_SEEDS = [100, 101]
+"""None of them is a seed of the final runs."""
+POINTS = {"es": 40, "grpo": 20}
+"""Evaluations of a final run. ES has far more completions a generation, and is to have points where GRPO ends."""
+KL_POINTS = 5
+
+GRIDS: dict[str, dict[str, dict[str, list[Any]]]] = {
+    "countdown": {
+        "lora": {"es.sigma": [0.0025, 0.005, 0.01], "es.learning_rate": [0.00125, 0.0025, 0.005, 0.01]},
+        "lowrank": {"es.sigma": [0.005, 0.01, 0.02], "es.learning_rate": [0.0025, 0.005, 0.01, 0.02]},
+        "full": {"es.sigma": [0.005, 0.01, 0.02], "es.learning_rate": [0.00125, 0.0025, 0.005, 0.01]},
+        "grpo": {"grpo.num_generations": [4, 8, 16], "grpo.learning_rate": [1e-4, 3e-4, 1e-3, 3e-3]},
+        "grpo_es": {"es.sigma": [0.005, 0.01, 0.02], "grpo.learning_rate": [1e-4, 3e-4, 1e-3, 3e-3]},
+    },
+    "conciseness": {
+        "lora": {"es.sigma": [0.005, 0.01, 0.02], "es.learning_rate": [0.0025, 0.005, 0.01, 0.02]},
+        "lowrank": {"es.sigma": [0.01, 0.02, 0.04], "es.learning_rate": [0.005, 0.01, 0.02, 0.04]},
+        "full": {"es.sigma": [0.01, 0.02, 0.04], "es.learning_rate": [0.005, 0.01, 0.02, 0.04]},
+        "grpo": {"grpo.beta": [0.0, 0.005, 0.02], "grpo.learning_rate": [1e-4, 3e-4, 1e-3, 3e-3]},
+        "grpo_es": {"es.sigma": [0.01, 0.02, 0.04], "grpo.learning_rate": [1e-4, 3e-4, 1e-3, 3e-3]},
+    },
+}
+
+
+def tune(arguments: argparse.Namespace) -> None:
+    """Search all methods side by side, and write chosen.json."""
+    folder = arguments.to / arguments.task
+    sets = {"task.test_data": str(write_validation(arguments.task, folder)), **pairs(arguments.sets)}
+    if arguments.task == "countdown":
+        sets = {"task.test_size": VALIDATION_ROWS["countdown"], **sets}
+    seconds = arguments.seconds or SECONDS[arguments.task][0]
+    tasks = _timed(arguments, sets, seconds, folder / "tune", "tune")
+    seeds = arguments.seeds or TUNE_SEEDS
+    side_by_side(tasks, seeds, arguments.jobs, folder / "tune", arguments.limit)
+    chosen = {"task": arguments.task, "seconds": seconds, "seeds": seeds, "methods": choose(folder / "tune")}
+    (folder / "chosen.json").write_text(json.dumps(chosen, indent=2) + "\n")
+    print(tuning_table(chosen))
+
+
+def final(arguments: argparse.Namespace) -> None:
+    """Train the chosen settings with each seed, side by side, evaluated on the test split along the way."""
+    folder = arguments.to / arguments.task
+    tasks = _timed(
+        arguments, pairs(arguments.sets), arguments.seconds or SECONDS[arguments.task][1], folder / "final", "final"
+    )
+    side_by_side(tasks, arguments.seeds or [0, 1, 2, 3, 4], arguments.jobs, folder / "final", arguments.limit)
+    for task in tasks:
+        found = read_results(folder / "final" / task.name)
+        for cell in found["cells"] if found else ():
+            print(f"{task.name}: {[round(run['numbers']['reward'], 4) for run in cell['runs'] if 'numbers' in run]}")
+
+
+def _timed(
+    arguments: argparse.Namespace, sets: Mapping[str, Any], seconds: float, to: Path, stage: str
+) -> list[Task]:
+    """The sweeps of one stage, every run of about `seconds`."""
+    base = [
+        Task(name, ROOT / "configs" / "comparison" / f"{arguments.task}_{name}.yaml", METHODS[name], (), sets)
+        for name in arguments.methods
+    ]
+    if stage == "final":
+        chosen = json.loads((to.parent / "chosen.json").read_text())["methods"]
+        base = [Task(t.name, t.config, t.method, (), {**sets, **chosen[t.name]["settings"]})
+                for t in base if t.name in chosen]  # fmt: skip
+    to.mkdir(parents=True, exist_ok=True)
+    speed = calibrate(base, CALIBRATION_STEPS[arguments.task], arguments.jobs, to, arguments.limit)
+    tasks: list[Task] = []
+    for task in base:
+        if task.name not in speed:
+            continue
+        steps = max(2, round(seconds / speed[task.name]))
+        more: dict[str, Any] = {STEPS[task.method]: steps}
+        if stage == "final":
+            every = max(1, steps // POINTS[task.method])
+            more |= {"evaluation.every": every, "checks.kl_every": every * max(1, POINTS[task.method] // KL_POINTS)}
+        cells = _cells(arguments.task, task.name)[: arguments.cells] if stage == "tune" else []
+        tasks.append(Task(task.name, task.config, task.method, cells, {**task.sets, **more}))
+    return tasks
+
+
+def _cells(task: str, method: str) -> list[dict[str, Any]]:
+    grid = GRIDS[task][method]
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def choose(folder: Path) -> dict[str, Any]:
+    """Of each method the cell with the best mean validation reward, and what the search for it took."""
+    from evoalign.budget import Cost, cost_of
+
+    chosen: dict[str, Any] = {}
+    for method in METHODS:
+        found = read_results(folder / method)
+        cells = [cell for cell in found["cells"] if "reward" in cell["mean"]] if found else []
+        if not found or not cells:
+            continue
+        runs = [run for cell in found["cells"] for run in cell["runs"]]
+        most = max(sum(run["state"] == "done" for run in cell["runs"]) for cell in cells)
+        whole = [cell for cell in cells if sum(run["state"] == "done" for run in cell["runs"]) == most]
+        best = max(whole, key=lambda cell: cell["mean"]["reward"])
+        costs = [cost for run in runs if (cost := cost_of(run.get("training"))) is not None]
+        total = sum(costs, Cost())
+        chosen[method] = {
+            "cell": best["name"],
+            "settings": best["settings"],
+            "validation": {"mean": best["mean"], "std": best["std"]},
+            "budget": {
+                "trials": len(found["cells"]),
+                "runs": len(runs),
+                "not_done": sum(run["state"] != "done" for run in runs),
+                "completions": total.completions,
+                "tokens": total.prompt_tokens + total.generated_tokens,
+                "flops": (total.forward_flops or 0.0) + (total.backward_flops or 0.0),
+                "wall_seconds": total.wall_seconds,
+                "run_seconds": [min(c.wall_seconds for c in costs), max(c.wall_seconds for c in costs)],
+            },
+        }
+    return chosen
+
+
+def tuning_table(chosen: Mapping[str, Any]) -> str:
+    """Markdown: what the search of each method took, and what it chose."""
+    lines = [
+        "| method | trials | runs | completions | tokens | FLOPs | training seconds | of one run | chosen | validation reward |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
+    ]
+    for method, found in chosen["methods"].items():
+        spent, low_high = found["budget"], found["budget"]["run_seconds"]
+        runs = f"{spent['runs']}" + (f" ({spent['not_done']} failed)" if spent["not_done"] else "")
+        settings = ", ".join(f"`{key} {value:g}`" for key, value in found["settings"].items())
+        lines.append(
+            f"| {method} | {spent['trials']} | {runs} | {spent['completions']:,} | {spent['tokens']:,} "
+            f"| {spent['flops']:.3g} | {spent['wall_seconds']:,.0f} | {low_high[0]:.0f} to {low_high[1]:.0f} "
+            f"| {settings} | {found['validation']['mean']['reward']:.4g} |"
+        )
+    return "\n".join(lines)
+
+
+VALIDATION_ROWS = {"countdown": 500, "conciseness": 48}
+VALIDATION_SEED = 20
+"""Settings of configs/quickstart_countdown.yaml were chosen on problems of other seeds."""
+
+
+def write_validation(task: str, folder: Path) -> Path:
+    """The file that settings are chosen on: the same rows everywhere, none of them in the shipped files."""
+    rows = {"countdown": _more_problems, "conciseness": _more_questions}[task](VALIDATION_ROWS[task])
+    path = folder / "validation.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+    return path.absolute()
+
+
+def _more_problems(count: int) -> list[dict[str, Any]]:
+    from evoalign.tasks.generate import generate, held_out
+
+    shipped = {_problem(row) for row in _shipped("countdown/countdown.json")}
+
+    def is_wanted(numbers: tuple[int, ...], target: int) -> bool:
+        return held_out(numbers, target) and (tuple(sorted(numbers)), target) not in shipped
+
+    return generate(count, "mixed", VALIDATION_SEED, keep=is_wanted)
+
+
+def _problem(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    return tuple(sorted(row["numbers"])), int(row["target"])
+
+
+def _more_questions(count: int) -> list[dict[str, Any]]:
+    """Of the families of questions that the tiny model's recipe draws from."""
+    families = [family for family, _ in runpy.run_path(str(ROOT / "recipes/tiny_base/questions.py"))["FAMILIES"]]
+    taken = {row["prompt"] for name in ("train", "test") for row in _shipped(f"conciseness/conciseness_{name}.json")}
+    drawn = random.Random(VALIDATION_SEED)
+    rows: list[dict[str, Any]] = []
+    for i in itertools.count():
+        question, answer, _ = families[i % len(families)](drawn)
+        if question not in taken:
+            taken.add(question)
+            rows.append({"id": f"validation-{len(rows)}", "prompt": question, "target": answer})
+        if len(rows) == count:
+            return rows
+    raise AssertionError
+
+
+def _shipped(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "data/tasks" / name).read_text(encoding="utf-8"))
+
+
+def pack(arguments: argparse.Namespace) -> None:
+    """What `page` needs, without weights: of the search its results, of the final runs their numbers and answers."""
+    kept = [path for path in sorted(arguments.source.rglob("*")) if path.is_file() and _is_kept(path, arguments.source)]
+    with tarfile.open(arguments.file, "w:gz") as tar:
+        for path in kept:
+            tar.add(path, path.relative_to(arguments.source.parent))
+    print(f"{arguments.file}: {len(kept)} files, {arguments.file.stat().st_size / 2**20:.1f} MiB")
+
+
+def _is_kept(path: Path, source: Path) -> bool:
+    parts = path.relative_to(source).parts
+    if {"checkpoints", "loras", "trainer", "calibration"} & set(parts) or path.suffix == ".safetensors":
+        return False
+    if not any(part.startswith("seed_") for part in parts):
+        return True
+    if "tune" in parts:
+        return parts[-1] in ("budget.json", "evaluation.json") or path.suffix == ".log"
+    return path.suffix != ".png" and not path.name.startswith("generation_")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, call in (("tune", tune), ("final", final)):
+        command = commands.add_parser(name)
+        command.set_defaults(call=call)
+        command.add_argument("--task", choices=sorted(GRIDS), required=True)
+        command.add_argument("--to", type=Path, required=True)
+        command.add_argument("--jobs", type=int, default=5, help="Runs at once, over all methods.")
+        command.add_argument("--seconds", type=float, help="Training of one run.")
+        command.add_argument("--seeds", type=integers)
+        command.add_argument("--methods", type=names, default=list(METHODS))
+        command.add_argument("--cells", type=int, help="Only so many cells of each grid, to try this out.")
+        command.add_argument("--limit", type=float, help="Stop a round of sweeps after so many seconds.")
+        command.add_argument("--set", dest="sets", action="append", default=[], metavar="a.b=c")
+    command = commands.add_parser("page")
+    command.set_defaults(call=page)
+    command.add_argument("--task", choices=sorted(GRIDS), required=True)
+    command.add_argument("--from", dest="source", type=Path)
+    command.add_argument("--docs", type=Path, default=ROOT / "docs" / "results")
+    command.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "es_vs_grpo")
+    command = commands.add_parser("pack")
+    command.set_defaults(call=pack)
+    command.add_argument("--from", dest="source", type=Path, required=True)
+    command.add_argument("--file", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.call(arguments)
+
+
+def page(arguments: argparse.Namespace) -> None:
+    """docs/results/TASK.md, its figures, and the numbers it is made of."""
+    import study_page
+
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    file = arguments.results / f"{arguments.task}.json"
+    if arguments.source is not None:
+        tree = study_page.collect(arguments.source / arguments.task, arguments.task, arguments.docs / "figures")
+        file.write_text(json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    (arguments.docs / f"{arguments.task}.md").write_text(study_page.page(tree), encoding="utf-8")
+    print(f"wrote {arguments.docs / arguments.task}.md")
+
+
+if __name__ == "__main__":
+    main()

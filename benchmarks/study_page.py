@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/results/TASK.md of es_vs_grpo: `collect` reads the runs and draws, `page` writes from what was collected alone.
+
+Every sentence that names a winner follows from the numbers by a rule, so that none can contradict them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from study_runs import read_results
+
+LABELS = {
+    "lora": "ES lora",
+    "lowrank": "ES lowrank",
+    "full": "ES full",
+    "grpo": "GRPO",
+    "grpo_es": "GRPO on ES members",
+}
+WHAT = {
+    "lora": "noise on B of a LoRA adapter of rank 4 on every linear matrix",
+    "lowrank": "rank-1 noise on every linear matrix itself (EGGROLL)",
+    "full": "dense noise on all weights; one member at a time, so a population of 32",
+    "grpo": "TRL's trainer, all weights, 64 sampled completions a step",
+    "grpo_es": "TRL's trainer; the group of a prompt are the greedy completions of ES members: sample, then optimise",
+}
+SECOND = {"countdown": "accuracy", "conciseness": "exact"}
+ABOUT = {
+    "countdown": "Countdown: reach a number with each of three or four numbers once. Training on the first 1,700 of "
+    "the shipped problems, test on the last 500. Reward: 1 for a right answer and 0.1 for the form.",
+    "conciseness": "Conciseness: the reward is minus the difference in length, in characters, to the target answer. "
+    "Training on two questions, test on eight others, so that one test question is 12.5 % of the exact matches.",
+}
+MATCHED = {
+    "wall": "wall time",
+    "completions": "completions",
+    "tokens": "tokens",
+    "flops": "FLOPs",
+    None: "the end of each run (nothing matched)",
+}
+LEVEL = 0.05
+SAMPLES = 4
+DIGITS = 6
+
+
+def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
+    """All that the page says, small enough to commit; draws its figures. Raises EvoalignError."""
+    from evoalign.analysis.comparison import compare
+    from evoalign.report import comparison as report
+    from evoalign.report import comparison_figures
+
+    methods = [name for name in LABELS if any((folder / "final" / name).glob("*/seed_*/results/evaluation.json"))]
+    paths = [path.parents[1] for name in methods
+             for path in (folder / "final" / name).glob("*/seed_*/results/evaluation.json")]  # fmt: skip
+    labels = {LABELS[name]: f"*/final/{name}/*" for name in methods}
+    tree: dict[str, Any] = {"format_version": 1, "task": task, "methods": methods, "measures": {}, "figures": {}}
+    figures.mkdir(parents=True, exist_ok=True)
+    for measure in ("reward", SECOND[task]):
+        found = compare(paths, measure=measure, names=labels)
+        whole = report.as_tree(found)
+        tree["measures"][measure] = {
+            "matches": [_match(match) for match in [*whole["matches"], whole["end"]]],
+            "end": asdict(report.end_grid(found)),
+        }
+        tree["notes"] = whole["notes"]
+        with tempfile.TemporaryDirectory() as place:
+            for name, path in comparison_figures.draw(found, Path(place)).items():
+                tree["figures"][f"{measure}_{name}"] = f"{task}_{path.name}"
+                shutil.copyfile(path, figures / f"{task}_{path.name}")
+        if measure == "reward":
+            tree["runs"] = {group["label"]: [_run(run) for run in group["runs"]] for group in whole["groups"]}
+    tree |= _searches(folder, task, figures)
+    tree["samples"] = _samples(folder, methods)
+    tree["made_with"] = _made_with(paths)
+    return _rounded(tree)
+
+
+def _match(match: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [
+        {
+            "label": group["label"],
+            "estimate": group["estimate"],
+            "runs": [{key: run[key] for key in ("seed", "step", "share", "measures")} for run in group["runs"]],
+        }
+        for group in match["groups"]
+    ]
+    return {**match, "groups": groups}
+
+
+def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each run its end, and its curve as rows of step, seconds, completions, tokens, FLOPs, reward and KL."""
+    first, last = run["points"][0], run["points"][-1]
+    curve = []
+    for point in run["points"]:
+        cost = point["cost"] or {}
+        flops = (cost.get("forward_flops") or 0.0) + (cost.get("backward_flops") or 0.0)
+        tokens = cost.get("prompt_tokens", 0) + cost.get("generated_tokens", 0)
+        kl = (point["divergence"] or {}).get("exact")
+        curve.append([point["step"], cost.get("wall_seconds"), cost.get("completions"), tokens, flops,
+                      point["measures"]["reward"], kl])  # fmt: skip
+    return {
+        "seed": run["seed"],
+        "steps": run["steps"],
+        "finished": run["finished"],
+        "hardware": run["hardware"],
+        "cost": run["cost"],
+        "before": first["measures"],
+        "after": last["measures"],
+        "divergence": last["divergence"],
+        "distance": run["distance"],
+        "shares_before": run["shares_before"],
+        "shares_after": run["shares_after"],
+        "curve": curve,
+    }
+
+
+def _searches(folder: Path, task: str, figures: Path) -> dict[str, Any]:
+    """The search of each method, and the heat maps of it."""
+    searches: dict[str, Any] = {}
+    for name in LABELS:
+        found = read_results(folder / "tune" / name)
+        if not found:
+            continue
+        searches[name] = [
+            {
+                "settings": cell["settings"],
+                "rewards": [run["numbers"]["reward"] for run in cell["runs"] if "numbers" in run],
+                "hacked": cell["mean"].get("hacked_share"),
+            }
+            for cell in found["cells"]
+        ]
+        drawn = folder / "tune" / name / "figures" / "heat_map.png"
+        if drawn.is_file():
+            shutil.copyfile(drawn, figures / f"{task}_search_{name}.png")
+    file = folder / "chosen.json"
+    return {"searches": searches, "chosen": json.loads(file.read_text()) if file.is_file() else None}
+
+
+def _samples(folder: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """The first few test examples, as seed 0, or the lowest there is, of each method answers them."""
+    from evoalign import parquet
+
+    samples: dict[int, dict[str, Any]] = {}
+    for name in methods:
+        runs = sorted((folder / "final" / name).glob("*/seed_*"), key=lambda path: int(path.name.split("_")[1]))
+        for label, which in (("before", "before"), (LABELS[name], "after")):
+            file = runs[0] / "results" / "completions" / f"{which}.parquet"
+            rows = sorted(parquet.read(file), key=lambda row: row["example"])[:SAMPLES] if file.is_file() else []
+            for row in rows:
+                sample = samples.setdefault(row["example"], {"prompt": row["prompt"], "target": row["target"]})
+                sample.setdefault("answers", {})[label] = {"text": row["text"], "reward": row["reward"]}
+    return list(samples.values())
+
+
+def _made_with(paths: Sequence[Path]) -> dict[str, Any]:
+    manifest = json.loads((paths[0] / "manifest.json").read_text(encoding="utf-8"))
+    return {key: manifest.get(key) for key in ("versions", "hardware", "git", "version") if manifest.get(key)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(tree: Mapping[str, Any]) -> str:
+    """Markdown."""
+    from es_vs_grpo import tuning_table
+
+    task, second, chosen = tree["task"], SECOND[tree["task"]], tree["chosen"]
+    seeds = sorted({run["seed"] for runs in tree["runs"].values() for run in runs})
+    steps = {label: runs[0]["steps"] for label, runs in tree["runs"].items()}
+    lines = [
+        f"# ES and GRPO on {task.capitalize()}",
+        "",
+        f"{ABOUT[task]} The model is `tiny`, half a million weights, which comes with evoalign. Each run has one CPU "
+        f"core. Settings were searched for each method with as many trials of about the same wall time on other "
+        f"examples; then {len(seeds)} seeds were trained with those that did best, and evaluated on the test split "
+        "along the way.",
+        "",
+        "| method | what it is | steps of a run |",
+        "|---|---|---:|",
+        *(f"| {LABELS[m]} | {WHAT[m]} | {steps[LABELS[m]]:,} |" for m in tree["methods"]),
+        "",
+        "## In short",
+        "",
+        *_bullets(in_short(tree)),
+        *_bullets(costs_in_words(tree)),
+        "The sentences above follow from the numbers below by rules. Learning rates are constant, so that each point "
+        "of a curve is a run of that length.",
+        "",
+    ]
+    for measure in ("reward", second):
+        lines += [f"## {measure.capitalize()} at equal budgets", ""]
+        for match in tree["measures"][measure]["matches"]:
+            lines += _matched(match, measure, tree["figures"])
+    lines += ["## Every seed", "", *_every_seed(tree, second)]
+    lines += ["## At the end: divergence, distance, text and cost", "", *_table(**_grid(tree["measures"]["reward"]["end"]))]
+    if "reward_divergence" in tree["figures"]:
+        lines += [f"![Reward against the divergence from the base model](figures/{tree['figures']['reward_divergence']})", ""]
+    if chosen:
+        lines += ["## The search", "", *_search(tree, chosen), tuning_table(_labelled(chosen)), ""]
+        lines += [f"![Search of {LABELS[m]}](figures/{task}_search_{m}.png)\n" for m in tree["searches"]
+                  if len(tree["searches"][m]) > 1]  # fmt: skip
+    lines += ["## What they answer", "", *_answers(tree["samples"])]
+    lines += ["## What this cannot tell", "", *_bullets(LIMITS[task]), *_bullets(tree["notes"])]
+    lines += ["## Made with", "", *_commands(tree)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def in_short(tree: Mapping[str, Any]) -> list[str]:
+    """For each budget who is ahead, and of whom that can be said."""
+    lines: list[str] = []
+    for measure, found in tree["measures"].items():
+        for match in found["matches"]:
+            ranked = sorted((g for g in match["groups"] if g["estimate"]), key=lambda g: -g["estimate"]["mean"])
+            if len(ranked) < 2:
+                continue
+            shown = ", ".join(f"{g['label']} {g['estimate']['mean']:.3g}" for g in ranked)
+            lines.append(f"{measure} at equal {MATCHED[match['by']]}: {shown}. {_claim(ranked, match['pairs'])}"
+                         .replace("at equal the end", "at the end"))  # fmt: skip
+    return [*lines, *_agreement(tree)]
+
+
+def _claim(ranked: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> str:
+    leader = ranked[0]["label"]
+    p = {pair["b"]: pair["p_adjusted"] for pair in pairs if pair["a"] == leader}
+    others = [group["label"] for group in ranked[1:]]
+    sure = [name for name in others if p.get(name) is not None and p[name] < LEVEL]
+    unsure = [name for name in others if name not in sure]
+    parts = [f"**{leader}** is ahead of {_listed(sure)} (p < 0.05 after Holm)"] if sure else []
+    parts += [f"it cannot be told whether {leader} is above {_listed(unsure)}"] if unsure else []
+    text = "; ".join(parts) + "."
+    return text[0].upper() + text[1:]
+
+
+def _agreement(tree: Mapping[str, Any]) -> list[str]:
+    """Whether the leader depends on what is matched."""
+    leaders: dict[str, list[str]] = {}
+    for match in tree["measures"]["reward"]["matches"]:
+        ranked = sorted((g for g in match["groups"] if g["estimate"]), key=lambda g: -g["estimate"]["mean"])
+        if ranked and match["by"]:
+            leaders.setdefault(ranked[0]["label"], []).append(MATCHED[match["by"]])
+    if len(leaders) == 1:
+        return [f"The highest mean reward is that of {next(iter(leaders))}, whatever is matched."]
+    said = "; ".join(f"{label} at equal {_listed(by)}" for label, by in leaders.items())
+    return [f"Which mean reward is highest depends on what is matched: {said}."] if leaders else []
+
+
+def costs_in_words(tree: Mapping[str, Any]) -> list[str]:
+    """What a run took, how far it moved and what it did to the text: means over seeds, smallest to largest."""
+
+    def means(pick: Any) -> dict[str, float]:
+        values = {label: [pick(run) for run in runs] for label, runs in tree["runs"].items()}
+        return {k: sum(v) / len(v) for k, v in values.items() if v and all(x is not None for x in v)}
+
+    asked = {
+        "Completions of a run": (lambda run: (run["cost"] or {}).get("completions"), "{:,.0f}"),
+        "KL from the base model at the end, nats a token": (lambda run: (run["divergence"] or {}).get("exact"), "{:.3g}"),
+        "Relative distance of the weights": (lambda run: (run["distance"] or {}).get("relative"), "{:.3g}"),
+        "Hacked share of test completions": (lambda run: (run["shares_after"] or {}).get("hacked"), "{:.1%}"),
+    }
+    lines: list[str] = []
+    for name, (pick, form) in asked.items():
+        found = sorted(means(pick).items(), key=lambda pair: pair[1])
+        if found:
+            lines.append(f"{name}: {', '.join(f'{label} {form.format(value)}' for label, value in found)}.")
+    return lines
+
+
+def _matched(match: Mapping[str, Any], measure: str, figures: Mapping[str, str]) -> list[str]:
+    by = match["by"]
+    limit = f" ({match['limit']:.4g}{' s' if by == 'wall' else ''})" if match["limit"] else ""
+    title = f"Equal {MATCHED[by]}{limit}" if by else "The end of each run, budgets not matched"
+    lines = [f"### {title}: {measure}", ""]
+    if f"{measure}_{by}" in figures:
+        lines += [f"![{measure} against {MATCHED[by]}](figures/{figures[f'{measure}_{by}']})", ""]
+    rows = []
+    for group in match["groups"]:
+        found = group["estimate"]
+        interval = f"{found['low']:.4g} to {found['high']:.4g}" if found and found["low"] is not None else "-"
+        used = [run["share"] for run in group["runs"] if run["share"] is not None]
+        rows.append((
+            group["label"], str(len(group["runs"])), f"{found['mean']:.4g}" if found else "-", interval,
+            f"{sum(used) / len(used):.0%}" if used else "-",
+        ))  # fmt: skip
+    lines += _table(("method", "seeds", f"mean {measure}", "95 % over seeds", "budget used"), rows)
+    lines += _bullets(match["notes"])
+    tests = [(
+        f"{pair['a']} - {pair['b']}",
+        f"{pair['difference']:+.4g}" + (f" ({pair['low']:.3g} to {pair['high']:.3g})" if pair["low"] is not None else ""),
+        "-" if pair["effect"] is None else f"{pair['effect']:.2f}",
+        f"{pair['n_a']}" if pair["paired"] else f"{pair['n_a']} and {pair['n_b']}, not paired",
+        pair["test"] or "none",
+        "-" if pair["p"] is None else f"{pair['p']:.3g}",
+        "-" if pair["p_adjusted"] is None else f"{pair['p_adjusted']:.3g}",
+    ) for pair in match["pairs"]]  # fmt: skip
+    header = ("pair", "difference (95 %)", "effect size", "seeds", "test", "p", "p, Holm")
+    return [*lines, *(_table(header, tests) if tests else [])]
+
+
+def _every_seed(tree: Mapping[str, Any], second: str) -> list[str]:
+    rows = []
+    for label, runs in tree["runs"].items():
+        for run in runs:
+            after, cost = run["after"], run["cost"] or {}
+            kl, moved = (run["divergence"] or {}).get("exact"), (run["distance"] or {}).get("relative")
+            hacked = (run["shares_after"] or {}).get("hacked")
+            rows.append((
+                label, str(run["seed"]), f"{run['before']['reward']:.4g}", f"{after['reward']:.4g}",
+                f"{run['before'][second]:.1%}", f"{after[second]:.1%}",
+                *("-" if v is None else form.format(v)
+                  for v, form in ((kl, "{:.3g}"), (moved, "{:.3g}"), (hacked, "{:.1%}"), (cost.get("wall_seconds"), "{:.0f}"))),
+            ))  # fmt: skip
+    header = ("method", "seed", "reward before", "after", f"{second} before", "after", "KL, nats a token",
+              "relative distance", "hacked", "training seconds")  # fmt: skip
+    return _table(header, rows)
+
+
+def _search(tree: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
+    spent = {LABELS[name]: found["budget"] for name, found in chosen["methods"].items()}
+    completions = [found["completions"] for found in spent.values()]
+    trials = sorted({found["trials"] for found in spent.values()})
+    ratio = max(completions) / max(1, min(completions))
+    even = f"{trials[0]} trials" if len(trials) == 1 else f"{trials[0]} to {trials[-1]} trials"
+    data = {"countdown": "500 further problems", "conciseness": "48 other questions of the same families"}[tree["task"]]
+    return [
+        f"Each method was searched with {even} of {len(chosen['seeds'])} seeds, runs of about {chosen['seconds']:.0f} "
+        f"seconds of training on one core, evaluated on {data}: none of them is in the training or the test split, and "
+        "the seeds are others than those above. The cell with the best mean reward there was taken. The search is "
+        "equal in trials and about equal in wall seconds; it is **not** equal in completions, of which the method "
+        f"with the most had {ratio:.3g} times as many as the one with the least.",
+        "",
+        *_bullets(_at_edge(tree["searches"], chosen)),
+    ]
+
+
+def _at_edge(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
+    """Where the best cell lies at the end of what was tried, so that a better one may lie beyond."""
+    lines: list[str] = []
+    for name, found in chosen["methods"].items():
+        for key, value in found["settings"].items():
+            tried = sorted({cell["settings"][key] for cell in searches.get(name, ())})
+            if len(tried) > 1 and value in (tried[0], tried[-1]):
+                end = "lowest" if value == tried[0] else "highest"
+                lines.append(f"{LABELS[name]}: {key} {value:g} is the {end} that was tried; a better one may lie beyond.")
+    return lines
+
+
+def _labelled(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    return {**chosen, "methods": {LABELS[name]: found for name, found in chosen["methods"].items()}}
+
+
+def _answers(samples: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines: list[str] = ["The first test examples; the lowest seed of each method.", ""]
+    for sample in samples:
+        rows = [(who, f"`{_inline(answer['text'])}`" if answer["text"].strip() else "(empty)", f"{answer['reward']:.3g}")
+                for who, answer in sample["answers"].items()]  # fmt: skip
+        lines += [f"**{_inline(sample['prompt'])[-160:]}** (target: `{_inline(sample['target'] or '-')}`)".replace("<", "\\<")
+                  .replace("`\\<", "`<"), "", *_table(("who", "answer", "reward"), rows)]  # fmt: skip
+    return lines
+
+
+def _inline(text: str) -> str:
+    return " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+
+
+LIMITS = {
+    "countdown": [
+        "One tiny model, half a million weights, trained for this task's form: how methods rank on it says little about "
+        "how they rank on a language model of billions, where noise, memory and batching differ.",
+        "One core a run: a method whose work is more parallel gains more from a larger machine than it can show here.",
+        "Wall time is that of this implementation. `full` serves one member at a time here, and pays for it.",
+        "The grid is coarse: three by four. A better setting of any method may lie between its cells or beyond them.",
+        "Tests are corrected within one table, not over all tables of this page.",
+    ],
+    "conciseness": [
+        "Eight test questions: one of them is 12.5 % of the exact matches, and a reward is carried by a few long answers.",
+        "Two training questions can be learnt by heart within a few steps. What is measured is how that generalises.",
+        "Adapters and low-rank noise are on every matrix of the model here; `configs/quickstart.yaml` has them on one.",
+        "One tiny model, half a million weights, one core a run.",
+        "Tests are corrected within one table, not over all tables of this page.",
+    ],
+}
+
+
+def _commands(tree: Mapping[str, Any]) -> list[str]:
+    task, chosen = tree["task"], tree["chosen"]
+    seeds = ",".join(str(run["seed"]) for run in next(iter(tree["runs"].values())))
+    seconds = f" --seconds {chosen['seconds']:g}" if chosen else ""
+    lines = [
+        "```sh",
+        f"python benchmarks/es_vs_grpo.py tune --task {task} --to DIR --jobs 60{seconds}",
+        f"python benchmarks/es_vs_grpo.py final --task {task} --to DIR --jobs 60 --seeds {seeds}",
+        f"python benchmarks/es_vs_grpo.py page --task {task} --from DIR",
+        "```",
+        "",
+        f"Numbers: `benchmarks/results/es_vs_grpo/{task}.json`, from which `page --task {task}` without `--from` writes "
+        f"this page again. Base configs: `configs/comparison/{task}_*.yaml`.",
+        "",
+    ]
+    made = tree.get("made_with") or {}
+    if made.get("hardware"):
+        cores = made["hardware"].get("cores")
+        lines += [f"A machine of {cores} CPU cores, all runs of a stage at once, one thread each.", ""]
+    if isinstance(made.get("versions"), Mapping):
+        lines += [", ".join(f"{name} {value}" for name, value in made["versions"].items() if value) + ".", ""]
+    return lines
+
+
+def _grid(grid: Mapping[str, Any]) -> dict[str, Any]:
+    return {"header": grid["header"], "rows": grid["rows"]}
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    rule = "|---|" + "---:|" * (len(header) - 1)
+    return [*("| " + " | ".join(cell or " " for cell in row) + " |" for row in [header]), rule,
+            *("| " + " | ".join(row) + " |" for row in rows), ""]  # fmt: skip
+
+
+def _bullets(lines: Iterable[str]) -> list[str]:
+    found = [f"- {line}" for line in lines]
+    return [*found, ""] if found else []
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many `evoalign sweep` side by side, each a process of its own, all runs about as long: for es_vs_grpo and sweep_pages.
+
+Nothing here needs the network, a GPU or an installed `evoalign` script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = {"es": "es.num_generations", "grpo": "grpo.max_steps"}
+GRACE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One `evoalign sweep`: a base config, its cells (one mapping of settings each) and overrides of all of them."""
+
+    name: str
+    config: Path
+    method: str
+    cells: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    sets: Mapping[str, Any] = field(default_factory=dict)
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, no GPU, no network; the package from this checkout."""
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def command(task: Task, seeds: Sequence[int], jobs: int, to: Path) -> list[str]:
+    """`evoalign sweep` of a task into `to`; writes the cells beside it."""
+    words = [sys.executable, "-m", "evoalign.cli", "sweep", str(task.config), "--method", task.method]
+    words += ["--seeds", ",".join(map(str, seeds)), "--jobs", str(jobs), "--to", str(to)]
+    if task.cells:
+        file = to.with_name(f"{to.name}.cells.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump([dict(cell) for cell in task.cells], sort_keys=False), encoding="utf-8")
+        words += ["--cells", str(file)]
+    for key, value in task.sets.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    return words
+
+
+def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Path, limit: float | None = None) -> None:
+    """Run all sweeps at once, the jobs split over them; print how each ended.
+
+    A sweep that fails does not stop the others. After `limit` seconds all are asked to save and stop: the same command
+    goes on where they were.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    share = max(1, jobs // len(tasks))
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    began = time.monotonic()
+    for task in tasks:
+        words = command(task, seeds, share, to / task.name)
+        with (to / f"{task.name}.log").open("ab") as log:
+            log.write(f"$ {shlex.join(words)}\n".encode())
+            log.flush()
+            processes[task.name] = subprocess.Popen(
+                words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+    try:
+        _wait(processes, began, limit)
+    finally:
+        for process in processes.values():  # of an exception, such as Ctrl-C: a sweep's runs end with it
+            if process.poll() is None:
+                process.terminate()
+    for name, process in processes.items():
+        if process.returncode:
+            tail = (to / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-6:]
+            print(f"{name}: exit code {process.returncode}\n  " + "\n  ".join(tail), flush=True)
+    print(f"{to}: {len(tasks)} sweeps in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _wait(processes: Mapping[str, subprocess.Popen[bytes]], began: float, limit: float | None) -> None:
+    asked = False
+    while any(process.poll() is None for process in processes.values()):
+        time.sleep(0.2)
+        if limit is not None and not asked and time.monotonic() - began > limit:
+            print(f"{limit:.0f} s are over: all are asked to save and stop; the same command goes on", flush=True)
+            for process in processes.values():
+                process.send_signal(signal.SIGTERM)
+            asked = True
+
+
+def calibrate(
+    tasks: Sequence[Task], steps: Mapping[str, int], jobs: int, to: Path, limit: float | None = None
+) -> dict[str, float]:
+    """Training seconds of a generation or step of each base config, with as many runs at once as in the real thing.
+
+    The median over runs of the mean over rows, the first left out. Kept in calibration.json, so that the same command
+    goes on with runs of the same length.
+    """
+    file = to / "calibration.json"
+    known: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
+    missing = [task for task in tasks if task.name not in known]
+    if missing:
+        short = [
+            Task(t.name, t.config, t.method, (), {**t.sets, STEPS[t.method]: steps[t.method]}) for t in missing
+        ]  # fmt: skip
+        copies = max(1, jobs // len(tasks))
+        side_by_side(short, range(copies), jobs, to / "calibration", limit)
+        for task in missing:
+            seconds = [_seconds(path) for path in (to / "calibration" / task.name).glob("base/seed_*/metrics.jsonl")]
+            found = [value for value in seconds if value is not None]
+            if not found:
+                print(f"{task.name}: no run of the calibration came to anything; it is left out", flush=True)
+                continue
+            known[task.name] = median(found)
+        file.write_text(json.dumps(known, indent=2) + "\n")
+    for task in tasks:
+        if task.name in known:
+            print(f"{task.name}: {known[task.name]:.3f} s a step", flush=True)
+    return known
+
+
+def _seconds(metrics: Path) -> float | None:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    seconds = [row["budget"]["wall_seconds"] for row in rows[1:] if row["budget"]]
+    return mean(seconds) if seconds else None
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """results.json of a sweep; None where it has come to nothing."""
+    file = folder / "results.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def integers(text: str) -> list[int]:
+    """`0,1,2`."""
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """`lora,grpo`."""
+    return text.split(",")
+
+
+def pairs(texts: Iterable[str]) -> dict[str, Any]:
+    """`a.b=c` overrides."""
+    return {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in texts)}
