@@ -79,6 +79,15 @@ def test_the_start_is_at_zero_exactly(space: str, dtype: str) -> None:
     assert found == Distance(0, 0)
 
 
+def test_the_base_counts_as_it_is_served(random_qwen2: Path) -> None:
+    """Files in float32, served in bfloat16: the run starts from the rounded weights."""
+    served = serve(make_config(random_qwen2, "full", model={"name": str(random_qwen2), "dtype": "bfloat16"}))
+    try:
+        assert distance_of_mean(served) == Distance(0, 0)
+    finally:
+        served.close()
+
+
 def test_the_norm_of_a_product_needs_no_product() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(3, 40, generator=generator), torch.randn(50, 3, generator=generator)

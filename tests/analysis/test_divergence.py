@@ -25,6 +25,7 @@ from evoalign.engines import weights_hash
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models import tiny
 from evoalign.parts import Served, serve
+from evoalign.report import figures
 from evoalign.spaces import Adapter
 from evoalign.types import MEAN_PLAN, Request, Sampling, Update, population
 from families import make_config, next_logits
@@ -381,3 +382,47 @@ def test_a_run_that_goes_on_measures_what_was_due(tmp_path: Path) -> None:
     assert [row["divergence"] for row in again] == [row["divergence"] for row in rows]
     assert again[1]["divergence"] is not None
     assert after["divergence"] == report["divergence"] == rows[3]["divergence"]
+
+
+# --- the figure -----------------------------------------------------------------------------------------------------
+
+
+def row(generation: int, kl: float | None, reward: float | None) -> dict[str, Any]:
+    return {
+        "generation": generation,
+        "divergence": None if kl is None else {"exact": kl},
+        "evaluation": None if reward is None else {"reward": reward},
+    }
+
+
+def drawn(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], **arguments: Any) -> Any:
+    """The points of the figure and the names beside them; None where there is no figure."""
+    from matplotlib.figure import Figure
+
+    kept: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self.axes[0]), save(self, *a, **k))[1])
+    figures.divergence(rows, path, **arguments)
+    assert path.is_file() == bool(kept)
+    if not kept:
+        return None
+    names = {text.xy: text.get_text() for text in kept[0].texts}
+    return list(zip(*kept[0].lines[0].get_data(), strict=True)), names
+
+
+def test_the_figure_has_the_points_where_both_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(0, 0.1, None), row(1, 0.2, -9.0), row(2, None, -8.0), row(3, 0.4, -7.0), row(4, None, None)]
+    points, names = drawn(tmp_path / "a.png", monkeypatch, rows, baseline=-10.0, final=(0.5, -6.0))
+    assert points == [(0, -10), (0.2, -9), (0.4, -7), (0.5, -6)]
+    assert names == {(0, -10): "0", (0.2, -9): "2", (0.4, -7): "4", (0.5, -6): "5"}
+
+
+def test_names_that_would_lie_on_each_other_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(g, 0.001 * g, -10 + 0.001 * g) for g in range(50)] + [row(50, 1.0, 0.0)]
+    _, names = drawn(tmp_path / "a.png", monkeypatch, rows, baseline=-10.0)
+    assert len(names) < 4 and names[(1.0, 0.0)] == "51" and names[(0.0, -10.0)] == "0"
+
+
+def test_there_is_no_figure_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn(tmp_path / "a.png", monkeypatch, [], baseline=-10.0) is None
+    assert drawn(tmp_path / "a.png", monkeypatch, [row(0, None, -3.0), row(1, 0.1, None)], baseline=-10.0) is None
