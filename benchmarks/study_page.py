@@ -206,9 +206,16 @@ def page(tree: Mapping[str, Any]) -> str:
         for match in tree["measures"][measure]["matches"]:
             lines += _matched(match, measure, tree["figures"])
     lines += ["## Every seed", "", *_every_seed(tree, second)]
-    lines += ["## At the end: divergence, distance, text and cost", "", *_table(**_grid(tree["measures"]["reward"]["end"]))]
+    lines += [
+        "## At the end: divergence, distance, text and cost",
+        "",
+        *_table(**_grid(tree["measures"]["reward"]["end"])),
+    ]
     if "reward_divergence" in tree["figures"]:
-        lines += [f"![Reward against the divergence from the base model](figures/{tree['figures']['reward_divergence']})", ""]
+        lines += [
+            f"![Reward against the divergence from the base model](figures/{tree['figures']['reward_divergence']})",
+            "",
+        ]
     if chosen:
         lines += ["## The search", "", *_search(tree, chosen), tuning_table(_labelled(chosen)), ""]
         lines += [f"![Search of {LABELS[m]}](figures/{task}_search_{m}.png)\n" for m in tree["searches"]
@@ -267,7 +274,10 @@ def costs_in_words(tree: Mapping[str, Any]) -> list[str]:
 
     asked = {
         "Completions of a run": (lambda run: (run["cost"] or {}).get("completions"), "{:,.0f}"),
-        "KL from the base model at the end, nats a token": (lambda run: (run["divergence"] or {}).get("exact"), "{:.3g}"),
+        "KL from the base model at the end, nats a token": (
+            lambda run: (run["divergence"] or {}).get("exact"),
+            "{:.3g}",
+        ),
         "Relative distance of the weights": (lambda run: (run["distance"] or {}).get("relative"), "{:.3g}"),
         "Hacked share of test completions": (lambda run: (run["shares_after"] or {}).get("hacked"), "{:.1%}"),
     }
@@ -354,7 +364,9 @@ def _at_edge(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str
             tried = sorted({cell["settings"][key] for cell in searches.get(name, ())})
             if len(tried) > 1 and value in (tried[0], tried[-1]):
                 end = "lowest" if value == tried[0] else "highest"
-                lines.append(f"{LABELS[name]}: {key} {value:g} is the {end} that was tried; a better one may lie beyond.")
+                lines.append(
+                    f"{LABELS[name]}: {key} {value:g} is the {end} that was tried; a better one may lie beyond."
+                )
     return lines
 
 

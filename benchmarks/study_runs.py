@@ -23,7 +23,6 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = {"es": "es.num_generations", "grpo": "grpo.max_steps"}
-GRACE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,11 @@ def command(task: Task, seeds: Sequence[int], jobs: int, to: Path) -> list[str]:
     return words
 
 
-def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Path, limit: float | None = None) -> None:
+def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Path, until: float | None = None) -> None:
     """Run all sweeps at once, the jobs split over them; print how each ended.
 
-    A sweep that fails does not stop the others. After `limit` seconds all are asked to save and stop: the same command
-    goes on where they were.
+    A sweep that fails does not stop the others. At `until` (of time.monotonic) all are asked to save and stop: the same
+    command goes on where they were.
     """
     to.mkdir(parents=True, exist_ok=True)
     share = max(1, jobs // len(tasks))
@@ -82,7 +81,7 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
                 words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
     try:
-        _wait(processes, began, limit)
+        _wait(processes, until)
     finally:
         for process in processes.values():  # of an exception, such as Ctrl-C: a sweep's runs end with it
             if process.poll() is None:
@@ -94,19 +93,19 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
     print(f"{to}: {len(tasks)} sweeps in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _wait(processes: Mapping[str, subprocess.Popen[bytes]], began: float, limit: float | None) -> None:
+def _wait(processes: Mapping[str, subprocess.Popen[bytes]], until: float | None) -> None:
     asked = False
     while any(process.poll() is None for process in processes.values()):
         time.sleep(0.2)
-        if limit is not None and not asked and time.monotonic() - began > limit:
-            print(f"{limit:.0f} s are over: all are asked to save and stop; the same command goes on", flush=True)
+        if until is not None and not asked and time.monotonic() > until:
+            print("time is over: all are asked to save and stop; the same command goes on", flush=True)
             for process in processes.values():
                 process.send_signal(signal.SIGTERM)
             asked = True
 
 
 def calibrate(
-    tasks: Sequence[Task], steps: Mapping[str, int], jobs: int, to: Path, limit: float | None = None
+    tasks: Sequence[Task], steps: Mapping[str, int], jobs: int, to: Path, until: float | None = None
 ) -> dict[str, float]:
     """Training seconds of a generation or step of each base config, with as many runs at once as in the real thing.
 
@@ -121,7 +120,7 @@ def calibrate(
             Task(t.name, t.config, t.method, (), {**t.sets, STEPS[t.method]: steps[t.method]}) for t in missing
         ]  # fmt: skip
         copies = max(1, jobs // len(tasks))
-        side_by_side(short, range(copies), jobs, to / "calibration", limit)
+        side_by_side(short, range(copies), jobs, to / "calibration", until)
         for task in missing:
             seconds = [_seconds(path) for path in (to / "calibration" / task.name).glob("base/seed_*/metrics.jsonl")]
             found = [value for value in seconds if value is not None]
@@ -161,3 +160,8 @@ def names(text: str) -> list[str]:
 def pairs(texts: Iterable[str]) -> dict[str, Any]:
     """`a.b=c` overrides."""
     return {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in texts)}
+
+
+def deadline(limit: float | None) -> float | None:
+    """When so many seconds from now are over."""
+    return None if limit is None else time.monotonic() + limit

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/es_vs_grpo.py from the search to the page, on the real tiny model: two methods, two cells, one seed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evoalign.config import load
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import es_vs_grpo  # noqa: E402
+import study_page  # noqa: E402
+
+SMALL = ("--set", "task.test_size=8", "--methods", "lowrank,grpo", "--jobs", "2", "--seconds", "0.01")
+
+
+def call(*words: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(ROOT / "benchmarks" / "es_vs_grpo.py"), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("trl")
+    folder = tmp_path_factory.mktemp("study")
+    there = ("--task", "conciseness", "--to", str(folder), *SMALL)
+    call("tune", *there, "--cells", "2", "--seeds", "100")
+    call("final", *there, "--seeds", "0")
+    return folder
+
+
+def test_search_chooses_the_best_cell_and_tells_its_budget(study: Path) -> None:
+    chosen = json.loads((study / "conciseness" / "chosen.json").read_text())
+    assert set(chosen["methods"]) == {"lowrank", "grpo"}
+    for name, found in chosen["methods"].items():
+        results = json.loads((study / "conciseness" / "tune" / name / "results.json").read_text())
+        best = max(cell["mean"]["reward"] for cell in results["cells"])
+        assert found["validation"]["mean"]["reward"] == best
+        assert (found["budget"]["trials"], found["budget"]["runs"], found["budget"]["not_done"]) == (2, 2, 0)
+        assert found["budget"]["completions"] == 2 * 2 * 64  # cells, generations, completions of each
+
+
+def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path) -> None:
+    chosen = json.loads((study / "conciseness" / "chosen.json").read_text())["methods"]
+    config = load([study / "conciseness" / "final" / "lowrank" / "base" / "seed_0" / "config.yaml"])
+    assert config.es.sigma == chosen["lowrank"]["settings"]["es.sigma"]
+    assert config.es.learning_rate == chosen["lowrank"]["settings"]["es.learning_rate"]
+    assert config.task.test_data == "data/tasks/conciseness/conciseness_test.json"
+    tuned = load([next((study / "conciseness" / "tune" / "lowrank").glob("*/seed_100/config.yaml"))])
+    assert tuned.task.test_data == str(study / "conciseness" / "validation.json")
+
+
+def test_page_from_the_runs_and_again_from_the_numbers(study: Path, tmp_path: Path) -> None:
+    where = ("--task", "conciseness", "--docs", str(tmp_path / "docs"), "--results", str(tmp_path / "results"))
+    call("page", *where, "--from", str(study))
+    page = (tmp_path / "docs" / "conciseness.md").read_text()
+    assert "ES lowrank" in page and "GRPO" in page
+    for line in page.splitlines():
+        if line.startswith("!["):
+            assert (tmp_path / "docs" / line.split("](")[1].rstrip(")")).is_file(), line
+    (tmp_path / "docs" / "conciseness.md").unlink()
+    call("page", *where)
+    assert (tmp_path / "docs" / "conciseness.md").read_text() == page
+
+
+def test_pack_holds_what_the_page_needs_and_no_weights(study: Path, tmp_path: Path) -> None:
+    call("pack", "--from", str(study), "--file", str(tmp_path / "x.tgz"))
+    subprocess.run(["tar", "xzf", "x.tgz"], cwd=tmp_path, check=True)
+    unpacked = tmp_path / study.name
+    assert not list(unpacked.rglob("*.safetensors"))
+    figures = tmp_path / "figures"
+    ours = study_page.collect(study / "conciseness", "conciseness", figures)
+    theirs = study_page.collect(unpacked / "conciseness", "conciseness", figures)
+    assert theirs["runs"] == ours["runs"] and theirs["samples"] == ours["samples"]
+    assert theirs["searches"] == ours["searches"]
+
+
+@pytest.mark.parametrize(("task", "count"), [("countdown", 500), ("conciseness", 48)])
+def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, tmp_path: Path) -> None:
+    first, second = (es_vs_grpo.write_validation(task, tmp_path / str(i)) for i in range(2))
+    assert first.read_bytes() == second.read_bytes()
+    rows = json.loads(first.read_text())
+    key = {"countdown": es_vs_grpo._problem, "conciseness": lambda row: row["prompt"]}[task]
+    files = [path for path in (ROOT / "data" / "tasks" / task).glob("*.json")]
+    shipped = {key(row) for file in files for row in json.loads(file.read_text())}
+    found = {key(row) for row in rows}
+    assert len(found) == count and not found & shipped
+
+
+def test_words_name_a_winner_only_where_the_test_does() -> None:
+    ranked = [{"label": "A"}, {"label": "B"}, {"label": "C"}]
+    pairs = [{"a": "A", "b": "B", "p_adjusted": 0.2}, {"a": "A", "b": "C", "p_adjusted": 0.01}]
+    assert study_page._claim(ranked, pairs) == (
+        "**A** is ahead of C (p < 0.05 after Holm); it cannot be told whether A is above B."
+    )
