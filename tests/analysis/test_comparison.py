@@ -532,9 +532,22 @@ def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
     assert set(drawn) == {*comparison.MATCHINGS, "divergence"}
     for path in drawn.values():
         image = pixels(path)
-        assert image.shape[:2] == (600, 1080)
+        assert image.shape[1] == 1080 and image.std() > 0.01
         assert has_color(image, figures.COLORS[0]) and has_color(image, figures.COLORS[1])
     assert len({figures.LINES[i] for i in range(4)}) == 4
+
+
+def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
+    copy("a")
+    few = figures.draw(compare(tmp_path / "runs", "wall"), tmp_path)["wall"]
+    height = pixels(few).shape[0]
+    for i in range(6):
+        copy(f"b{i}", sets={"es.learning_rate": 0.1 + i})
+    many = compare(tmp_path / "runs", "wall")
+    assert pixels(figures.draw(many, tmp_path)["wall"]).shape[0] > height
+    line = report.summary(many)[0]
+    assert "has the highest mean, and whether it is above these cannot be told: " in line
+    assert line.count("not tested") == 6
 
 
 def test_no_band_is_drawn_for_too_few_seeds(copy: Copy, tmp_path: Path) -> None:
@@ -554,6 +567,8 @@ def test_without_divergence_there_is_no_figure_of_it(copy: Copy, tmp_path: Path)
 
 
 def test_labels_at_line_ends_keep_apart() -> None:
+    crowded = sorted(figures._spread([1.0, 1.0, 0.99]))
+    assert crowded[-1] <= 1.0 and min(np.diff(crowded)) >= figures.NEAREST - 1e-12
     places = figures._spread([0.5, 0.49, 0.9, 0.51])
     assert sorted(places)[1] - sorted(places)[0] >= figures.NEAREST - 1e-12
     assert places[2] == 0.9

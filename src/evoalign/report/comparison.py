@@ -28,6 +28,8 @@ from evoalign.report.tables import shorten, visible
 
 FORMAT_VERSION = 1
 LABEL = 60
+FEW = 3
+"""More groups than so many that cannot be told apart from the leading one share a sentence."""
 TITLES: dict[Matching, str] = {
     "wall": "wall time of training",
     "completions": "completions",
@@ -63,8 +65,8 @@ def summary(comparison: Comparison) -> list[str]:
         leader = ranked[0].group.label
         if match.by is not None:
             leaders[TITLES[match.by]] = leader
-        with_leader = [p for p in match.pairs if leader in (p.a, p.b)]
-        lines += [f"{_where(match)}: {sentence(pair, comparison.measure, len(_tested(match)))}" for pair in with_leader]
+        said = _with_leader(leader, match, comparison.measure)
+        lines += [f"{_where(match)}: {line}" for line in said]
     if len(set(leaders.values())) > 1:
         said = "; ".join(f"{label} by {by}" for by, label in leaders.items())
         lines.append(f"Which mean is highest depends on what is matched: {said}.")
@@ -90,6 +92,24 @@ def sentence(pair: Pair, measure: str, tests: int = 1) -> str:
         return f"{unsure}, {p}."
     times = f" ({min(1.0, floor * tests):.3g} for the best of {tests} pairs)" if tests > 1 else ""
     return f"{unsure}, {p}; {pair.n_a} seeds can give no p below {floor:.3g}{times}, so no claim is possible."
+
+
+def _with_leader(leader: str, match: Match, measure: str) -> list[str]:
+    """A sentence for each group that the highest mean is compared with; one for all that it is not known to exceed,
+    where these are many."""
+    pairs, tests = [p for p in match.pairs if leader in (p.a, p.b)], len(_tested(match))
+    sure = [p for p in pairs if p.a == leader and p.p_adjusted is not None and p.p_adjusted < LEVEL]
+    unsure = [p for p in pairs if p not in sure]
+    if len(unsure) <= FEW:
+        return [sentence(pair, measure, tests) for pair in [*sure, *unsure]]
+    others = "; ".join(f"{p.b if p.a == leader else p.a} (n = {_seeds(p)}, p = {_p(p.p_adjusted)})" for p in unsure)
+    known = [sentence(pair, measure, tests) for pair in sure]
+    return [*known, f"{leader} has the highest mean, and whether it is above these cannot be told: {others}. "
+            f"The p are after Holm over {tests} pairs."]  # fmt: skip
+
+
+def _p(value: float | None) -> str:
+    return "not tested" if value is None else f"{value:.3g}"
 
 
 def _seeds(pair: Pair) -> str:

@@ -33,6 +33,7 @@ AXES: dict[Matching, str] = {
 LOG_SPAN = 30
 """From so large a ratio of budgets on, the axis is logarithmic: the smaller runs would be a line at its edge."""
 LABEL = 34
+LEGEND_COLUMNS = 3
 NEAREST = 0.05
 """Labels at line ends are kept so far apart, as a share of the axis."""
 
@@ -46,10 +47,10 @@ def draw(comparison: Comparison, folder: Path) -> dict[str, Path]:
         known = [(i, group, found) for i, group, found in curves if found is not None]
         if known:
             drawn[match.by] = folder / f"{_file(comparison.measure)}_by_{match.by}.png"
-            _draw(drawn[match.by], _budget_painter(comparison, match, known))
+            _draw(drawn[match.by], _budget_painter(comparison, match, known), len(known) + 1)
     if any(len(_trail(run, comparison.measure)) > 1 for group in comparison.groups for run in group.runs):
         drawn["divergence"] = folder / f"{_file(comparison.measure)}_by_divergence.png"
-        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), right=0.97)
+        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), len(comparison.groups), right=0.97)
     return drawn
 
 
@@ -107,10 +108,13 @@ def _curve(axes: Axes, index: int, found: Curve) -> Any:
 
 
 def _scale(axes: Axes, curves: Sequence[Curve]) -> None:
-    """From 0, logarithmic beyond the first evaluation where budgets are of different orders."""
+    """As high as what was measured, and from 0; logarithmic beyond the first evaluation where budgets span orders."""
     from matplotlib.ticker import EngFormatter
 
     ends = [found.x[-1] for found in curves]
+    values = [value for found in curves for steps in found.steps for _, value in steps]
+    air = 0.08 * ((max(values) - min(values)) or abs(max(values)) or 1.0)
+    axes.set_ylim(min(values) - air, max(values) + air)  # a band of three seeds would dwarf what was measured
     first = min((x for found in curves for steps in found.steps for x, _ in steps if x > 0), default=None)
     if first is not None and max(ends) > LOG_SPAN * min(ends):
         axes.set_xscale("symlog", linthresh=first, linscale=0.5)
@@ -121,11 +125,10 @@ def _scale(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, int]]) -> None:
-    """Each name beside the end of its line, moved up where two would overlap."""
+    """Each name beside the end of its line, higher or lower where two would overlap."""
     from matplotlib.patheffects import withStroke
 
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high)
     places = _spread([(y - low) / (high - low) for _, y, _, _ in ends])
     for (x, _, name, index), place in zip(ends, places, strict=True):
         axes.annotate(
@@ -136,11 +139,15 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, int]]) -> No
 
 
 def _spread(places: Sequence[float]) -> list[float]:
-    """The same places in the same order, at least `NEAREST` apart."""
+    """The same places in the same order, at least `NEAREST` apart, and below the top where there is room for all."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = list(places)
     for below, above in pairwise(order):
         moved[above] = max(moved[above], moved[below] + NEAREST)
+    top = max(1.0, NEAREST * (len(places) - 1))
+    for i in reversed(order):
+        moved[i] = min(moved[i], top)
+        top = moved[i] - NEAREST
     return moved
 
 
@@ -175,8 +182,7 @@ def _divergence(axes: Axes, comparison: Comparison) -> None:
         if trails:
             handles.append(Line2D([], [], marker=marker, markersize=8, linewidth=1.1, markeredgecolor="white", **style))
             names.append(f"{_name(group)} (marker: its end)")
-    axes.set_xlim(left=0)
-    axes.margins(x=0.03)
+    axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
     measure = visible(comparison.measure)
     _dress(axes, f"{measure} against the divergence from the base model", "KL (nats a token)", measure, handles, names)
 
@@ -184,13 +190,17 @@ def _divergence(axes: Axes, comparison: Comparison) -> None:
 # --- all figures ------------------------------------------------------------------------------------------------------
 
 
-def _draw(path: Path, paint: Callable[[Axes], None], right: float = 0.8) -> None:
+def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float = 0.78) -> None:
+    """One picture, the taller the more `entries` its legend has; `right` leaves room for names."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white")
+    width, height = SIZE_INCHES
+    legend = 0.22 * -(-entries // LEGEND_COLUMNS)
+    height += legend
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.09, right=right, top=0.91, bottom=0.22)
+    figure.subplots_adjust(left=0.09, right=right, top=1 - 0.45 / height, bottom=(0.75 + legend) / height)
     paint(figure.add_subplot())
     with replacing(path) as file:
         figure.savefig(file, format="png", metadata={"Software": "evoalign"})
@@ -205,7 +215,7 @@ def _dress(axes: Axes, title: str, x: str, y: str, handles: Sequence[Any], names
     axes.tick_params(color=GRID, labelcolor=INK)
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
-    legend = axes.legend(handles, names, loc="upper center", bbox_to_anchor=(0.55, -0.13), ncols=2, frameon=False,
-                         fontsize=9, handlelength=3.2)  # fmt: skip
+    legend = axes.figure.legend(handles, names, loc="lower center", ncols=LEGEND_COLUMNS, frameon=False, fontsize=9,
+                                handlelength=3.2)  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
