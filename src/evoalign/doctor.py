@@ -20,25 +20,39 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 
-from evoalign import canary, engines, estimate, evolve, parts, saving, shaping, spaces, tokens, tracking
+from evoalign import canary, engines, estimate, evaluation, evolve, parts, saving, shaping, spaces, tokens, tracking
+from evoalign.baselines import planning, settings
 from evoalign.config import Config, VllmConfig, from_dict
 from evoalign.engines import Engine
 from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, RunExistsError
 from evoalign.estimate import gib
-from evoalign.rundir import RunDir, room, versions
+from evoalign.rundir import COMMANDS, Method, RunDir, room, versions
 from evoalign.spaces import Space
+from evoalign.targets import as_grpo_answers, trained_dtype
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.tracking.base import environment as environment_variable
-from evoalign.types import Example, Facts, Layout, Messages, Plan, Rollout, TensorSpec, population
+from evoalign.types import (
+    MEAN_PLAN,
+    Example,
+    Facts,
+    Layout,
+    Messages,
+    Plan,
+    Request,
+    Rollout,
+    Sampling,
+    TensorSpec,
+    population,
+)
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 PROBE_BYTES = 1 << 20
 PROMPT = "Solve: 3 + 5 ="
 """What the canary asks where there is no task."""
 TRIED_PROMPTS = 2
-NEEDS_FLAG = "train needs --resume or --overwrite"
+NEEDS_FLAG = "needs --resume or --overwrite"
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
@@ -61,8 +75,9 @@ def findings(config: Config | None) -> Iterator[Finding]:
     """As `examine`, each as soon as it is known."""
     yield from environment()
     case = _Case(config or from_dict({"es": {"sigma": 0.001}}))
+    checks = CONFIGURED if case.method == "es" else CONFIGURED_FOR_GRPO
     try:
-        for name, check in SHIPPED if config is None else CONFIGURED:
+        for name, check in SHIPPED if config is None else checks:
             yield _run(name, lambda check=check: check(case), room(case.config))
     finally:
         case.close()
@@ -88,12 +103,16 @@ def verdict(found: Sequence[Finding]) -> tuple[str, int]:
     notes = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
     if failed:
         return f"verdict: not ready; {len(failed)} failed: {', '.join(failed)}{notes}", 1
-    flag = "".join(f" ({f.mend})" for f in found if f.mend == NEEDS_FLAG)
+    flag = "".join(f" ({f.mend})" for f in found if f.mend.endswith(NEEDS_FLAG))
     return f"verdict: ready{flag}; {len(of.get('ok', []))} checks passed{notes}", 0
 
 
 class _SkippedError(Exception):
-    """A check needs what an earlier one could not make."""
+    """A check needs what an earlier one could not make: says which."""
+
+
+class _IdleError(Exception):
+    """A check is not for this config: says why."""
 
 
 class _Case:
@@ -109,6 +128,11 @@ class _Case:
         self.engine: Engine | None = None
         self.fits = True
         self.served: tuple[Space, Layout, Facts] | None = None
+
+    @property
+    def method(self) -> Method:
+        """A config with no section es is for GRPO alone; one with both is examined as `train` takes it."""
+        return "es" if self.config.es_ is not None else "grpo"
 
     def close(self) -> None:
         """Free the model and end the task's worker."""
@@ -133,6 +157,8 @@ def _run(name: str, check: Callable[[], Finding], smaller: str = "end what else 
         return check()
     except _SkippedError as missing:
         return Finding(name, "skipped", f"needs {missing}, which failed")
+    except _IdleError as reason:
+        return Finding(name, "skipped", str(reason))
     except torch.OutOfMemoryError as error:
         return Finding(name, "failed", _line(error), f"{smaller}; or choose space lora or a smaller model")
     except EvoalignError as error:  # says itself how to mend it
@@ -263,11 +289,11 @@ def _output(case: _Case) -> Finding:
     except OSError as error:
         detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {there}: {error.strerror}"
         return Finding("output", "failed", detail, "free space, raise the quota, or choose another output_dir")
-    return _taken(RunDir(path)) or Finding("output", "ok", f"{path} can be written")
+    return _taken(RunDir(path), case.method) or Finding("output", "ok", f"{path} can be written")
 
 
-def _taken(run: RunDir) -> Finding | None:
-    """What `train` says to a directory that holds something: it needs a flag for a run, and refuses all else."""
+def _taken(run: RunDir, method: Method) -> Finding | None:
+    """What `train` or `grpo` says to what is there: a run needs a flag, and all else is refused."""
     try:
         run.refuse(overwrite=True)
     except RunExistsError as error:
@@ -275,7 +301,7 @@ def _taken(run: RunDir) -> Finding | None:
     try:
         run.refuse(overwrite=False)
     except RunExistsError as error:
-        return Finding("output", "warning", str(error), NEEDS_FLAG)
+        return Finding("output", "warning", str(error), f"{COMMANDS[method]} {NEEDS_FLAG}")
     return None
 
 
@@ -293,8 +319,10 @@ def _existing(path: Path) -> Path:
 def _task(case: _Case) -> Finding:
     case.task, case.data = parts.task_and_data(case.config, None, None)
     train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
-    detail = f"{case.task.name}: {train} training and {test} test examples, {min(batch or train, train)} a generation"
-    return Finding("task", "ok", detail)
+    detail = f"{case.task.name}: {train} training and {test} test examples"
+    return Finding(
+        "task", "ok", f"{detail}, {min(batch or train, train)} a generation" if case.method == "es" else detail
+    )
 
 
 def _gold(case: _Case) -> Finding:
@@ -350,11 +378,13 @@ def _joined(messages: Messages) -> str:
 def _lengths(case: _Case) -> Finding:
     task, tokens_ = _need(case.task, "task"), _need(case.tokens, "tokenizer")
     longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
-    most = case.config.evaluation.max_tokens
+    most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
+    if case.method == "grpo" and settings.longest(case.config) > most:
+        most, setting = settings.longest(case.config), "grpo.max_completion_length"
     limit, whose = _limit(case.config)
-    detail = f"longest prompt {longest} tokens and evaluation.max_tokens {most}"
+    detail = f"longest prompt {longest} tokens and {setting} {most}"
     if limit is not None and longest + most > limit:
-        mend = "lower evaluation.max_tokens, or shorten the prompts"
+        mend = f"lower {setting}, or shorten the prompts"
         return Finding("prompt length", "failed", f"{detail} exceed {whose}", mend)
     return Finding("prompt length", "ok", f"{detail} fit {whose}")
 
@@ -440,9 +470,13 @@ def _disk(case: _Case) -> Finding:
     size = _checkpoint_bytes(config, specs, layout)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best if saving.every(config) else 1
     wanted = size * (kept + 1)
+    return _room_on_disk(config, wanted, f"{kept + 1} checkpoints of {gib(size)}")
+
+
+def _room_on_disk(config: Config, wanted: int, what: str) -> Finding:
     there = _existing(Path(config.output_dir))
     free = shutil.disk_usage(there).free
-    detail = f"{gib(wanted)} for {kept + 1} checkpoints of {gib(size)}; {gib(free)} free in {there}"
+    detail = f"{gib(wanted)} for {what}; {gib(free)} free in {there}"
     if wanted > free:
         mend = "free space, lower checkpoint.keep_last, or choose another output_dir"
         return Finding("disk", "failed", detail, mend)
@@ -536,6 +570,105 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
+# --- a config for GRPO alone ---
+
+
+def _config_of_grpo(case: _Case) -> Finding:
+    config = case.config
+    if config.grpo.rollouts == "es":
+        _ = config.es  # raises: members come from the sections es and space
+    first, *warnings = planning.step_lines(config)
+    detail = f"GRPO, task {config.task.name}, model {config.model.name}; {first}"
+    shown = " ".join(line.removeprefix("warning: ") for line in warnings)
+    return Finding("config", "warning" if warnings else "ok", detail, shown)
+
+
+def _trl(case: _Case) -> Finding:
+    """Whether TRL is there and knows the settings that are passed on to it."""
+    if not tracking.is_installed("trl"):
+        return Finding("trl", "failed", "GRPO needs the extra grpo", "pip install 'evoalign[grpo]'")
+    from evoalign.baselines.trainer import GRPOConfig
+
+    on_cpu = not estimate.on_gpu(case.config)
+    settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=settings.fields_of(GRPOConfig))
+    return Finding("trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings")
+
+
+def _round(case: _Case) -> Finding:
+    data, grpo = _need(case.data, "task"), case.config.grpo
+    settings.check_prompts(case.config, len(data.train))
+    size = settings.round_size(grpo)
+    return Finding("round", "ok", f"{size} completions of {size // grpo.num_generations} of {len(data.train)} prompts")
+
+
+def _targets_of_grpo(case: _Case) -> Finding:
+    case.specs = specs_of_config(case.config)
+    count = planning.trained(case.config, case.specs)
+    return Finding("targets", "ok", f"{count:,} of {planning.parameters(case.specs):,} numbers are trained")
+
+
+def _memory_of_grpo(case: _Case) -> Finding:
+    """Weights and what training keeps beside them; how much activations take is known only at work."""
+    need = planning.memory(case.config, _need(case.specs, "targets"))
+    detail, free = planning.memory_words(case.config, need), _free_memory(case.config)
+    if free is None:
+        return Finding("memory", "ok", f"{detail}; how much is free is not known")
+    if need.kept > free:
+        case.fits = False
+        mend = "set grpo.tune lora, or choose a smaller model"
+        return Finding("memory", "failed", f"{detail}; {gib(free)} free", mend)
+    return Finding("memory", "ok", f"{detail}; {gib(free)} free")
+
+
+def _disk_of_grpo(case: _Case) -> Finding:
+    """Room for the policies that are kept, and for two states of the trainer: one is deleted once the next is whole."""
+    config = case.config
+    policy, state = planning.checkpoint_bytes(config, _need(case.specs, "targets"))
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best if state else 1
+    what = f"{kept + 1} checkpoints of {gib(policy)}" + (
+        f" and 2 states of the trainer of {gib(state)}" if state else ""
+    )
+    return _room_on_disk(config, policy * (kept + 1) + 2 * state, what)
+
+
+def _engine_of_grpo(case: _Case) -> Finding:
+    """The model that training starts from, in the engine that GRPO's evaluations take."""
+    tokens_ = _need(case.tokens, "tokenizer")
+    _need(case.specs, "targets")
+    _need(case.fits or None, "memory")
+    began = time.perf_counter()
+    case.engine = engines.create(as_grpo_answers(case.config, adapter=False), tokens_)
+    ready = _seconds(time.perf_counter() - began)
+    return Finding("engine", "ok", f"the model answers in {trained_dtype(case.config)}, ready in {ready}")
+
+
+def _no_members(case: _Case) -> Finding:
+    raise _IdleError("GRPO alone: there are no members that could be mixed up")
+
+
+def _answers(case: _Case) -> Finding:
+    """A group of completions of one prompt, scored by the task; and some of the test split, with which a run begins."""
+    engine, tokens_ = _need(case.engine, "engine"), _need(case.tokens, "tokenizer")
+    task, data, config = _need(case.task, "task"), _need(case.data, "task"), case.config
+    try:
+        evaluation.evaluate(engine, tokens_, task, data.test[:TRIED_PROMPTS], config.evaluation)
+    except EvoalignError as error:
+        return Finding("generation", "failed", f"the test split: {error}")
+    grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
+    sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
+    began = time.perf_counter()
+    rollouts = list(engine.rollout(MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)]))
+    rewards = evaluation.rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
+    detail = (
+        f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "
+        f"{_seconds(time.perf_counter() - began)}; what a step of training takes beyond that was not tried"
+    )
+    if all(not r.text.strip() for r in rollouts):
+        mend = "does the model fit the form of the prompts, task.prompt?"
+        return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
+    return Finding("generation", "ok", detail)
+
+
 Check = Callable[[_Case], Finding]
 SHIPPED: tuple[tuple[str, Check], ...] = (
     ("tokenizer", _tokenizer),
@@ -562,3 +695,21 @@ CONFIGURED: tuple[tuple[str, Check], ...] = (
     ("generation", _generation),
 )
 """Cheapest first."""
+CONFIGURED_FOR_GRPO: tuple[tuple[str, Check], ...] = (
+    ("config", _config_of_grpo),
+    ("trl", _trl),
+    ("trackers", _trackers),
+    ("output", _output),
+    ("task", _task),
+    ("gold answers", _gold),
+    ("round", _round),
+    ("tokenizer", _tokenizer),
+    ("chat template", _chat_template),
+    ("prompt length", _lengths),
+    ("targets", _targets_of_grpo),
+    ("memory", _memory_of_grpo),
+    ("disk", _disk_of_grpo),
+    ("engine", _engine_of_grpo),
+    ("canary", _no_members),
+    ("generation", _answers),
+)

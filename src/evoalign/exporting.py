@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's mean as others load it: a PEFT adapter, a Hugging Face checkpoint, or an adapter merged into its base.
 
-    DIR/adapter_config.json, adapter_model.safetensors      of a `lora` run
-    DIR/config.json, model*.safetensors, tokenizer files    of the other spaces, and with `merge`
+    DIR/adapter_config.json, adapter_model.safetensors      of a `lora` run, and of GRPO with `grpo.tune: lora`
+    DIR/config.json, model*.safetensors, tokenizer files    of all others, and with `merge`
     DIR/generation_config.json                              decoding and stop tokens of the run
     DIR/README.md                                           the model card
-    DIR/run/config.yaml, journal.jsonl                      what `evoalign replay` needs
+    DIR/run/config.yaml, journal.jsonl                      what `evoalign replay` needs; a run of GRPO has no journal
 
 Plain transformers or PEFT gives the greedy tokens of the run itself (benchmarks/export_parity.py). Weights keep the
-dtype that the run served. A merged weight is W + (alpha / r) B A in float32, rounded once to that dtype; in half
-precision this can change tokens, since base and adapter apart keep more bits.
+dtype that the run served, or GRPO trained. A merged weight is W + (alpha / r) B A in float32, rounded once to that
+dtype; in half precision this can change tokens, since base and adapter apart keep more bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,8 @@ from evoalign.journal import Log
 from evoalign.parts import task_and_data
 from evoalign.replaying import replay
 from evoalign.report import card
-from evoalign.rundir import saved_folders
+from evoalign.rundir import generation_of, method_of, saved_folders
+from evoalign.targets import of_grpo, trained_dtype
 from evoalign.tasks.data import HUB, locate
 from evoalign.tokens import Tokens
 
@@ -46,14 +47,27 @@ SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is exported. `config` is the run's, `model` its base, `folder` the saved mean."""
+    """What is exported. `config` is the run's, `model` its base, `folder` the saved mean; of GRPO, `log` is None."""
 
     run: Path
     config: Config
     model: ModelConfig
-    log: Log
+    log: Log | None
     folder: Path
     mark: Mark
+    manifest: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights: served in, or trained."""
+        return self.log.header.dtype if self.log is not None else trained_dtype(self.config)
+
+    @property
+    def model_hash(self) -> str | None:
+        """Of the base; None where a run of GRPO did not write it down."""
+        if self.log is not None:
+            return self.log.header.model_hash
+        return (self.manifest.get("engine") or {}).get("model_hash")
 
     @property
     def is_adapter(self) -> bool:
@@ -73,7 +87,8 @@ def export(
 ) -> Path:
     """Write the mean of a run, finished or not, into the new folder `to`, and return that.
 
-    `generation`: the mean after so many generations, saved or rebuilt from the journal; None is the latest saved.
+    `generation`: the mean after so many generations, saved or rebuilt from the journal; None is the latest saved. Of a
+    run of GRPO, which has no journal, one that was saved.
     `merge` puts a `lora` run's adapter into its base. `push` uploads the folder as USER/NAME of the Hugging Face hub.
     `model` is where the base model is, if that has moved; `private` is for a repository that is made. No code that the
     run's config names is imported.
@@ -87,7 +102,8 @@ def export(
     _refuse(run, to, push, shard_size)
     with _source(run, to, generation, model) as source:
         if merge and not source.is_adapter:
-            raise ConfigError(f"{run} trained the model itself (space {source.config.space.name}): leave out --merge")
+            how = f"space {source.config.space.name}" if source.log is not None else "grpo.tune full"
+            raise ConfigError(f"{run} trained the model itself ({how}): leave out --merge")
         try:
             with checkpoint.filled(to, replace=False) as folder:
                 _fill(folder, source, to, merge, push, shard_size)
@@ -102,8 +118,8 @@ def export(
 
 def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
     """What can be told without reading a weight."""
-    if not (run / "config.yaml").is_file() or not (run / "journal.jsonl").is_file():
-        raise ConfigError(f"{run} is no run directory: it has no config.yaml and journal.jsonl")
+    if not (run / "config.yaml").is_file() or method_of(run) is None:
+        raise ConfigError(f"{run} is no run directory: it has no config.yaml and journal.jsonl or manifest.json")
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
     if not re.fullmatch(r"[1-9]\d*(\.\d+)?\s*[KMGT]?B", shard_size.upper()):
@@ -123,26 +139,40 @@ def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
 @contextmanager
 def _source(run: Path, to: Path, generation: int | None, model: str | None) -> Generator[_Source, None, None]:
     """The saved mean, checked, or one that is rebuilt beside `to` for the time being."""
-    own = load([run / "config.yaml"])
+    own, manifest = load([run / "config.yaml"]), _read_json(run / "manifest.json") or {}
     base = own.model if model is None else own.model.model_copy(update={"name": model, "revision": None})
     saved = saved_folders(run)
+    if method_of(run) == "grpo":
+        folder = _saved_policy(run, saved, generation)
+        yield _Source(run, own, base, None, folder, of_grpo(folder), manifest)
+        return
     if generation is None and not saved:
         raise ModelError(f"{run} saved no weights yet; name a generation of its journal with --generation")
-    folder = saved[-1] if generation is None else next((f for f in saved if _generation_of(f) == generation), None)
-    count = generation if folder is None else _generation_of(folder)
+    folder = saved[-1] if generation is None else next((f for f in saved if generation_of(f) == generation), None)
+    count = generation if folder is None else generation_of(folder)
     log = journal.read(run / "journal.jsonl").whole(count)
     if folder is not None:
-        yield _Source(run, own, base, log, folder, _verified(folder, log))
+        yield _Source(run, own, base, log, folder, _verified(folder, log), manifest)
         return
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as temporary:
         rebuilt = Path(temporary) / "mean"
         replay(run, generation=generation, to=rebuilt, model=model)
-        yield _Source(run, own, base, log, rebuilt, _verified(rebuilt, log))
+        yield _Source(run, own, base, log, rebuilt, _verified(rebuilt, log), manifest)
 
 
-def _generation_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("generation_"))
+def _saved_policy(run: Path, saved: Sequence[Path], generation: int | None) -> Path:
+    """Of GRPO only what was saved is there: no journal rebuilds the others. Raises ModelError."""
+    if not saved:
+        raise ModelError(f"{run} saved no weights yet, and a run of GRPO has no journal to rebuild them from")
+    found = saved[-1:] if generation is None else [f for f in saved if generation_of(f) == generation]
+    if not found:
+        steps = ", ".join(str(generation_of(folder)) for folder in saved)
+        raise ModelError(
+            f"{run} saved no weights after step {generation}, and a run of GRPO has no journal to rebuild them from; "
+            f"--generation takes {steps}"
+        )
+    return found[0]
 
 
 def _verified(folder: Path, log: Log) -> Mark:
@@ -166,7 +196,7 @@ def _fill(folder: Path, source: _Source, to: Path, merge: bool, push: str | None
         _copy_adapter(source, folder, base if push is None else _shown(source.model))
         generation_config.save_pretrained(folder)
     else:
-        model = _load(base, source.model.revision, source.log.header.dtype) if merge else _load(str(source.folder))
+        model = _load(base, source.model.revision, source.dtype) if merge else _load(str(source.folder))
         if merge:
             _check_base(model, source)
             _merge(model, source.folder)
@@ -223,7 +253,8 @@ def _load(path: str, revision: str | None = None, dtype: str = "auto") -> Any:
 
 def _check_base(model: Any, source: _Source) -> None:
     """Raise ModelError where the base is not the one that was trained: a merge with another gives nonsense."""
-    if weights_hash(model.named_parameters()) != source.log.header.model_hash:
+    known = source.model_hash
+    if known is not None and weights_hash(model.named_parameters()) != known:
         raise ModelError(
             f"model.name {source.model.name} has other weights than the base of {source.run}; say where that is with "
             "--model FOLDER"
@@ -245,12 +276,13 @@ def _merge(model: Any, folder: Path) -> None:
 
 
 def _copy_records(source: _Source, folder: Path) -> None:
-    """Config and journal, the lines that are whole; the run's own folder on this machine is nobody's business."""
+    """Config and journal, if any, the lines that are whole; where the run was on this machine is nobody's business."""
     folder.mkdir()
     output_dir = Path(source.config.output_dir).name
     config = source.config.model_copy(update={"output_dir": output_dir})
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])
+    if source.log is not None:
+        (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])
 
 
 def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: str, with_records: bool) -> card.Facts:
@@ -259,18 +291,19 @@ def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: s
     return card.Facts(
         name=name,
         kind=kind,
+        method="es" if source.log is not None else "grpo",
         config=card.public(config.model_copy(update={"model": source.model})),
         base=_shown(source.model),
         base_on_hub=base == source.model.name and not Path(base).is_dir(),
         generation=mark.generation,
-        dtype=source.log.header.dtype,
-        model_hash=source.log.header.model_hash,
+        dtype=source.dtype,
+        model_hash=source.model_hash,
         weights_hash=mark.weights_hash,
         stop_ids=tokens_.stop_ids,
         chat=messages and bool(tokens_.tokenizer.chat_template),
         with_records=with_records,
         evaluation=_evaluation(source),
-        manifest=_read_json(source.run / "manifest.json") or {},
+        manifest=source.manifest,
         data=_data(config),
         sizes=sizes,
     )

@@ -23,8 +23,8 @@ def log_of(run: str | Path) -> Log:
     path = Path(run)
     if method_of(path) == "grpo":
         raise JournalError(
-            f"{path} is a run of GRPO and has no journal: its updates are gradients of the size of the model, not a few "
-            "numbers a member; metrics.jsonl has its steps, and what it saved is for evoalign eval and evoalign export"
+            f"{path} is a run of GRPO and has no journal: its updates are gradients of the size of the model, not a "
+            "few numbers; metrics.jsonl has its steps, and what it saved is for evoalign eval and evoalign export"
         )
     return journal.read(path / "journal.jsonl" if path.is_dir() else path)
 

@@ -33,8 +33,8 @@ COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
 NAMES: dict[Method, str] = {"es": "ES", "grpo": "GRPO"}
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
-OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs", "trainer",
-                  FAILED_COMPLETION, LOCK})  # fmt: skip
+OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs",
+                  "trainer", FAILED_COMPLETION, LOCK})  # fmt: skip
 """What `create` and the first generation leave in a run directory."""
 RESOURCES = (
     "engine.device", "engine.memory_gib", "engine.max_rows", "engine.threads",

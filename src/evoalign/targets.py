@@ -73,7 +73,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         saved = last_saved(path)
         if method == "grpo":
             of_grpo(saved)
-            own = _as_grpo_answers(own, adapter=saved.parent.name == "loras", given=config is not None)
+            own = as_grpo_answers(own, adapter=saved.parent.name == "loras", given=config is not None)
         else:
             saving.checked(saved, journal.read(path / "journal.jsonl").whole())
         return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
@@ -99,7 +99,7 @@ def of_grpo(folder: Path) -> Mark:
     return mark
 
 
-def _as_grpo_answers(config: Config, *, adapter: bool, given: bool) -> Config:
+def as_grpo_answers(config: Config, *, adapter: bool, given: bool = False) -> Config:
     """As a run of GRPO evaluates itself: in the dtype it trains in and, unless a config is `given`, its own engine.
 
     The section `space` is of no matter to it: an adapter is what the section `lora` says.

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from huggingface_hub import ModelCardData
 
 from evoalign.config import Config, to_yaml
+from evoalign.rundir import Method
 
 Kind = Literal["adapter", "merged", "model"]
 WHAT = {
@@ -22,8 +23,9 @@ WHAT = {
     "merged": "a Hugging Face checkpoint, a LoRA adapter merged into its base",
     "model": "a Hugging Face checkpoint",
 }
+TAGS: dict[Method, list[str]] = {"es": ["evolution-strategies", "gradient-free"], "grpo": ["grpo", "trl"]}
 RECORDS = "run"
-"""Folder of the export that holds config.yaml and journal.jsonl. On top they would make the export look like a run."""
+"""Folder of the export that holds config.yaml and, of ES, journal.jsonl. On top they would make it look like a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,13 @@ class Facts:
     base_on_hub: bool
     generation: int
     dtype: str
-    model_hash: str
+    model_hash: str | None
+    """None where it was not recorded."""
     weights_hash: str
     stop_ids: tuple[int, ...]
     chat: bool
     """Whether prompts are messages that go through the tokenizer's chat template."""
+    method: Method = "es"
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
     """results/evaluation.json, where it is of this mean."""
@@ -72,7 +76,8 @@ def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
     task = config.task
     found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
-    return [path for path in (*found, *_texts(config.space.options)) if path is not None and _is_private(path)]
+    own = (*_texts(config.space.options), *_texts(config.grpo.trl))
+    return [path for path in (*found, *own) if path is not None and _is_private(path)]
 
 
 def public(config: Config) -> Config:
@@ -87,7 +92,8 @@ def public(config: Config) -> Config:
     )
     model = config.model.model_copy(update={"name": _short(config.model.name)})
     space = config.space.model_copy(update={"name": _short(config.space.name), **_cut(config.space.options)})
-    own = {"output_dir": _short(config.output_dir), "space": space, "task": task, "model": model}
+    grpo = config.grpo.model_copy(update={"trl": _cut(config.grpo.trl)})
+    own = {"output_dir": _short(config.output_dir), "space": space, "task": task, "model": model, "grpo": grpo}
     return config.model_copy(update=own)
 
 
@@ -120,7 +126,7 @@ def _short(path: str) -> str:
 def _metadata(facts: Facts) -> str:
     task = facts.config.task
     hub = [source.split(":")[1] for source in (task.train_data, task.test_data) if source and source.startswith("hub:")]
-    tags = ["evoalign", "evolution-strategies", "gradient-free", *(["lora"] if facts.kind != "model" else [])]
+    tags = ["evoalign", *TAGS[facts.method], *(["lora"] if facts.kind != "model" else [])]
     data = ModelCardData(
         base_model=facts.base if facts.base_on_hub else None,
         library_name="peft" if facts.kind == "adapter" else "transformers",
@@ -137,18 +143,38 @@ def _title(facts: Facts) -> str:
     lines = [
         f"# {_text(facts.name.rsplit('/', 1)[-1])}",
         "",
-        f"This is {WHAT[facts.kind]}: {_base(facts)}, fine-tuned on the task `{_code(config.task.name)}` by Evolution "
-        f"Strategies with evoalign {_version(facts)}: members perturbed in space "
-        f"`{_code(config.space.name)}`, rewards alone, no gradients.",
+        f"This is {WHAT[facts.kind]}: {_base(facts)}, fine-tuned on the task `{_code(config.task.name)}` by "
+        f"{_how(facts)}.",
     ]
-    if facts.generation != config.es.num_generations:
-        lines += ["", f"**It is not the end of its run**: the mean after generation {facts.generation} of "
-                  f"{config.es.num_generations}."]  # fmt: skip
+    total = config.es.num_generations if facts.method == "es" else config.grpo.max_steps
+    if facts.generation != total:
+        lines += ["", f"**It is not the end of its run**: {_place(facts)} of {total}."]
     return "\n".join(lines)
 
 
-def _version(facts: Facts) -> str:
-    return str(facts.manifest.get("versions", {}).get("evoalign", "")).strip() or "(release not recorded)"
+def _how(facts: Facts) -> str:
+    """By which method, in a few words."""
+    config, release = facts.config, _version(facts)
+    if facts.method == "es":
+        return (
+            f"Evolution Strategies with evoalign {release}: members perturbed in space `{_code(config.space.name)}`, "
+            "rewards alone, no gradients"
+        )
+    tuned = "a LoRA adapter" if config.grpo.tune == "lora" else "all weights"
+    return (
+        f"GRPO (Shao et al., arXiv 2402.03300) with TRL {_version(facts, 'trl')} and evoalign {release}, the "
+        f"baseline to Evolution Strategies: policy gradients of {tuned}"
+    )
+
+
+def _place(facts: Facts) -> str:
+    """Where in its run the exported mean stands."""
+    word = "the mean after generation" if facts.method == "es" else "the policy after step"
+    return f"{word} {facts.generation}"
+
+
+def _version(facts: Facts, library: str = "evoalign") -> str:
+    return _text(str(facts.manifest.get("versions", {}).get(library, "")).strip()) or "(release not recorded)"
 
 
 def _base(facts: Facts) -> str:
@@ -162,7 +188,8 @@ def _base(facts: Facts) -> str:
 def _change(facts: Facts) -> str:
     head = "## Before and after"
     if facts.evaluation is None:
-        return f"{head}\n\nThis mean was not compared with its base. `evoalign eval` does that."
+        which = "This mean" if facts.method == "es" else "This policy"
+        return f"{head}\n\n{which} was not compared with its base. `evoalign eval` does that."
     found = facts.evaluation
     settings: Mapping[str, Any] = found["settings"]
     sampled = settings["temperature"] > 0
@@ -255,8 +282,7 @@ def _data(facts: Facts) -> str:
 
 def _training(facts: Facts) -> str:
     config, manifest = facts.config, facts.manifest
-    es, hardware = config.es, manifest.get("hardware", {})
-    width = f"sigma {es.sigma:g}" if es.sigma is not None else f"noise_multiplier {es.noise_multiplier:g}"
+    hardware = manifest.get("hardware", {})
     gpus: list[str] = hardware.get("gpus") or []
     machine = ", ".join(gpus) or (f"{hardware['cores']} CPU cores" if "cores" in hardware else "not recorded")
     settings = config.evaluation
@@ -267,43 +293,77 @@ def _training(facts: Facts) -> str:
         [
             "## Training",
             "",
-            f"- {facts.generation} generations of {es.population_size} members, {width}, learning rate "
-            f"{es.learning_rate:g}, shaping {es.shaping}, optimizer {es.optimizer.name}",
+            f"- {_work(facts)}",
             f"- seeds: run {config.seed}{drawn}",
-            f"- weights served in {facts.dtype}",
+            f"- weights {'served' if facts.method == 'es' else 'trained'} in {facts.dtype}",
             f"- versions: {_text(versions)}",
             f"- hardware: {_text(machine)}",
         ]
     )
 
 
+def _work(facts: Facts) -> str:
+    """The settings of the method."""
+    if facts.method == "grpo":
+        return _grpo(facts)
+    es = facts.config.es
+    width = f"sigma {es.sigma:g}" if es.sigma is not None else f"noise_multiplier {es.noise_multiplier:g}"
+    return (
+        f"{facts.generation} generations of {es.population_size} members, {width}, learning rate "
+        f"{es.learning_rate:g}, shaping {es.shaping}, optimizer {es.optimizer.name}"
+    )
+
+
+def _grpo(facts: Facts) -> str:
+    grpo = facts.config.grpo
+    tuned = f"LoRA of rank {facts.config.lora.rank}" if grpo.tune == "lora" else "all weights"
+    drawn = {
+        "trl": f"drawn by TRL{' on vLLM' if grpo.use_vllm else ''} at temperature {grpo.temperature:g}",
+        "engine": f"drawn by evoalign's engine at temperature {grpo.temperature:g}",
+        "es": f"greedy ones of members of a population (off_policy {grpo.off_policy})",
+    }
+    passes = f"{grpo.per_device_train_batch_size} x {grpo.gradient_accumulation_steps} completions a step and device"
+    return (
+        f"{facts.generation} steps, {passes} in groups of {grpo.num_generations}, {drawn[grpo.rollouts]}; {tuned}, "
+        f"loss {grpo.loss_type}, beta {grpo.beta:g}, learning rate {grpo.learning_rate:g} "
+        f"({grpo.lr_scheduler_type}), optimizer {_text(grpo.optim)}"
+    )
+
+
 def _reproduce(facts: Facts) -> str:
-    lines = [
-        "## How to reproduce it",
-        "",
-        f"- weights_hash of this mean after generation {facts.generation}: `{facts.weights_hash}`",
-        f"- model_hash of the base: `{facts.model_hash}`",
-        "",
-    ]
+    lines = ["## How to reproduce it", "", f"- weights_hash of {_place(facts)}: `{facts.weights_hash}`"]
+    lines += [f"- model_hash of the base: `{facts.model_hash}`"] if facts.model_hash is not None else []
+    lines += [""]
     if not facts.with_records:
-        lines += ["The run's config and journal name files by paths of the machine it was made on, so they are not "
-                  "here; the configuration is below, with these paths shortened."]  # fmt: skip
+        records = "config and journal name" if facts.method == "es" else "config names"
+        lines += [f"The run's {records} files by paths of the machine it was made on, so they are not here; the "
+                  "configuration is below, with these paths shortened."]  # fmt: skip
         return "\n".join(lines)
-    moved = "" if facts.base_on_hub or facts.base == "tiny" else " --model FOLDER_OF_THE_BASE"
+    return "\n".join([*lines, *_commands(facts)])
+
+
+def _commands(facts: Facts) -> list[str]:
+    """What to type, after what a command line cannot say."""
+    lines: list[str] = []
+    command = "train" if facts.method == "es" else "grpo"
     given = facts.manifest.get("task", {}).get("given_as")
     if given is not None:
         lines += [f"The {_text(str(given))} was a Python object that the config does not name: to train again, pass it "
-                  f"to `evoalign.train` as `{_code(str(given))}=`.", ""]  # fmt: skip
-    lines += [
+                  f"to `evoalign.{command}` as `{_code(str(given))}=`.", ""]  # fmt: skip
+    again = f"evoalign {command} {RECORDS}/config.yaml --set output_dir=again"
+    if facts.method == "grpo":
+        return [*lines, "`evoalign grpo` does the whole run again:", "", "```", again, "```"]
+    moved = "" if facts.base_on_hub or facts.base == "tiny" else " --model FOLDER_OF_THE_BASE"
+    return [
+        *lines,
         "`evoalign replay` rebuilds the mean from the base model and the journal, and checks its hash after every "
         "generation; `evoalign train` does the whole run again.",
         "",
         "```",
         f"evoalign replay {RECORDS}/journal.jsonl --generation {facts.generation}{moved}",
-        f"evoalign train {RECORDS}/config.yaml --set output_dir=again",
+        again,
         "```",
     ]
-    return "\n".join(lines)
 
 
 def _limits(facts: Facts) -> str:

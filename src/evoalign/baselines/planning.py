@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of GRPO will do and need, told before it starts. Imports no TRL, loads no weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evoalign import tracking
+from evoalign.baselines import settings
+from evoalign.baselines.policy import last_state
+from evoalign.baselines.steps import save_every
+from evoalign.config import Config, SpaceConfig, load
+from evoalign.engines.specs import specs_of_config
+from evoalign.errors import ConfigError, ModelError, ResumeError, RunExistsError
+from evoalign.estimate import gib
+from evoalign.parts import ConfigLike, as_config, layout_of, task_and_data, with_es
+from evoalign.rundir import RunDir, differences, refuse_other
+from evoalign.spaces import create as create_space
+from evoalign.targets import trained_dtype
+from evoalign.types import TensorSpec
+
+SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
+"""Numbers that an optimizer keeps of each that is trained; others are not counted."""
+FEW = 4
+"""A group of fewer completions says little of which one is better than the others."""
+USUAL = (1e-6, 1e-5)
+"""Learning rates that full models usually take (TRL's default is 1e-6); information only, beyond ten times that."""
+LARGE = 100e6
+"""Parameters of a model for which that holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes a process holds through training; activations come on top. `moments` None: of an optimizer not counted."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    moments: int | None
+    reference: int
+
+    @property
+    def kept(self) -> int:
+        """All of it that is known."""
+        return self.weights + self.adapter + self.gradients + (self.moments or 0) + self.reference
+
+
+def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
+    """What a config would do: steps, completions, tokens, memory. Loads no weights, writes nothing.
+
+    Raises a subclass of EvoalignError for what cannot be; what a run would refuse as things stand is a line.
+    """
+    config = as_config(config)
+    run = RunDir(Path(config.output_dir))
+    standing = _standing(config, run, overwrite=overwrite, resume=resume)
+    task, data = task_and_data(config, None, None)
+    task.close()
+    lines = [*standing, *_refusals(config, len(data.train)), *step_lines(config), *work_lines(config)]
+    try:
+        specs = specs_of_config(config)
+    except ModelError as error:
+        return [*lines, f"memory: not estimated; {error}"]
+    return [*lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
+
+
+def parameters(specs: Sequence[TensorSpec]) -> int:
+    """Of the whole model."""
+    return sum(math.prod(s.shape) for s in specs)
+
+
+def trained(config: Config, specs: Sequence[TensorSpec]) -> int:
+    """Numbers that are trained: all, or an adapter's factors. Raises ConfigError for targets that are not there."""
+    if config.grpo.tune == "full":
+        return parameters(specs)
+    lora = config.lora.model_copy(update={"evolve": "ab"})
+    both = config.model_copy(update={"space": SpaceConfig(name="lora"), "lora": lora, "es_": None})
+    return layout_of(create_space(with_es(both)), specs, torch.float32).parameters
+
+
+def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
+    """What a process holds; an adapter is float32, and needs no copy of the base as its reference."""
+    size = getattr(torch, trained_dtype(config)).itemsize
+    is_adapter = config.grpo.tune == "lora"
+    each = 4 if is_adapter else size
+    count, slots = trained(config, specs), SLOTS.get(config.grpo.optim)
+    copies = (config.grpo.beta > 0 and not is_adapter) + (config.checks.kl_every > 0)
+    return Memory(
+        weights=size * parameters(specs),
+        adapter=each * count if is_adapter else 0,
+        gradients=each * count,
+        moments=None if slots is None else slots * each * count,
+        reference=copies * size * parameters(specs),
+    )
+
+
+def checkpoint_bytes(config: Config, specs: Sequence[TensorSpec]) -> tuple[int, int]:
+    """Of a saved policy, and of the trainer's state; 0 where none is saved on the way."""
+    need = memory(config, specs)
+    policy = need.adapter or need.weights
+    return policy, policy + (need.moments or 0) if save_every(config.checkpoint.every) else 0
+
+
+def step_lines(config: Config) -> list[str]:
+    """How the policy moves; a warning where groups are small."""
+    grpo = config.grpo
+    tuned = f"LoRA of rank {config.lora.rank}" if grpo.tune == "lora" else "all weights"
+    lines = [
+        f"{grpo.max_steps} steps of {grpo.optim} on {tuned}, learning rate {grpo.learning_rate:g} "
+        f"({grpo.lr_scheduler_type}), loss {grpo.loss_type}, beta {grpo.beta:g}, completions by {grpo.rollouts}"
+    ]
+    if grpo.num_generations < FEW:
+        lines.append(
+            f"warning: grpo.num_generations {grpo.num_generations}: a group of so few says little of which completion "
+            "is better, and where its rewards are equal nothing is learnt; usual are 8 to 64"
+        )
+    return lines
+
+
+def rate_lines(config: Config, count: int) -> list[str]:
+    """A note where a large model, all of it trained, gets a learning rate far from the usual ones."""
+    rate, (low, high) = config.grpo.learning_rate, USUAL
+    if config.grpo.tune == "lora" or count < LARGE or low / 10 <= rate <= high * 10:
+        return []
+    return [f"note: grpo.learning_rate {rate:g}; models of this size usually take {low:g} to {high:g}"]
+
+
+def work_lines(config: Config) -> list[str]:
+    """Completions and tokens of one process, in words."""
+    grpo = config.grpo
+    size, lasts = settings.round_size(grpo), settings.cycle(grpo)
+    rounds = -(-grpo.max_steps // lasts)
+    tokens = size * settings.longest(config)
+    each = "a step" if lasts == 1 else f"each {lasts} steps"
+    return [
+        f"completions {size:,} {each} ({size // grpo.num_generations} prompts x {grpo.num_generations}), "
+        f"{size * rounds:,} in all; as many again for each further process",
+        f"tokens at most {tokens:,} {each}, {tokens * rounds:,} in all",
+    ]
+
+
+def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
+    """Bytes in words."""
+    count = trained(config, specs)
+    return [
+        f"model {parameters(specs) / 1e6:,.1f} M parameters, {count / 1e6:,.3f} M are trained",
+        f"memory {memory_words(config, memory(config, specs))}",
+    ]
+
+
+def memory_words(config: Config, need: Memory) -> str:
+    """Bytes by what they hold."""
+    dtype, optim = trained_dtype(config), config.grpo.optim
+    parts = [f"{dtype} weights {gib(need.weights)}"]
+    parts += [f"adapter {gib(need.adapter)}"] if need.adapter else []
+    parts += [f"gradients {gib(need.gradients)}"]
+    if need.moments is None:
+        parts += [f"state of {optim} not counted"]
+    elif need.moments:
+        parts += [f"AdamW's two moments {gib(need.moments)}"]
+    parts += [f"copies of the base model {gib(need.reference)} ({_copies(config)})"] if need.reference else []
+    return f"{gib(need.kept)} a process: {', '.join(parts)}; activations and completions come on top"
+
+
+def _copies(config: Config) -> str:
+    causes = ["grpo.beta"] if config.grpo.beta > 0 and config.grpo.tune == "full" else []
+    return " and ".join([*causes, *(["checks.kl_every"] if config.checks.kl_every else [])])
+
+
+def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> list[str]:
+    """From where it would go on, or why it would not begin. Raises ResumeError."""
+    if resume:
+        refuse_other(run.path, "grpo")
+        state = last_state(run)
+        if state is not None:
+            odd, _ = differences(config, load([run.config]), "grpo")
+            if odd:
+                raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
+            return [f"goes on after step {state[1]} of {config.grpo.max_steps}"]
+    try:
+        run.refuse(overwrite=overwrite, resume=resume)
+    except RunExistsError as error:
+        return [f"refused as it stands: {error}"]
+    return []
+
+
+def _refusals(config: Config, examples: int) -> list[str]:
+    """What a run would refuse before it loads a weight."""
+    found: list[str] = []
+    if not tracking.is_installed("trl"):
+        found.append("refused as it stands: GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
+    try:
+        settings.check_prompts(config, examples)
+        if config.grpo.rollouts == "es":
+            _ = config.es
+    except ConfigError as error:
+        found.append(f"refused as it stands: {error}")
+    return found
