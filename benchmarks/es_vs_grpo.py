@@ -151,7 +151,7 @@ def choose(folder: Path) -> dict[str, Any]:
 def tuning_table(chosen: Mapping[str, Any]) -> str:
     """Markdown: what the search of each method took, and what it chose."""
     lines = [
-        "| method | trials | runs | completions | tokens | FLOPs | training seconds | of one run | chosen | validation reward |",
+        "| method | trials | runs | completions | tokens | FLOPs | seconds in all | of a run | chosen | reward there |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
     ]
     for method, found in chosen["methods"].items():
@@ -232,7 +232,7 @@ def _is_kept(path: Path, source: Path) -> bool:
         return True
     if "tune" in parts:
         return parts[-1] in ("budget.json", "evaluation.json") or path.suffix == ".log"
-    return path.suffix != ".png" and not path.name.startswith("generation_")
+    return path.suffix != ".png" and path.name != "journal.jsonl" and not path.name.startswith("generation_")
 
 
 def main() -> None:

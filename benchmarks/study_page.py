@@ -71,6 +71,8 @@ def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
         tree["notes"] = whole["notes"]
         with tempfile.TemporaryDirectory() as place:
             for name, path in comparison_figures.draw(found, Path(place)).items():
+                if name == "divergence" and measure != "reward":
+                    continue
                 tree["figures"][f"{measure}_{name}"] = f"{task}_{path.name}"
                 shutil.copyfile(path, figures / f"{task}_{path.name}")
         if measure == "reward":
@@ -123,6 +125,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
 def _searches(folder: Path, task: str, figures: Path) -> dict[str, Any]:
     """The search of each method, and the heat maps of it."""
     searches: dict[str, Any] = {}
+    maps: dict[str, str] = {}
     for name in LABELS:
         found = read_results(folder / "tune" / name)
         if not found:
@@ -138,8 +141,9 @@ def _searches(folder: Path, task: str, figures: Path) -> dict[str, Any]:
         drawn = folder / "tune" / name / "figures" / "heat_map.png"
         if drawn.is_file():
             shutil.copyfile(drawn, figures / f"{task}_search_{name}.png")
+            maps[name] = f"{task}_search_{name}.png"
     file = folder / "chosen.json"
-    return {"searches": searches, "chosen": json.loads(file.read_text()) if file.is_file() else None}
+    return {"searches": searches, "heat_maps": maps, "chosen": json.loads(file.read_text()) if file.is_file() else None}
 
 
 def _samples(folder: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
@@ -218,8 +222,7 @@ def page(tree: Mapping[str, Any]) -> str:
         ]
     if chosen:
         lines += ["## The search", "", *_search(tree, chosen), tuning_table(_labelled(chosen)), ""]
-        lines += [f"![Search of {LABELS[m]}](figures/{task}_search_{m}.png)\n" for m in tree["searches"]
-                  if len(tree["searches"][m]) > 1]  # fmt: skip
+        lines += [f"![Search of {LABELS[m]}](figures/{file})\n" for m, file in tree["heat_maps"].items()]
     lines += ["## What they answer", "", *_answers(tree["samples"])]
     lines += ["## What this cannot tell", "", *_bullets(LIMITS[task]), *_bullets(tree["notes"])]
     lines += ["## Made with", "", *_commands(tree)]
@@ -309,7 +312,8 @@ def _matched(match: Mapping[str, Any], measure: str, figures: Mapping[str, str])
     lines += _bullets(match["notes"])
     tests = [(
         f"{pair['a']} - {pair['b']}",
-        f"{pair['difference']:+.4g}" + (f" ({pair['low']:.3g} to {pair['high']:.3g})" if pair["low"] is not None else ""),
+        f"{pair['difference']:+.4g}"
+        + (f" ({pair['low']:.3g} to {pair['high']:.3g})" if pair["low"] is not None else ""),
         "-" if pair["effect"] is None else f"{pair['effect']:.2f}",
         f"{pair['n_a']}" if pair["paired"] else f"{pair['n_a']} and {pair['n_b']}, not paired",
         pair["test"] or "none",
@@ -327,11 +331,11 @@ def _every_seed(tree: Mapping[str, Any], second: str) -> list[str]:
             after, cost = run["after"], run["cost"] or {}
             kl, moved = (run["divergence"] or {}).get("exact"), (run["distance"] or {}).get("relative")
             hacked = (run["shares_after"] or {}).get("hacked")
+            numbers = ((kl, "{:.3g}"), (moved, "{:.3g}"), (hacked, "{:.1%}"), (cost.get("wall_seconds"), "{:.0f}"))
             rows.append((
                 label, str(run["seed"]), f"{run['before']['reward']:.4g}", f"{after['reward']:.4g}",
                 f"{run['before'][second]:.1%}", f"{after[second]:.1%}",
-                *("-" if v is None else form.format(v)
-                  for v, form in ((kl, "{:.3g}"), (moved, "{:.3g}"), (hacked, "{:.1%}"), (cost.get("wall_seconds"), "{:.0f}"))),
+                *("-" if value is None else form.format(value) for value, form in numbers),
             ))  # fmt: skip
     header = ("method", "seed", "reward before", "after", f"{second} before", "after", "KL, nats a token",
               "relative distance", "hacked", "training seconds")  # fmt: skip
@@ -377,10 +381,12 @@ def _labelled(chosen: Mapping[str, Any]) -> dict[str, Any]:
 def _answers(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     lines: list[str] = ["The first test examples; the lowest seed of each method.", ""]
     for sample in samples:
-        rows = [(who, f"`{_inline(answer['text'])}`" if answer["text"].strip() else "(empty)", f"{answer['reward']:.3g}")
-                for who, answer in sample["answers"].items()]  # fmt: skip
-        lines += [f"**{_inline(sample['prompt'])[-160:]}** (target: `{_inline(sample['target'] or '-')}`)".replace("<", "\\<")
-                  .replace("`\\<", "`<"), "", *_table(("who", "answer", "reward"), rows)]  # fmt: skip
+        prompt, target = (_inline(text)[-160:] for text in (sample["prompt"], sample["target"] or "-"))
+        rows = [
+            (who, f"`{_inline(answer['text'])}`" if answer["text"].strip() else "(empty)", f"{answer['reward']:.3g}")
+            for who, answer in sample["answers"].items()
+        ]
+        lines += [f"`{prompt}` (target: `{target}`)", "", *_table(("who", "answer", "reward"), rows)]
     return lines
 
 
@@ -390,15 +396,15 @@ def _inline(text: str) -> str:
 
 LIMITS = {
     "countdown": [
-        "One tiny model, half a million weights, trained for this task's form: how methods rank on it says little about "
-        "how they rank on a language model of billions, where noise, memory and batching differ.",
+        "One tiny model, half a million weights, trained for this task's form: how methods rank on it says little "
+        "about how they rank on a language model of billions, where noise, memory and batching differ.",
         "One core a run: a method whose work is more parallel gains more from a larger machine than it can show here.",
         "Wall time is that of this implementation. `full` serves one member at a time here, and pays for it.",
         "The grid is coarse: three by four. A better setting of any method may lie between its cells or beyond them.",
         "Tests are corrected within one table, not over all tables of this page.",
     ],
     "conciseness": [
-        "Eight test questions: one of them is 12.5 % of the exact matches, and a reward is carried by a few long answers.",
+        "Eight test questions: one is 12.5 % of the exact matches, and a reward is carried by a few long answers.",
         "Two training questions can be learnt by heart within a few steps. What is measured is how that generalises.",
         "Adapters and low-rank noise are on every matrix of the model here; `configs/quickstart.yaml` has them on one.",
         "One tiny model, half a million weights, one core a run.",
@@ -418,8 +424,8 @@ def _commands(tree: Mapping[str, Any]) -> list[str]:
         f"python benchmarks/es_vs_grpo.py page --task {task} --from DIR",
         "```",
         "",
-        f"Numbers: `benchmarks/results/es_vs_grpo/{task}.json`, from which `page --task {task}` without `--from` writes "
-        f"this page again. Base configs: `configs/comparison/{task}_*.yaml`.",
+        f"Numbers: `benchmarks/results/es_vs_grpo/{task}.json`, from which `page --task {task}` without `--from` "
+        f"writes this page again. Base configs: `configs/comparison/{task}_*.yaml`.",
         "",
     ]
     made = tree.get("made_with") or {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many `evoalign sweep` side by side, each a process of its own, all runs about as long: for es_vs_grpo and sweep_pages.
+"""Many `evoalign sweep` side by side, each a process of its own: what es_vs_grpo and sweep_pages share.
 
 Nothing here needs the network, a GPU or an installed `evoalign` script.
 """
@@ -34,6 +34,8 @@ class Task:
     method: str
     cells: Sequence[Mapping[str, Any]] = field(default_factory=list)
     sets: Mapping[str, Any] = field(default_factory=dict)
+    share: float = 1.0
+    """Of the jobs, relative to that of the other sweeps."""
 
 
 def environment() -> dict[str, str]:
@@ -69,11 +71,11 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
     command goes on where they were.
     """
     to.mkdir(parents=True, exist_ok=True)
-    share = max(1, jobs // len(tasks))
+    whole = sum(task.share for task in tasks)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     began = time.monotonic()
     for task in tasks:
-        words = command(task, seeds, share, to / task.name)
+        words = command(task, seeds, max(1, int(jobs * task.share / whole)), to / task.name)
         with (to / f"{task.name}.log").open("ab") as log:
             log.write(f"$ {shlex.join(words)}\n".encode())
             log.flush()

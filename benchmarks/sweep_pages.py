@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank, population, the factors that evolve and the width of the noise do, on the tiny model: docs/results/sweeps.md.
+"""Rank, population, what evolves and the width of the noise, on the tiny model: docs/results/sweeps.md.
 
     python benchmarks/sweep_pages.py run  --to DIR --jobs 60 --seconds 100
     python benchmarks/sweep_pages.py page --from DIR
@@ -48,12 +48,15 @@ class Sweep:
     cells: Sequence[Mapping[str, Any]] = ()
     sets: Mapping[str, Any] = field(default_factory=dict)
     y: str | None = None
+    share: float = 1.0
+    seconds: float = 1.0
+    """Both relative to the other sweeps: of the jobs, and of the length of a run."""
 
 
 SWEEPS = {
     "rank_lora": Sweep(
         "countdown_lora", "lora.rank", "The least useful rank of an adapter",
-        "`lora.alpha` is twice the root of the rank, so that the noise of the effective weights is as wide in every cell.",
+        "`lora.alpha` is twice the root of the rank, so that the noise of the effective weights is as wide everywhere.",
         [{"lora.rank": r, "lora.alpha": round(2 * math.sqrt(r), 4)} for r in RANKS],
     ),
     "rank_lowrank": Sweep(
@@ -64,6 +67,7 @@ SWEEPS = {
     "population": Sweep(
         "countdown_lowrank", "es.population_size", "Few generations of many members, or many of few",
         "Every cell has the same completions in all, and the same learning rate.",
+        share=2.0,  # a generation of few members takes longer a completion
     ),
     "evolve": Sweep(
         "countdown_lora", "where", "What evolves: B alone, A and B, or the weights",
@@ -83,6 +87,7 @@ SWEEPS = {
         "the shape of the published grid, not its numbers.",
         [{"es.learning_rate": round(a * SCALE, 6), "es.sigma": round(s * SCALE, 6)} for a, s in PUBLISHED],
         y="es.learning_rate",
+        seconds=0.4,
     ),
 }  # fmt: skip
 CALIBRATION_STEPS = {"es": 5}
@@ -102,11 +107,11 @@ def run(arguments: argparse.Namespace) -> None:
         seconds = speed.get(reference, speed.get(sweep.config))
         if seconds is None:
             continue
-        steps = max(2, round(arguments.seconds / seconds))
+        steps = max(2, round(arguments.seconds * sweep.seconds / seconds))
         cells = (sweep.cells or _populations(steps))[: arguments.cells]
         every = {} if name == "population" else {"evaluation.every": max(1, steps // 10)}
         more = {"es.num_generations": steps, **every, **sweep.sets, **extra}
-        tasks.append(Task(name, _file(sweep.config), "es", cells, more))
+        tasks.append(Task(name, _file(sweep.config), "es", cells, more, sweep.share))
     side_by_side(tasks, arguments.seeds, arguments.jobs, arguments.to, arguments.deadline)
 
 
@@ -281,8 +286,8 @@ def _cells_table(sweep: Sweep, cells: Sequence[Mapping[str, Any]]) -> list[str]:
                 ("changed_share", "{:.1%}"), ("hacked_share", "{:.1%}"), ("distance", "{:.3g}"),
                 ("generations", "{:.0f}"), ("completions", "{:,.0f}"), ("seconds", "{:.0f}"))),
         ))  # fmt: skip
-    header = ("cell", "reward of each seed", "mean", second, "share of the run to half of the gain", "changed", "hacked",
-              "distance", "generations", "completions", "training seconds")  # fmt: skip
+    header = ("cell", "reward of each seed", "mean", second, "share of the run to half of the gain", "changed",
+              "hacked", "distance", "generations", "completions", "training seconds")  # fmt: skip
     return _table(header, rows)
 
 

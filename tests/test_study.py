@@ -89,7 +89,7 @@ def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, t
     assert first.read_bytes() == second.read_bytes()
     rows = json.loads(first.read_text())
     key = {"countdown": es_vs_grpo._problem, "conciseness": lambda row: row["prompt"]}[task]
-    files = [path for path in (ROOT / "data" / "tasks" / task).glob("*.json")]
+    files = list((ROOT / "data" / "tasks" / task).glob("*.json"))
     shipped = {key(row) for file in files for row in json.loads(file.read_text())}
     found = {key(row) for row in rows}
     assert len(found) == count and not found & shipped
