@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evoalign.baselines.settings import round_size
 from evoalign.config import Config, VllmConfig, load
 from evoalign.engines.vllm.settings import form, slots
 
@@ -33,6 +34,10 @@ evaluation: {max_tokens: 100, temperature: 0.0}
 """
 
 
+def is_grpo(path: Path) -> bool:
+    return load([path]).es_ is None
+
+
 def experiment(name: str) -> Config:
     return load([REPOSITORY / "configs" / "experiments" / f"{name}.yaml"])
 
@@ -42,10 +47,11 @@ def test_it_loads_and_its_header_has_the_exact_command(path: Path) -> None:
     load([path])
     header = path.read_text(encoding="utf-8").split("\n\n")[0]
     assert header.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert f"evoalign train {path.relative_to(REPOSITORY)}" in header
+    command = "grpo" if is_grpo(path) else "train"
+    assert f"evoalign {command} {path.relative_to(REPOSITORY)}" in header
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in SHIPPED if not is_grpo(p)], ids=lambda p: p.stem)
 def test_its_step_is_no_surprise(path: Path) -> None:
     """A step of 0.05 to 2 times the noise's width, but for the two files whose 0.01 is the field's own."""
     eta = load([path]).es.eta
@@ -86,7 +92,8 @@ def test_a_runner_trains_its_experiment_and_passes_options_on(runner: Path, tmp_
     )
     directory, *words = run.stdout.splitlines()
     assert Path(directory) == REPOSITORY.resolve()
-    assert words == ["train", f"configs/experiments/{runner.stem}.yaml", "--set", "output_dir=a b"]
+    command = "grpo" if "grpo" in runner.stem else "train"
+    assert words == [command, f"configs/experiments/{runner.stem}.yaml", "--set", "output_dir=a b"]
 
 
 def test_the_field_form_is_unchanged() -> None:
@@ -126,7 +133,7 @@ def test_lowrank_settings(size: str) -> None:
 
 
 def test_the_quickstarts_need_no_download() -> None:
-    for name in ("quickstart", "quickstart_countdown"):
+    for name in ("quickstart", "quickstart_countdown", "quickstart_grpo"):
         assert load([REPOSITORY / "configs" / f"{name}.yaml"]).model.name == "tiny"
 
 
@@ -145,3 +152,28 @@ def test_the_config_for_vllm_gets_the_deep_kernels_and_the_settings_of_its_exper
     assert (config.model, config.lowrank, config.evaluation) == (source.model, source.lowrank, source.evaluation)
     assert config.engine.max_model_len is not None
     assert config.evaluation.max_tokens < config.engine.max_model_len
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_grpo_on_countdown_has_the_published_settings_and_the_work_of_es(size: str) -> None:
+    ours, theirs = experiment(f"countdown_grpo_{size}"), experiment(f"countdown_full_{size}")
+    assert (ours.task, ours.model) == (theirs.task, theirs.model)
+    assert ours.evaluation == theirs.evaluation
+    grpo = ours.grpo
+    assert (grpo.learning_rate, grpo.beta, grpo.temperature, grpo.num_generations) == (1e-6, 5e-3, 0.7, 30)
+    assert (grpo.max_steps, grpo.loss_type, grpo.lr_scheduler_type) == (500, "grpo", "constant")
+    assert round_size(grpo) == 60
+
+
+def test_grpo_on_conciseness_has_the_published_settings() -> None:
+    config = experiment("conciseness_grpo_7b")
+    grpo = config.grpo
+    assert (grpo.learning_rate, grpo.temperature, grpo.num_generations, grpo.max_steps) == (5e-6, 0.7, 30, 1000)
+    assert (grpo.loss_type, grpo.lr_scheduler_type, round_size(grpo)) == ("grpo", "constant", 60)
+    assert (config.evaluation.max_tokens, config.task.prompt) == (128, "chat")
+
+
+def test_the_quickstart_of_grpo_does_the_work_of_the_one_of_es() -> None:
+    ours, theirs = (load([REPOSITORY / "configs" / f"quickstart_{name}.yaml"]) for name in ("grpo", "countdown"))
+    assert ours.task.model_copy(update={"batch_size": theirs.task.batch_size}) == theirs.task
+    assert (ours.model, ours.evaluation) == (theirs.model, theirs.evaluation)
