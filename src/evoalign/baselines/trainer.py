@@ -55,7 +55,7 @@ class Trainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
         """As TRL's, but for the order."""
-        own = super()._get_train_sampler(dataset)
+        own: Any = super()._get_train_sampler(dataset)
         return EpochSampler(
             own.data_source, own.mini_repeat_count, own.batch_size, own.repeat_count, own.shuffle, own.seed
         )
