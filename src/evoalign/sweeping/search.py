@@ -207,17 +207,18 @@ class _Search:
             if trial.pruned:
                 children.stop(first)
 
-    def ended(self, end: Ended) -> str:
+    def done(self, run: Run) -> None:
+        if (trial := self.open.get(run.cell.name)) is not None:  # else another seed of it has failed
+            self._finished(trial, run)
+
+    def broken_off(self, end: Ended) -> str:
         from optuna.trial import TrialState
 
         trial = self.open.get(end.run.cell.name)
-        if end.code == 0 and end.run.evaluation() is not None:
-            if trial is not None:
-                self._finished(trial, end.run)
-            return "done"
-        if trial is not None:
-            self._tell(trial, None, TrialState.PRUNED if trial.pruned else TrialState.FAIL)
-        return "pruned" if trial is not None and trial.pruned else "failed"
+        if trial is None:
+            return "failed"
+        self._tell(trial, None, TrialState.PRUNED if trial.pruned else TrialState.FAIL)
+        return "pruned" if trial.pruned else "failed"
 
     def conclude(self) -> Config | None:
         """Write best.yaml, and what the search has cost to results.json."""

@@ -55,8 +55,12 @@ class Source(Protocol):
         """See how those under way are doing."""
         ...
 
-    def ended(self, end: Ended) -> str:
-        """Take in a run that has ended: done, failed or pruned."""
+    def done(self, run: Run) -> None:
+        """Take in a run that is done."""
+        ...
+
+    def broken_off(self, end: Ended) -> str:
+        """Take in a run that has ended and is not done: failed or pruned."""
         ...
 
 
@@ -205,8 +209,11 @@ class _Grid:
     def look(self, children: Children) -> None:
         pass
 
-    def ended(self, end: Ended) -> str:
-        return "done" if end.code == 0 and end.run.evaluation() is not None else "failed"
+    def done(self, run: Run) -> None:
+        pass
+
+    def broken_off(self, end: Ended) -> str:
+        return "failed"
 
 
 def _start(source: Source, children: Children, display: Display, stop: Stop) -> None:
@@ -216,13 +223,18 @@ def _start(source: Source, children: Children, display: Display, stop: Stop) -> 
 
 
 def _take_in(end: Ended, source: Source, display: Display, stop: Stop, failed: dict[str, Ended]) -> None:
-    """One that ends after a signal without being done was stopped by it, and has not failed."""
+    """One with a whole result is done, also where a signal met it at its very end, and would not be run again."""
     evaluation = end.run.evaluation()
-    state = "stopped" if stop.asked is not None and evaluation is None else source.ended(end)
+    if evaluation is not None:
+        source.done(end.run)
+        display.ended(end, "done", evaluation["after"].get("reward"))
+        return
+    state = "stopped" if stop.asked is not None else source.broken_off(end)
     if state == "failed":
         failed[end.run.name] = end
-    display.ended(end, state, None if evaluation is None else evaluation["after"].get("reward"))
+    display.ended(end, state, None)
 
 
 def _again() -> str:
-    return shlex.join(command_line())
+    program, *words = command_line()
+    return shlex.join(["evoalign", *words]) if program in ("evoalign", "cli.py") else "the same call"
