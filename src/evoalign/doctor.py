@@ -602,9 +602,10 @@ def _round(case: _Case) -> Finding:
 
 
 def _targets_of_grpo(case: _Case) -> Finding:
-    case.specs = specs_of_config(case.config)
-    count = planning.trained(case.config, case.specs)
-    return Finding("targets", "ok", f"{count:,} of {planning.parameters(case.specs):,} numbers are trained")
+    specs = specs_of_config(case.config)
+    count = planning.trained(case.config, specs)
+    case.specs = specs
+    return Finding("targets", "ok", f"model of {planning.parameters(specs):,} numbers, {count:,} are trained")
 
 
 def _memory_of_grpo(case: _Case) -> Finding:

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command on a run of GRPO: what it evaluates, exports, refuses and tells before it starts."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import evoalign
+from evoalign import checkpoint, cli, doctor, parquet, targets
+from evoalign.baselines import planning
+from evoalign.config import from_dict, load
+from evoalign.engines.specs import specs_of_config
+from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
+from evoalign.models import tiny
+from evoalign.report import card
+from evoalign.rundir import saved_folders
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+ES = {"num_generations": 1, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025}
+
+
+def config(output: Path, **sections: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "output_dir": str(output),
+        "task": {"name": "conciseness"},
+        "evaluation": {"max_tokens": 8, "every": 1},
+        "checkpoint": {"every": 1},
+        "lora": {"rank": 2, "alpha": 4},
+        "grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "learning_rate": 0.02,
+                 "lr_scheduler_type": "constant", "rollouts": "engine"},
+    }  # fmt: skip
+    for name, section in sections.items():
+        old = tree.get(name)
+        tree[name] = {**old, **section} if isinstance(old, dict) else section
+    return tree
+
+
+def written(folder: Path, tree: dict[str, Any]) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each `grpo.tune`, by configs that have no section es."""
+    found: dict[str, Path] = {}
+    for tune, rate in (("full", 0.02), ("lora", 0.3)):
+        tree = config(tmp_path_factory.mktemp(tune) / "run", grpo={"tune": tune, "learning_rate": rate})
+        found[tune] = evoalign.grpo(tree, console=Console(file=io.StringIO())).path
+    return found
+
+
+@pytest.fixture(scope="module")
+def es_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = config(tmp_path_factory.mktemp("es") / "run", es=ES)
+    return evoalign.train(tree, console=Console(file=io.StringIO())).path
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, started in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def go(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["evoalign", *map(str, words)])
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        captured = capsys.readouterr()
+        return Done(int(code or 0), captured.out, captured.err)
+
+    return go
+
+
+def texts(path: Path, which: str) -> list[tuple[str, float]]:
+    return [(row["text"], row["reward"]) for row in parquet.read(path / f"results/completions/{which}.parquet")]
+
+
+# --- eval -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_eval_repeats_the_runs_own_evaluation(tune: str, runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
+    done = run("eval", runs[tune], "--output", tmp_path / "found.json")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    ours = [(c["text"], c["reward"]) for c in found["completions"]]
+    assert ours == texts(runs[tune], "after")
+    assert ours != texts(runs[tune], "before"), "the run changed nothing"
+    assert found["measures"] == json.loads((runs[tune] / "results/evaluation.json").read_text())["after"]
+
+
+def test_eval_takes_samples_and_further_settings(runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
+    words = ("--samples", 3, "--temperature", 1, "--split", "train", "-s", "evaluation.max_tokens=4")
+    done = run("eval", runs["lora"], *words, "--output", tmp_path / "found.json")
+    assert done.code == 0, done.err
+    completions = json.loads((tmp_path / "found.json").read_text())["completions"]
+    assert len(completions) == 3 * 2 and max(c["tokens"] for c in completions) <= 4
+
+
+def test_eval_a_model_with_a_config_for_grpo_alone(run: Run, tmp_path: Path, runs: dict[str, Path]) -> None:
+    file = written(tmp_path, config(tmp_path / "new"))
+    done = run("eval", "tiny", "-c", file, "--output", tmp_path / "found.json")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(c["text"], c["reward"]) for c in found["completions"]] == texts(runs["full"], "before")
+
+
+def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
+    runs: dict[str, Path], es_run: Path, tmp_path: Path
+) -> None:
+    here = shutil.copytree(runs["lora"], tmp_path / "run")
+    (last := saved_folders(here)[-1] / "adapter_config.json").write_text(last.read_text().replace("4", "8"))
+    for what in (lambda: targets.evaluate(here), lambda: evoalign.export(here, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"adapter_config.json was altered"):
+            what()
+    shutil.rmtree(here / "loras")
+    shutil.copytree(es_run / "loras", here / "loras")
+    for what in (lambda: targets.evaluate(here), lambda: evoalign.export(here, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match="is not of a run of GRPO"):
+            what()
+
+
+def test_evaluating_needs_no_trl() -> None:
+    code = "import sys, evoalign.targets, evoalign.exporting, evoalign.doctor; sys.exit('trl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def first_text(model: Any, folder: Path, path: Path) -> str:
+    """What the model says to the first prompt of the test split, by plain transformers."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "GenerationConfig" in code
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny())
+    example = evoalign.evaluate(path).completions[0]
+    chat = [{"role": "user", "content": example.prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    settings = GenerationConfig.from_pretrained(folder, max_new_tokens=8)
+    output = model.generate(**inputs, generation_config=settings)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("form", ["full", "adapter", "merged"])
+def test_an_export_says_what_the_run_says(form: str, runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
+    path, out = runs["full" if form == "full" else "lora"], tmp_path / "out"
+    done = run("export", path, "--to", out, *(["--merge"] if form == "merged" else []))
+    assert done.code == 0, done.err
+    model = AutoModelForCausalLM.from_pretrained(tiny() if form == "adapter" else out, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, out) if form == "adapter" else model
+    assert first_text(model, out, path) == texts(path, "after")[0][0]
+    # fmt: off
+    files = {
+        "adapter": {"adapter_config.json", "adapter_model.safetensors"},
+        "full": {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"},
+    }["adapter" if form == "adapter" else "full"]
+    # fmt: on
+    here = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    assert here == files | {"README.md", "generation_config.json", "run/config.yaml"}
+    assert load([out / "run/config.yaml"]).grpo == load([path / "config.yaml"]).grpo
+
+
+def test_the_card_says_that_it_is_grpo(runs: dict[str, Path], tmp_path: Path) -> None:
+    import trl
+
+    text = (evoalign.export(runs["lora"], tmp_path / "out") / "README.md").read_text()
+    metadata = yaml.safe_load(text.split("---\n")[1])
+    assert {"grpo", "trl", "lora"} <= set(metadata["tags"]) and not {"gradient-free"} & set(metadata["tags"])
+    assert f"by GRPO (Shao et al., arXiv 2402.03300) with TRL {trl.__version__} and evoalign" in text
+    assert "2 steps, 4 x 1 completions a step and device in groups of 2, drawn by evoalign's engine" in text
+    assert "LoRA of rank 2" in text and "learning rate 0.3 (constant)" in text
+    assert "evoalign grpo run/config.yaml" in text and "It is not the end of its run" not in text
+    assert "weights trained in float32" in text and f"trl {trl.__version__}" in text
+    found = json.loads((runs["lora"] / "results/evaluation.json").read_text())
+    assert f"| {found['before']['reward']:.4g} | {found['after']['reward']:.4g} |" in text
+    for word in ("replay", "journal", "sigma", "no gradients", str(runs["lora"].parent)):
+        assert word not in text.split("## Configuration")[0], word
+
+
+def test_an_earlier_step_is_exported_where_it_was_saved(runs: dict[str, Path], run: Run, tmp_path: Path) -> None:
+    folder = evoalign.export(runs["lora"], tmp_path / "one", generation=1)
+    wanted = load_file(runs["lora"] / "loras/generation_0001/adapter_model.safetensors")
+    found = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    text = (folder / "README.md").read_text()
+    assert "**It is not the end of its run**: the policy after step 1 of 2." in text and "was not compared" in text
+    done = run("export", runs["lora"], "--to", tmp_path / "none", "-g", 7)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "no weights after step 7" in done.err and "--generation takes 1, 2" in done.err
+    assert not (tmp_path / "none").exists()
+
+
+def test_exports_that_cannot_be(runs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"grpo.tune full.*leave out --merge"):
+        evoalign.export(runs["full"], tmp_path / "out", merge=True)
+    here = shutil.copytree(runs["full"], tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    for what in (lambda: evoalign.export(here, tmp_path / "out"), lambda: targets.evaluate(here)):
+        with pytest.raises(ModelError, match="saved no weights"):
+            what()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_with_another_base_is_refused_where_the_run_wrote_down_its_base(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    here = shutil.copytree(runs["lora"], tmp_path / "run")
+    manifest = json.loads((here / "manifest.json").read_text())
+    manifest["engine"]["model_hash"] = "0" * 64
+    (here / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match="has other weights than the base"):
+        evoalign.export(here, tmp_path / "out", merge=True)
+
+
+def test_paths_in_settings_of_trl_stay_at_home(tmp_path: Path) -> None:
+    ours = from_dict(config(tmp_path / "x", grpo={"trl": {"deepspeed": "/home/me/zero.json"}}))
+    assert card.private_paths(ours) == ["/home/me/zero.json"]
+    assert card.public(ours).grpo.trl == {"deepspeed": "zero.json"}
+
+
+# --- no journal; the other method -----------------------------------------------------------------------------------
+
+
+def test_a_run_of_grpo_has_no_journal(runs: dict[str, Path], run: Run) -> None:
+    for command in ("journal", "replay"):
+        done = run(command, runs["full"])
+        assert done.code == 2 and done.err.count("\n") == 1
+        assert "has no journal: its updates are gradients" in done.err and "evoalign export" in done.err
+    with pytest.raises(JournalError, match="no journal"):
+        evoalign.replay(runs["lora"])
+
+
+def test_each_method_goes_on_with_its_own_runs(runs: dict[str, Path], es_run: Path, run: Run, tmp_path: Path) -> None:
+    file = written(tmp_path, config(tmp_path / "x", es=ES))
+    for command, other, right in (("train", runs["full"], "grpo"), ("grpo", es_run, "train")):
+        before = {p: p.read_bytes() for p in other.rglob("*") if p.is_file()}
+        for words in (
+            [other, "--resume"], [other / "config.yaml", "--resume"], [other],
+            [file, "--resume", "-s", f"output_dir={other}"], [file, "-s", f"output_dir={other}"],
+            [file, "--resume", "--dry-run", "-s", f"output_dir={other}"],
+        ):  # fmt: skip
+            done = run(command, *words)
+            assert done.code == 2 and done.err.count("\n") == 1, done.err
+            assert f"evoalign {right} {other} --resume" in done.err
+        assert {p: p.read_bytes() for p in other.rglob("*") if p.is_file()} == before
+    with pytest.raises(ResumeError, match="holds a run of GRPO"):
+        evoalign.train(config(runs["full"], es=ES), resume=True)
+
+
+def test_overwrite_moves_a_run_of_the_other_method_aside(runs: dict[str, Path], tmp_path: Path) -> None:
+    here = shutil.copytree(runs["lora"], tmp_path / "run")
+    quiet = Console(file=io.StringIO())
+    evoalign.train(config(here, es=ES), overwrite=True, console=quiet)
+    assert (here / "journal.jsonl").is_file() and not (here / "loras/generation_0002").exists()
+    (aside,) = tmp_path.glob("run.*")
+    assert (aside / "loras/generation_0002").is_dir() and not (aside / "journal.jsonl").exists()
+    evoalign.grpo(config(here), overwrite=True, console=quiet)
+    assert not (here / "journal.jsonl").exists() and (here / "checkpoints/generation_0002").is_dir()
+
+
+def test_train_needs_the_section_es_and_says_so_first(run: Run, tmp_path: Path) -> None:
+    file = written(tmp_path, config(tmp_path / "new", model={"name": str(tmp_path / "none")}))
+    for words in ([], ["--dry-run"], ["--resume"]):
+        done = run("train", file, *words)
+        assert done.code == 2 and done.err.count("\n") == 1
+        assert "missing setting es" in done.err and "evoalign grpo CONFIG" in done.err
+    assert not (tmp_path / "new").exists()
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def statuses(found: list[doctor.Finding]) -> dict[str, str]:
+    return {finding.name: finding.status for finding in found}
+
+
+def test_the_doctor_takes_a_config_for_grpo_alone(tmp_path: Path) -> None:
+    found = doctor.examine(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
+    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED_FOR_GRPO]
+    assert {s for name, s in statuses(found[3:]).items() if name != "canary"} == {"ok"}
+    told = {f.name: f for f in found}
+    assert told["canary"].status == "skipped" and "no members" in told["canary"].detail
+    assert "a group of 4 completions scored" in told["generation"].detail
+    assert doctor.verdict(found)[1] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_finds_what_grpo_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"per_device_train_batch_size": 64, "trl": {"loss_typ": 1}, "tune": "lora"}
+    tree = config(tmp_path / "new", grpo=wrong, lora={"target_layers": [99]})
+    found = {f.name: f for f in doctor.examine(from_dict(tree))}
+    assert found["config"].status == "warning" and "num_generations 2" in found["config"].mend
+    assert found["trl"].status == "failed" and "loss_type" in found["trl"].detail
+    assert found["round"].status == "failed" and "takes 32 prompts" in found["round"].detail
+    assert found["targets"].status == "failed" and "99" in found["targets"].detail
+    assert found["engine"].status == found["disk"].status == "skipped"
+    monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
+    found = {f.name: f for f in doctor.examine(from_dict(config(tmp_path / "new")))}
+    assert found["trl"].status == "failed" and "evoalign[grpo]" in found["trl"].mend
+
+
+def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -> None:
+    found = doctor.examine(load([runs["lora"] / "config.yaml"]))
+    assert statuses(found)["output"] == "warning"
+    line, code = doctor.verdict(found)
+    assert code == 0 and "ready (grpo needs --resume or --overwrite)" in line
+
+
+def test_a_config_of_both_is_examined_as_train_takes_it(tmp_path: Path) -> None:
+    found = doctor.examine(from_dict(config(tmp_path / "new", es=ES)))
+    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED]
+    assert doctor.verdict(found)[1] == 0
+
+
+# --- dry run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_all_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    file = written(tmp_path, config(tmp_path / "new"))
+    words = ("-s", "grpo.max_steps=10", "-s", "grpo.gradient_accumulation_steps=2", "-s", "grpo.beta=0.1",
+             "-s", "grpo.per_device_train_batch_size=2")  # fmt: skip
+    done = run("grpo", file, "--dry-run", "--evaluate-every", 3, *words)
+    assert done.code == 0, done.err
+    shown = done.out.split("\n\n")[1]
+    assert yaml.safe_load(done.out.split("\n\n")[0])["evaluation"]["every"] == 3
+    assert "completions 4 a step (2 prompts x 2), 40 in all" in shown
+    assert "tokens at most 32 a step, 320 in all" in shown
+    assert "warning: grpo.num_generations 2" in shown and "note:" not in shown and "refused" not in shown
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny()).parameters())
+    assert f"{weights / 1e6:.3f} M are trained" in shown
+    of = {"float32 weights": 4, "gradients": 4, "AdamW's two moments": 8, "copies of the base model": 4}
+    for name, each in of.items():
+        assert f"{name} {each * weights / 2**20:.1f} MiB" in shown
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml"]
+
+
+def test_a_dry_run_counts_rounds_and_not_steps(tmp_path: Path) -> None:
+    tree = config(tmp_path / "new", grpo={"max_steps": 5, "num_iterations": 2})
+    told = "\n".join(planning.dry_run(tree))
+    assert "completions 4 each 2 steps (2 prompts x 2), 12 in all" in told
+
+
+def test_the_memory_of_an_adapter_is_that_of_its_factors(runs: dict[str, Path], tmp_path: Path) -> None:
+    ours = from_dict(config(tmp_path / "x", grpo={"tune": "lora", "beta": 0.1}, checks={"kl_every": 1}))
+    specs = specs_of_config(ours)
+    saved = load_file(saved_folders(runs["lora"])[-1] / "adapter_model.safetensors")
+    count = sum(tensor.numel() for tensor in saved.values())
+    need = planning.memory(ours, specs)
+    assert (need.adapter, need.gradients, need.moments) == (4 * count, 4 * count, 8 * count)
+    assert need.reference == need.weights == 4 * planning.parameters(specs)  # one for checks.kl_every, none for beta
+    policy, state = planning.checkpoint_bytes(ours, specs)
+    sizes = (sum(t.nbytes for t in saved.values()), 3 * 4 * count)
+    assert (policy, state) == sizes
+    other = from_dict(config(tmp_path / "x", grpo={"optim": "adamw_8bit"}))
+    assert planning.memory(other, specs).moments is None
+    assert "state of adamw_8bit not counted" in planning.memory_lines(other, specs)[1]
+
+
+def test_a_learning_rate_is_remarked_on_for_large_models_alone(tmp_path: Path) -> None:
+    def lines(rate: float, count: float, tune: str = "full") -> list[str]:
+        tree = config(tmp_path / "x", grpo={"learning_rate": rate, "tune": tune})
+        return planning.rate_lines(from_dict(tree), int(count))
+
+    assert [bool(lines(rate, 5e8)) for rate in (1e-8, 2e-7, 1e-6, 5e-5, 1e-3)] == [True, False, False, False, True]
+    assert not lines(1e-3, 5e5) and not lines(1e-3, 5e8, "lora")
+
+
+def test_a_dry_run_says_what_stands_in_the_way(runs: dict[str, Path], tmp_path: Path) -> None:
+    told = planning.dry_run(config(runs["full"], grpo={"per_device_train_batch_size": 64}))
+    assert told[0].startswith("refused as it stands: output_dir") and f"evoalign grpo {runs['full']}" in told[0]
+    assert "takes 32 prompts" in told[1]
+    told = planning.dry_run(config(tmp_path / "x", grpo={"rollouts": "es"}))
+    assert told[0].startswith("refused as it stands: missing setting es")
+
+
+def test_a_dry_run_of_a_resume(runs: dict[str, Path], run: Run) -> None:
+    done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.max_steps=9")
+    assert done.code == 0 and "goes on after step 2 of 9" in done.out, done.err
+    done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.beta=0.5")
+    assert done.code == 2 and "other settings: grpo.beta is 0.0 in the run and 0.5 now" in done.err
+
+
+# --- manifest, trackers ---------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_of_grpo_has_the_release_of_trl(runs: dict[str, Path], es_run: Path) -> None:
+    import trl
+
+    assert json.loads((runs["full"] / "manifest.json").read_text())["versions"]["trl"] == trl.__version__
+    assert "trl" not in json.loads((es_run / "manifest.json").read_text())["versions"]
+
+
+def test_trackers_end_where_the_run_ends(runs: dict[str, Path], es_run: Path, tmp_path: Path) -> None:
+    from evoalign.tracking.base import last_step
+
+    both = from_dict(config(tmp_path / "x", es={**ES, "num_generations": 30}))
+    assert (last_step(both, runs["full"]), last_step(both, es_run)) == (2, 30)
+
+
+def test_evaluate_every_is_taken(run: Run, tmp_path: Path) -> None:
+    file = written(tmp_path, config(tmp_path / "new", evaluation={"every": 0}, tracking={"backends": ["tensorboard"]}))
+    done = run("grpo", file, "--evaluate-every", 1)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "new/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["evaluation"] is not None
+    assert checkpoint.verify(tmp_path / "new/checkpoints/generation_0002").generation == 2
+    assert list((tmp_path / "new/logs/tensorboard").iterdir())
