@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from evoalign.budget import Cost
 from evoalign.config import load
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,23 @@ def test_search_chooses_the_best_cell_and_tells_its_budget(study: Path) -> None:
         assert found["validation"]["mean"]["reward"] == best
         assert (found["budget"]["trials"], found["budget"]["runs"], found["budget"]["not_done"]) == (2, 2, 0)
         assert found["budget"]["completions"] == 2 * 2 * 64  # cells, generations, completions of each
+
+
+def test_choice_is_the_best_mean_among_cells_of_which_every_seed_is_done(tmp_path: Path) -> None:
+    def cell(name: str, *rewards: float | None) -> dict[str, object]:
+        done = [r for r in rewards if r is not None]
+        cost = Cost(completions=10, wall_seconds=2.0).as_dict()
+        runs = [{"state": "failed"} if r is None else {"state": "done", "training": cost} for r in rewards]
+        return {"name": name, "settings": {}, "runs": runs, "mean": {"reward": sum(done) / len(done)}, "std": {}}
+
+    cells = [cell("low", 0.1, 0.2), cell("best", 0.5, 0.3), cell("half", 0.9, None), cell("middle", 0.3, 0.4)]
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "results.json").write_text(json.dumps({"cells": cells}))
+    (found,) = es_vs_grpo.choose(tmp_path).values()
+    assert found["cell"] == "best"
+    spent = found["budget"]
+    assert (spent["trials"], spent["runs"], spent["not_done"]) == (4, 8, 1)
+    assert (spent["completions"], spent["wall_seconds"]) == (70, 14.0)
 
 
 def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path) -> None:
