@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 from evoalign import budget, parquet, train
 from evoalign.budget import Adapted, Cost, Matrix, ModelShape
 from evoalign.engines.specs import specs_of
-from evoalign.errors import ModelError
+from evoalign.errors import ModelError, StoppedError
 from evoalign.models import tiny
 from evoalign.types import Generation
 from families import build
@@ -204,6 +205,21 @@ def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> Non
     assert row["budget"]["forward_flops"] == flops + 2 * numbers * (4 + 4)
 
 
+@pytest.mark.parametrize(("space", "factors"), [("lora", True), ("lowrank", False)])
+def test_the_mean_has_factors_where_it_is_an_adapter(space: str, factors: bool, tmp_path: Path) -> None:
+    """By hand, as a prompt is read by a member: the mean of `lowrank` lies in the weights."""
+    run(tmp_path / "run", space=space)
+    model, tokenizer = tiny_shape(), AutoTokenizer.from_pretrained(tiny())
+    adapted = Adapted(1, frozenset(m.name for m in model.matrices)) if factors else None
+    flops = 0
+    for name in ("before", "after"):
+        file: list[Any] = parquet.read(tmp_path / f"run/results/completions/{name}.parquet")
+        asked = [[{"role": "user", "content": c["prompt"]}] for c in file]
+        prompts = [tuple(tokenizer.apply_chat_template(a, add_generation_prompt=True)["input_ids"]) for a in asked]
+        flops += budget.rollout_flops(model, prompts, [c["tokens"] for c in file], adapted)
+    assert totals_of(tmp_path / "run")["evaluation"]["forward_flops"] == flops
+
+
 def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Path) -> None:
     seen: list[Generation] = []
     es = {"num_generations": 1, "population_size": 4, "learning_rate": 1e-12, "sigma": 1e-12}
@@ -240,6 +256,17 @@ def test_a_run_that_goes_on_adds_up_and_says_what_is_missing(tmp_path: Path) -> 
     assert after["training"]["generated_tokens"] == sum(row["tokens"] for row in rows[2:])
     a_time = before["evaluation"]["completions"] // 2
     assert after["evaluation"]["completions"] == 3 * a_time
+
+
+def test_a_run_that_is_stopped_has_written_its_budget(tmp_path: Path) -> None:
+    def stop(_: Generation) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(StoppedError):
+        train(settings(tmp_path / "run"), on_generation=stop, console=Console(quiet=True))
+    totals = totals_of(tmp_path / "run")
+    assert totals["rows"] == 1
+    assert totals["training"]["generated_tokens"] == rows_of(tmp_path / "run")[0]["tokens"]
 
 
 def test_evaluation_is_not_known_where_its_file_is_lost(tmp_path: Path) -> None:
