@@ -240,6 +240,7 @@ def test_each_run_is_taken_at_its_last_evaluation_within_the_least_budget(copy: 
     assert flops.limit == 6e9
     assert (flops.standings[1].taken, flops.standings[1].estimate, flops.pairs) == ((), None, ())
     assert any("GRPO: no run was evaluated within this budget" in note for note in flops.notes)
+    assert not any("of the budget on average" in note for note in match.notes)  # 83 %
     assert by(found, "wall").limit == pytest.approx(3.0)
 
 
@@ -248,6 +249,8 @@ def test_an_evaluation_a_little_beyond_the_budget_is_not_looked_at(copy: Copy, t
     copy("long", seed=1, method="grpo", cost=lambda step: replace(step_cost(step), wall_seconds=0.5 + 1e-3))
     taken = by(compare(tmp_path / "runs", "wall"), "wall").standings
     assert [t.point.step for s in taken for t in s.taken] == [6, 4]
+    notes = by(compare(tmp_path / "runs", "wall"), "wall").notes
+    assert any("GRPO is taken after 67% of the budget on average" in note for note in notes)
 
 
 def test_only_the_matching_that_was_asked_for(copy: Copy, tmp_path: Path) -> None:
@@ -352,22 +355,23 @@ def test_runs_are_found_below_folders_and_links_are_not_followed(copy: Copy, tmp
     (tmp_path / "empty").mkdir()
     assert find([tmp_path / "runs"]) == [run]
     assert find([run, str(run), tmp_path / "runs"]) == [run]
+    shutil.copytree(run, run / "inner")  # a run holds no runs
+    assert find([tmp_path / "runs"]) == [run]
     with pytest.raises(ConfigError, match="is no run and holds none"):
         find([run, tmp_path / "empty"])
     with pytest.raises(ConfigError, match="is no run and holds none"):
         find([tmp_path / "missing"])
 
 
-NAN = '{"generation": 0, "budget": null, "evaluation": {"reward": NaN}}\n'
+NEXT = {"generation": STEPS}
 DAMAGE: dict[str, tuple[str, str | bytes]] = {
     "a line is no JSON": ("metrics.jsonl", b"\xff\x00\n"),
     "a nest without end": ("metrics.jsonl", "[" * 100_000 + "\n"),
-    "not a number": ("metrics.jsonl", NAN),
-    "a number as text": ("metrics.jsonl", '{"generation": 0, "evaluation": {"reward": "much"}}\n'),
-    "a cost below zero": ("metrics.jsonl", json.dumps({"generation": 0, "budget": {"completions": -5}}) + "\n"),
-    "another generation": ("metrics.jsonl", '{"generation": 7}\n'),
-    "a huge number": ("metrics.jsonl", '{"generation": 0, "evaluation": {"reward": 1' + "0" * 400 + "}}\n"),
-    "no rows": ("metrics.jsonl", ""),
+    "not a number": ("metrics.jsonl", json.dumps({**NEXT, "evaluation": {"reward": float("nan")}}) + "\n"),
+    "a number as text": ("metrics.jsonl", json.dumps({**NEXT, "evaluation": {"reward": "much"}}) + "\n"),
+    "a cost below zero": ("metrics.jsonl", json.dumps({**NEXT, "budget": {"completions": -5}}) + "\n"),
+    "another generation": ("metrics.jsonl", json.dumps({"generation": STEPS + 1}) + "\n"),
+    "a huge number": ("metrics.jsonl", '{"generation": 6, "evaluation": {"reward": 1' + "0" * 400 + "}}\n"),
     "a result that is a list": ("results/evaluation.json", "[]"),
     "a result beyond the rows": ("results/evaluation.json", '{"generation": 99, "before": {}, "after": {"reward": 1}}'),
     "completions that are no table": ("results/completions/after.parquet", b"PAR1 and no more"),
@@ -381,14 +385,24 @@ DAMAGE: dict[str, tuple[str, str | bytes]] = {
 def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_path: Path, what: str) -> None:
     name, text = DAMAGE[what]
     copy("fine")
-    (copy("odd", seed=1) / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    file = copy("odd", seed=1) / name
+    good = file.read_bytes() if name == "metrics.jsonl" else b""  # a line more, after those that are whole
+    file.write_bytes(good + (text if isinstance(text, bytes) else text.encode()))
     found = compare(tmp_path / "runs")
     assert [run.seed for group in found.groups for run in group.runs] == [0]
     ((path, why),) = found.left_out
     assert path.name == "odd"
     assert Path(name).name in why or name == "config.yaml"
+    assert name != "metrics.jsonl" or f"line {STEPS + 1}" in why
     assert len(why) < 500
     assert not (tmp_path / "owned").exists() and not Path("owned").exists()
+
+
+def test_a_run_without_rows_is_left_out(copy: Copy, tmp_path: Path) -> None:
+    copy("fine")
+    (copy("odd", seed=1) / "metrics.jsonl").write_bytes(b"")
+    ((_, why),) = compare(tmp_path / "runs").left_out
+    assert "the run has not done a generation" in why
 
 
 def test_columns_of_another_kind_are_a_damaged_table(copy: Copy) -> None:
