@@ -147,6 +147,7 @@ def allowed(schema: Mapping[str, Any]) -> str:
         "number": "number",
         "string": "text",
         "boolean": "`true`, `false`",
+        "object": "mapping",
         "null": "`null`",
     }
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}

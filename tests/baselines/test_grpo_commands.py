@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -422,6 +423,22 @@ def test_the_manifest_of_grpo_has_the_release_of_trl(runs: dict[str, Path], es_r
 
     assert json.loads((runs["full"] / "manifest.json").read_text())["versions"]["trl"] == trl.__version__
     assert "trl" not in json.loads((es_run / "manifest.json").read_text())["versions"]
+
+
+def test_the_page_on_files_names_what_a_run_of_grpo_writes(runs: dict[str, Path]) -> None:
+    text = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
+    part = text.split("### grpo\n")[1].split("### ")[0]
+    rows = [json.loads(line) for line in (runs["full"] / "metrics.jsonl").read_text().splitlines()]
+    assert {name for row in rows for name in row["grpo"]} == set(re.findall(r"`(\w+)`", "".join(_firsts(part))))
+    manifest = text.split("## manifest.json\n")[1].split("## ")[0]
+    assert all(f"`{name}`" in manifest for name in json.loads((runs["full"] / "manifest.json").read_text()))
+    columns = set(parquet.read(runs["full"] / "results/completions/generation_0000.parquet")[0])
+    assert columns == {"generation", "score", "prompt", "target", "text", "finish_reason", "tokens"}
+
+
+def _firsts(part: str) -> list[str]:
+    """The first column of a table."""
+    return [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
 
 
 def test_trackers_end_where_the_run_ends(runs: dict[str, Path], es_run: Path, tmp_path: Path) -> None:
