@@ -26,7 +26,7 @@ from typing import Any
 from study_runs import ROOT, STEPS, Task, calibrate, deadline, integers, names, pairs, read_results, side_by_side
 
 METHODS = {"lora": "es", "lowrank": "es", "full": "es", "grpo": "grpo", "grpo_es": "grpo"}
-CALIBRATION_STEPS = {"countdown": {"es": 5, "grpo": 25}, "conciseness": {"es": 30, "grpo": 30}}
+CALIBRATION_STEPS = {"countdown": {"es": 5, "grpo": 25}, "conciseness": {"es": 15, "grpo": 30}}
 SECONDS = {"countdown": (150.0, 400.0), "conciseness": (60.0, 120.0)}
 """Training of one run of `tune` and of `final`."""
 TUNE_SEEDS = [100, 101]

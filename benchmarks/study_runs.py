@@ -67,8 +67,8 @@ def command(task: Task, seeds: Sequence[int], jobs: int, to: Path) -> list[str]:
 def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Path, until: float | None = None) -> None:
     """Run all sweeps at once, the jobs split over them; print how each ended.
 
-    A sweep that fails does not stop the others. At `until` (of time.monotonic) all are asked to save and stop: the same
-    command goes on where they were.
+    A sweep that fails does not stop the others. At `until` (of time.monotonic) all are asked to save and stop, and
+    SystemExit is raised: the same command goes on where they were.
     """
     to.mkdir(parents=True, exist_ok=True)
     whole = sum(task.share for task in tasks)
@@ -83,7 +83,7 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
                 words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
     try:
-        _wait(processes, until)
+        in_time = _wait(processes, until)
     finally:
         for process in processes.values():  # of an exception, such as Ctrl-C: a sweep's runs end with it
             if process.poll() is None:
@@ -93,17 +93,20 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
             tail = (to / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-6:]
             print(f"{name}: exit code {process.returncode}\n  " + "\n  ".join(tail), flush=True)
     print(f"{to}: {len(tasks)} sweeps in {time.monotonic() - began:.0f} s", flush=True)
+    if not in_time:
+        raise SystemExit("time was over before all runs were done: the same command goes on")
 
 
-def _wait(processes: Mapping[str, subprocess.Popen[bytes]], until: float | None) -> None:
+def _wait(processes: Mapping[str, subprocess.Popen[bytes]], until: float | None) -> bool:
+    """Whether all came to their end in time."""
     asked = False
     while any(process.poll() is None for process in processes.values()):
         time.sleep(0.2)
         if until is not None and not asked and time.monotonic() > until:
-            print("time is over: all are asked to save and stop; the same command goes on", flush=True)
             for process in processes.values():
                 process.send_signal(signal.SIGTERM)
             asked = True
+    return not asked
 
 
 def calibrate(
