@@ -376,6 +376,15 @@ DAMAGE: dict[str, tuple[str, str | bytes]] = {
     "a result beyond the rows": ("results/evaluation.json", '{"generation": 99, "before": {}, "after": {"reward": 1}}'),
     "completions that are no table": ("results/completions/after.parquet", b"PAR1 and no more"),
     "a manifest that is a number": ("manifest.json", "7"),
+    "a manifest without end": ("manifest.json", "[" * 200_000),
+    "settings that stand for millions": (
+        "config.yaml",
+        "a: &a [x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1 or str()}'] * 9)}]\n" for i in range(1, 12))
+        + "output_dir: *a11\n",
+    ),
+    "settings without end": ("config.yaml", "es: " + "[" * 50_000),
+    "a long value": ("config.yaml", "es: {sigma: 1}\nseed: " + "x" * 50_000),
     "settings that do not exist": ("config.yaml", "es: {sigma: 1}\nmade_up: 1\n"),
     "settings that are code": ("config.yaml", "!!python/object/apply:os.system ['touch owned']\n"),
 }
@@ -418,6 +427,22 @@ def test_a_file_that_is_none_is_not_waited_for(copy: Copy) -> None:
     os.mkfifo(run / "metrics.jsonl")
     with pytest.raises(DataError, match="is not a file"):
         read(run)
+
+
+def test_a_manifest_that_is_no_file_is_not_waited_for(copy: Copy, tmp_path: Path) -> None:
+    copy("fine")
+    run = copy("odd", method="grpo")
+    (run / "manifest.json").unlink()
+    os.mkfifo(run / "manifest.json")
+    ((path, why),) = compare(tmp_path / "runs").left_out
+    assert path == run and "manifest.json is not a file" in why
+
+
+def test_a_run_that_does_not_say_its_method_is_named(copy: Copy, tmp_path: Path) -> None:
+    copy("fine")
+    (copy("odd", method="grpo") / "manifest.json").write_text("{}")
+    ((_, why),) = compare(tmp_path / "runs").left_out
+    assert "does not say which method" in why
 
 
 def test_a_config_that_names_code_is_read_and_nothing_of_it_is_run(copy: Copy, tmp_path: Path) -> None:

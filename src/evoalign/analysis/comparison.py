@@ -35,6 +35,8 @@ AMOUNTS: Mapping[Matching, Callable[[Cost], float | None]] = {
 operations forward and backward."""
 LOW_SHARE = 0.8
 """Below so much of the budget used, the answer is to evaluate more often."""
+WHY = 400
+"""Characters of an error that are kept: it may quote a file of any length."""
 MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
 """Settings that name a group before others do."""
 LENGTHS = ("es.num_generations", "grpo.max_steps")
@@ -139,7 +141,7 @@ def compare(
         try:
             found.append(_usable(read(path), measure))
         except (EvoalignError, OSError) as error:
-            left_out.append((path, str(error)))
+            left_out.append((path, str(error)[:WHY]))
     if not found:
         raise ConfigError("no run can be read:\n" + "\n".join(f"{path}: {why}" for path, why in left_out))
     _check_comparable(found)

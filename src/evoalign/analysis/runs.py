@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from evoalign import parquet
@@ -27,7 +28,7 @@ from evoalign.rundir import method_of
 Method = Literal["es", "grpo"]
 FILE_BYTES = 2**30
 """A text file larger than this is no file of a run."""
-CONFIG_BYTES = 2**20
+CONFIG_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        runs = [path] if method_of(path) else _below(path)
+        runs = [path] if _is_run(path) else _below(path)
         if not runs:
             raise ConfigError(f"{path} is no run and holds none; give run directories, or a folder with some in it")
         found.update({run.resolve(): run for run in runs})
@@ -95,21 +96,25 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     runs: list[Path] = []
     for where, names, _ in os.walk(folder):
-        if method_of(Path(where)):
+        if _is_run(Path(where)):
             runs.append(Path(where))
             names.clear()  # a run holds no runs
     return runs
 
 
+def _is_run(path: Path) -> bool:
+    """Also where its manifest is damaged: such a run is to be named, not passed over."""
+    return (path / "config.yaml").exists() and any((path / n).exists() for n in ("journal.jsonl", "manifest.json"))
+
+
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
+    manifest = _json(path / "manifest.json", _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
-        raise DataError(f"{path} is no run directory")
-    _checked_size(path / "config.yaml", CONFIG_BYTES)
-    config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
+        raise DataError(f"{path / 'manifest.json'} does not say which method the run is of, and there is no journal")
+    config, rows = _config(path / "config.yaml"), _rows(path / "metrics.jsonl")
     result = _json(path / "results" / "evaluation.json", _Result)
-    manifest = _json(path / "manifest.json", _Manifest) or _Manifest()
     before, after = (_completions(path / "results" / "completions" / f"{n}.parquet") for n in ("before", "after"))
     costs = _totals(rows)
     end = len(rows) if result is None or result.generation is None else result.generation
@@ -191,7 +196,20 @@ def _checked_size(path: Path, limit: int) -> None:
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a file")
     if path.is_file() and path.stat().st_size > limit:
-        raise DataError(f"{path} is larger than {limit // 2**20} MiB, which no run leaves")
+        raise DataError(f"{path} is larger than {limit // 2**10} KiB, which no run leaves")
+
+
+def _config(path: Path) -> Config:
+    """A run's config, without what lets a few lines of YAML stand for a page of millions."""
+    _checked_size(path, CONFIG_BYTES)
+    try:
+        if path.is_file() and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(path.read_bytes())):
+            raise DataError(f"{path} has aliases (*name), which no run writes")
+        return load([path])
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise DataError(f"{path} is not YAML") from None
+    except RecursionError:
+        raise DataError(f"{path} is nested too deeply") from None
 
 
 def _json(path: Path, model: type[M]) -> M | None:
