@@ -270,4 +270,6 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     installs = (tmp_path / "installs").read_text().splitlines()
     assert installs == ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"]
     runs = (tmp_path / "runs").read_text().splitlines()
-    assert runs == [f".venv-vllm/{v}/bin/python -m pytest -n 2 tests/engine_vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")]
+    assert runs == [
+        f".venv-vllm/{v}/bin/python -m pytest -n 2 tests/engine_vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")
+    ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from evoalign.version import __version__
 
 if TYPE_CHECKING:
+    from evoalign.analysis.comparison import compare
     from evoalign.baselines.grpo import grpo
     from evoalign.config import Config
     from evoalign.config import load as load_config
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from evoalign.outcome import Result
     from evoalign.replaying import replay
     from evoalign.spaces import Space
+    from evoalign.sweeping.sweep import sweep
     from evoalign.targets import evaluate
     from evoalign.tasks import Data, Task
     from evoalign.training import dry_run, train
@@ -32,12 +34,14 @@ _HOMES = {
     "Result": "evoalign.outcome:Result",
     "Space": "evoalign.spaces:Space",
     "Task": "evoalign.tasks:Task",
+    "compare": "evoalign.analysis.comparison:compare",
     "dry_run": "evoalign.training:dry_run",
     "evaluate": "evoalign.targets:evaluate",
     "export": "evoalign.exporting:export",
     "grpo": "evoalign.baselines.grpo:grpo",
     "load_config": "evoalign.config:load",
     "replay": "evoalign.replaying:replay",
+    "sweep": "evoalign.sweeping.sweep:sweep",
     "train": "evoalign.training:train",
 }
 
@@ -51,12 +55,14 @@ __all__ = [
     "Space",
     "Task",
     "__version__",
+    "compare",
     "dry_run",
     "evaluate",
     "export",
     "grpo",
     "load_config",
     "replay",
+    "sweep",
     "train",
 ]
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.lora_utils import LoraState, get_num_active_loras_for_dispatch
@@ -27,7 +28,6 @@ from evoalign.engines.vllm.rows import Rows
 from evoalign.errors import ModelError
 from evoalign.kernels import population as kernels
 from evoalign.models import tiny
-from vllm import LLM, SamplingParams
 
 if ON_CPU := current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

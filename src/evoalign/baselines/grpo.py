@@ -264,8 +264,7 @@ class _Grpo:
         run.replace_metrics([rows[i] for i in range(done) if i in rows])
         if len(run.rows) < done:
             raise ResumeError(f"{run.metrics} lacks rows before step {done}: put it back, or begin another run")
-        spent = budget.read_evaluation(run.results / "budget.json")
-        steps.evaluating += spent or budget.Cost()
+        steps.evaluating = budget.read_evaluation(run.budget)
         run.go_on(self.config, make_manifest(self.config, {}, command_line(), "grpo"))
         steps.trackers = tracking.create(self.config, run.path, done)
         self.tell(f"goes on after step {done} of {self.config.grpo.max_steps}")
@@ -280,7 +279,7 @@ class _Grpo:
         steps.draw()
         done = int(trainer.state.global_step)
         if self.stop.asked is not None and done < self.config.grpo.max_steps:
-            self._write_budget(steps)
+            steps.write_budget()
             total = self.config.grpo.max_steps
             raise StoppedError(f"stopped after step {done} of {total}; {self._how_to_go_on()}", self.stop.asked)
 
@@ -293,7 +292,7 @@ class _Grpo:
         moved = self._moved(policy, steps)
         mean: dict[str, Any] = {"generation": done, "weights_hash": policy.fingerprint(), **moved}
         outcome.conclude(self.run, self.config.evaluation, mean, before, after, self.console, self.tell)
-        self._write_budget(steps)
+        steps.write_budget()
         for tracker in steps.trackers:
             tracker.finish({"before": before.measures, "after": after.measures})
         self.tell(f"saved {outcome.shown(saved)}\nrun   {outcome.shown(self.run.path)}")
@@ -312,13 +311,6 @@ class _Grpo:
             self.tell(f"distance from the base model: unknown; {error}")
             moved = None
         return {"divergence": kl, "distance": moved}
-
-    def _write_budget(self, steps: Steps) -> None:
-        assert self.run is not None
-        policy = steps.policy
-        budget.write(
-            self.run.results / "budget.json", "grpo", policy.processes, self.run.rows, steps.evaluating, policy.note
-        )
 
     def _evaluate(self, steps: Steps, which: str) -> Evaluation:
         self.tell(f"evaluating the {which} on {len(self.data.test)} test examples")

@@ -70,7 +70,8 @@ class Steps(TrainerCallback):
         self.display = Display(policy.config.grpo.max_steps, console, unit="step")
         self.trackers: list[tracking.Tracker] = []
         self.baseline: float | None = None
-        self.evaluating = Cost()
+        self.evaluating: Cost | None = Cost()
+        """What evaluation has taken; None: a part of it is not known."""
         self.trainer: Any = None
         self._reference = Reference(policy.config, policy.device, policy.dtype)
         self._pending: list[Answer] = []
@@ -137,8 +138,15 @@ class Steps(TrainerCallback):
     def evaluate(self) -> Evaluation:
         """The policy on the test split."""
         found, cost = self.policy.evaluate()
-        self.evaluating += cost
+        self.evaluating = None if self.evaluating is None else self.evaluating + cost
+        self.write_budget()
         return found
+
+    def write_budget(self) -> None:
+        """results/budget.json, once the run has its folder."""
+        if self.run is not None and self.run.results.is_dir():
+            policy = self.policy
+            budget.write(self.run.budget, "grpo", policy.processes, self.run.rows, self.evaluating, policy.note)
 
     def measure(self) -> dict[str, Any]:
         """KL of the policy from the base model."""
