@@ -18,7 +18,7 @@ from evoalign.engines.vllm import start
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "scripts" / "install.sh"
 VLLM_SCRIPT = REPOSITORY / "scripts" / "install_vllm_cpu.sh"
-REQUIREMENTS = REPOSITORY / "tests" / "vllm" / "requirements.txt"
+REQUIREMENTS = REPOSITORY / "tests" / "engine_vllm" / "requirements.txt"
 CPU = "torch==2.13.0+cpu"
 TESTED = ("0.26.0", "0.32.0")
 """Both ends of the vLLM that is supported."""

@@ -29,6 +29,7 @@ from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
 from evoalign.models import tiny
+from evoalign.parts import serve
 from evoalign.report import card
 from evoalign.rundir import saved_folders
 
@@ -65,7 +66,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished run of each `grpo.tune`, by configs that have no section es."""
     found: dict[str, Path] = {}
     for tune, rate in (("full", 0.02), ("lora", 0.3)):
-        tree = config(tmp_path_factory.mktemp(tune) / "run", grpo={"tune": tune, "learning_rate": rate})
+        own = {"tune": tune, "learning_rate": rate}
+        tree = config(tmp_path_factory.mktemp(tune) / "run", grpo=own, space="full")  # space is of no matter to GRPO
         found[tune] = evoalign.grpo(tree, console=Console(file=io.StringIO())).path
     return found
 
@@ -121,6 +123,23 @@ def test_eval_repeats_the_runs_own_evaluation(tune: str, runs: dict[str, Path], 
     assert ours == texts(runs[tune], "after")
     assert ours != texts(runs[tune], "before"), "the run changed nothing"
     assert found["measures"] == json.loads((runs[tune] / "results/evaluation.json").read_text())["after"]
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_eval_answers_as_the_run_did(tune: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    here = shutil.copytree(runs[tune], tmp_path / "run")
+    (here / "config.yaml").write_text(yaml.safe_dump({**config(here, grpo={"tune": tune}), "engine": "vllm"}))
+    found, adapter = targets.resolve_target(here, None)
+    assert (found.model.dtype, found.engine.name) == ("float32", "transformers")
+    assert (adapter is None) == (tune == "full")
+    asked, _ = targets.resolve_target(here, {**config(here), "engine": "vllm", "model": {"dtype": "bfloat16"}})
+    assert (asked.model.dtype, asked.engine.name) == ("bfloat16", "vllm")
+
+
+def test_a_model_is_served_with_a_config_for_grpo_alone(tmp_path: Path) -> None:
+    served = serve(from_dict(config(tmp_path / "x")))
+    assert served.layout.rank == 2 and served.config.es_ is None
+    served.close()
 
 
 def test_eval_takes_samples_and_further_settings(runs: dict[str, Path], run: Run, tmp_path: Path) -> None:

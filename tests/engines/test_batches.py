@@ -269,12 +269,15 @@ def test_bfloat16_is_close_to_float32(folder: Path) -> None:
     assert (logprobs[0] - logprobs[1]).abs().median() < 0.15
 
 
-def test_logits_of_the_hooked_model_are_those_of_its_mean(folder: Path) -> None:
-    """After a rollout of the mean the hooks add the mean's adapter and nothing else, to any batch."""
+def test_hooks_add_nothing_once_a_rollout_is_over(folder: Path) -> None:
+    """Whoever else calls the model gets the model, also where the rollout was left half-way."""
     with Bench(small(folder)) as bench:
         before = next_logits(bench.model, PROMPTS["apart"][0], [30, 31])
+        bench.move()
+        rollout = bench.engine.rollout(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(2)))
+        next(iter(rollout))
+        assert not torch.equal(next_logits(bench.model, PROMPTS["apart"][0], [30, 31]), before)
+        rollout.close()
+        assert torch.equal(next_logits(bench.model, PROMPTS["apart"][0], [30, 31]), before)
         bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(2)))
         assert torch.equal(next_logits(bench.model, PROMPTS["apart"][0], [30, 31]), before)
-        bench.move()
-        bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(2)))
-        assert not torch.equal(next_logits(bench.model, PROMPTS["apart"][0], [30, 31]), before)

@@ -101,9 +101,12 @@ def test_the_engine_draws_with_the_stated_uniforms(bench: Bench) -> None:
 
 
 def _mean_logits(bench: Bench, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-    """Logits of the mean: its adapters are the ones that the hooks hold after a rollout of it."""
-    bench.ask(MEAN_PLAN, requests([tuple(prompt)], Sampling(1)))
-    return next_logits(bench.model, prompt, completion)
+    """Logits of the mean: its adapters are those that the hooks hold while a rollout of it is under way."""
+    rollout = bench.engine.rollout(MEAN_PLAN, requests([tuple(prompt)], Sampling(1)))
+    next(iter(rollout))
+    logits = next_logits(bench.model, prompt, completion)
+    rollout.close()
+    return logits
 
 
 def test_members_with_the_same_distribution_draw_the_same_tokens(bench: Bench) -> None:

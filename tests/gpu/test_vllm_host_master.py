@@ -14,7 +14,7 @@ from evoalign.types import Request, Sampling, population
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm.version") is None, reason="no vLLM"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM"),
 ]
 
 
