@@ -20,10 +20,24 @@ import random
 import runpy
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from study_runs import ROOT, STEPS, Task, calibrate, deadline, integers, names, pairs, read_results, side_by_side
+from study_runs import (
+    ROOT,
+    STEPS,
+    Task,
+    calibrate,
+    deadline,
+    integers,
+    names,
+    pairs,
+    read_results,
+    seconds_a_step,
+    side_by_side,
+)
 
 METHODS = {"lora": "es", "lowrank": "es", "full": "es", "grpo": "grpo", "grpo_es": "grpo"}
 CALIBRATION_STEPS = {"countdown": {"es": 5, "grpo": 25}, "conciseness": {"es": 15, "grpo": 30}}
@@ -62,7 +76,15 @@ def tune(arguments: argparse.Namespace) -> None:
     if arguments.task == "countdown":
         sets = {"task.test_size": VALIDATION_ROWS["countdown"], **sets}
     seconds = arguments.seconds or SECONDS[arguments.task][0]
-    tasks = _timed(arguments, sets, seconds, folder / "tune", "tune")
+    base = _base(arguments, sets)
+    (folder / "tune").mkdir(parents=True, exist_ok=True)
+    steps = CALIBRATION_STEPS[arguments.task]
+    speed = calibrate(base, steps, arguments.jobs, folder / "tune", arguments.deadline)
+    tasks = [
+        replace(t, sets={**t.sets, STEPS[t.method]: max(2, round(seconds / speed[t.name]))},
+                cells=_cells(arguments.task, t.name)[: arguments.cells])
+        for t in base if t.name in speed
+    ]  # fmt: skip
     seeds = arguments.seeds or TUNE_SEEDS
     side_by_side(tasks, seeds, arguments.jobs, folder / "tune", arguments.deadline)
     chosen = {"task": arguments.task, "seconds": seconds, "seeds": seeds, "methods": choose(folder / "tune")}
@@ -73,9 +95,20 @@ def tune(arguments: argparse.Namespace) -> None:
 def final(arguments: argparse.Namespace) -> None:
     """Train the chosen settings with each seed, side by side, evaluated on the test split along the way."""
     folder = arguments.to / arguments.task
-    tasks = _timed(
-        arguments, pairs(arguments.sets), arguments.seconds or SECONDS[arguments.task][1], folder / "final", "final"
-    )
+    seconds = arguments.seconds or SECONDS[arguments.task][1]
+    chosen = json.loads((folder / "chosen.json").read_text())
+    tasks: list[Task] = []
+    for task in _base(arguments, pairs(arguments.sets)):
+        if task.name not in chosen["methods"]:
+            continue
+        best = chosen["methods"][task.name]
+        # As fast as in the search, of the same settings and with as many runs at once.
+        steps = max(2, round(seconds / best["seconds_a_step"]))
+        every = max(1, steps // POINTS[task.method])
+        more = {STEPS[task.method]: steps, "evaluation.every": every,
+                "checks.kl_every": every * max(1, POINTS[task.method] // KL_POINTS)}  # fmt: skip
+        tasks.append(replace(task, sets={**task.sets, **best["settings"], **more}))
+    (folder / "chosen.json").write_text(json.dumps({**chosen, "final_seconds": seconds}, indent=2) + "\n")
     side_by_side(tasks, arguments.seeds or FINAL_SEEDS, arguments.jobs, folder / "final", arguments.deadline)
     for task in tasks:
         found = read_results(folder / "final" / task.name)
@@ -83,30 +116,11 @@ def final(arguments: argparse.Namespace) -> None:
             print(f"{task.name}: {[round(run['numbers']['reward'], 4) for run in cell['runs'] if 'numbers' in run]}")
 
 
-def _timed(arguments: argparse.Namespace, sets: Mapping[str, Any], seconds: float, to: Path, stage: str) -> list[Task]:
-    """The sweeps of one stage, every run of about `seconds`."""
-    base = [
+def _base(arguments: argparse.Namespace, sets: Mapping[str, Any]) -> list[Task]:
+    return [
         Task(name, ROOT / "configs" / "comparison" / f"{arguments.task}_{name}.yaml", METHODS[name], (), sets)
         for name in arguments.methods
     ]
-    if stage == "final":
-        chosen = json.loads((to.parent / "chosen.json").read_text())["methods"]
-        base = [Task(t.name, t.config, t.method, (), {**sets, **chosen[t.name]["settings"]})
-                for t in base if t.name in chosen]  # fmt: skip
-    to.mkdir(parents=True, exist_ok=True)
-    speed = calibrate(base, CALIBRATION_STEPS[arguments.task], arguments.jobs, to, arguments.deadline)
-    tasks: list[Task] = []
-    for task in base:
-        if task.name not in speed:
-            continue
-        steps = max(2, round(seconds / speed[task.name]))
-        more: dict[str, Any] = {STEPS[task.method]: steps}
-        if stage == "final":
-            every = max(1, steps // POINTS[task.method])
-            more |= {"evaluation.every": every, "checks.kl_every": every * max(1, POINTS[task.method] // KL_POINTS)}
-        cells = _cells(arguments.task, task.name)[: arguments.cells] if stage == "tune" else []
-        tasks.append(Task(task.name, task.config, task.method, cells, {**task.sets, **more}))
-    return tasks
 
 
 def _cells(task: str, method: str) -> list[dict[str, Any]]:
@@ -130,9 +144,11 @@ def choose(folder: Path) -> dict[str, Any]:
         best = max(whole, key=lambda cell: cell["mean"]["reward"])
         costs = [cost for run in runs if (cost := cost_of(run.get("training"))) is not None]
         total = sum(costs, Cost())
+        paces = [seconds_a_step(Path(run["path"]) / "metrics.jsonl") for run in best["runs"] if run["state"] == "done"]
         chosen[method] = {
             "cell": best["name"],
             "settings": best["settings"],
+            "seconds_a_step": median(pace for pace in paces if pace is not None),
             "validation": {"mean": best["mean"], "std": best["std"]},
             "budget": {
                 "trials": len(found["cells"]),

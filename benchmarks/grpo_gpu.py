@@ -49,10 +49,14 @@ def main() -> None:
         (where / "reward.py").write_text(REWARD, encoding="utf-8")
         prompts = [{"prompt": f"{i} {WORDS * 3}"} for i in range(options.prompts)]
         (where / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
-        found = {name: _run(name, method, tree, where) for name, method, tree in _runs(options, model, where)}
-    _table(found, options)
-    if options.json:
-        Path(options.json).write_text(json.dumps({"options": vars(options), "runs": found}, indent=2) + "\n")
+        found: dict[str, dict[str, Any]] = {}
+        for name, method, tree in _runs(options, model, where):
+            found[name] = _run(name, method, tree, where, options.limit)
+            if options.json:
+                Path(options.json).write_text(json.dumps({"options": vars(options), "runs": found}, indent=2) + "\n")
+            _table({name: found[name]})
+    print(f"\n{options.prompts} prompts x {options.group} completions x {options.tokens} tokens, {options.steps} steps")
+    _table(found)
 
 
 def _runs(options: argparse.Namespace, model: Path, where: Path) -> list[tuple[str, str, dict[str, Any]]]:
@@ -77,29 +81,34 @@ def _runs(options: argparse.Namespace, model: Path, where: Path) -> list[tuple[s
         ("ES lowrank", "train", {**common, "space": "lowrank", "es": es}),
         ("ES lora", "train", {**common, "space": "lora", "es": es}),
         ("GRPO, completions by the engine", "grpo", {**common, "grpo": {**grpo, "rollouts": "engine"}}),
-        ("GRPO, completions by TRL", "grpo", {**common, "grpo": {**grpo, "rollouts": "trl"}}),
         ("GRPO, beta 0.005", "grpo", {**common, "grpo": {**grpo, "rollouts": "engine", "beta": 0.005}}),
         ("GRPO, LoRA of rank 1", "grpo", {**common, "grpo": {**grpo, "rollouts": "engine", "tune": "lora"}}),
         ("GRPO on completions of ES members", "grpo",
          {**common, "space": "lowrank", "es": es, "grpo": {**grpo, "rollouts": "es"}}),
+        ("GRPO, completions by TRL", "grpo", {**common, "grpo": {**grpo, "rollouts": "trl"}}),
     ]  # fmt: skip
 
 
-def _run(name: str, method: str, tree: dict[str, Any], where: Path) -> dict[str, Any]:
+def _run(name: str, method: str, tree: dict[str, Any], where: Path, limit: float) -> dict[str, Any]:
     """Rows of metrics.jsonl, or what the run said when it failed."""
     output = where / name.replace(" ", "_").replace(",", "")
     file = where / "config.yaml"
     file.write_text(yaml.safe_dump({**tree, "output_dir": str(output)}), encoding="utf-8")
     command = [sys.executable, "-m", "evoalign.cli", method, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=limit)
+        code, said = done.returncode, done.stderr
+    except subprocess.TimeoutExpired as error:
+        code, said = -1, f"stopped after {limit:.0f} s\n{(error.stderr or b'').decode(errors='replace')}"
     metrics = output / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     shutil.rmtree(output, ignore_errors=True)
-    print(f"{name}: exit {done.returncode}, {len(rows)} rows", flush=True)
-    if done.returncode:
-        print(done.stderr[-1500:], flush=True)
+    print(f"{name}: exit {code}, {len(rows)} rows", flush=True)
+    if code:
+        print(said[-1500:], flush=True)
     kept = ("mean", "tokens", "seconds", "budget", "grpo")
-    return {"exit": done.returncode, "rows": [{key: row.get(key) for key in kept} for row in rows]}
+    return {"exit": code, "rows": [{key: row.get(key) for key in kept} for row in rows]}
 
 
 def _model(shape: str, folder: Path) -> Path:
@@ -115,13 +124,12 @@ def _model(shape: str, folder: Path) -> Path:
     return folder
 
 
-def _table(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
-    print(f"\n{options.prompts} prompts x {options.group} completions x {options.tokens} tokens, {options.steps} steps")
+def _table(found: dict[str, dict[str, Any]]) -> None:
     head = ("run", "seconds", "rollout", "update", "tokens", "forward PFLOP", "backward PFLOP", "peak GiB")
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for name, run in found.items():
         rows = run["rows"][1:] or run["rows"]
-        if run["exit"] or not rows:
+        if not rows:
             print(f"| {name} | failed |")
             continue
 
@@ -146,6 +154,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro", type=int, default=32, help="completions in one forward and backward pass")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a run is stopped")
     parser.add_argument("--json", help="write rows here")
     return parser.parse_args()
 

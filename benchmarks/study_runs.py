@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many `evoalign sweep` side by side, each a process of its own: what es_vs_grpo and sweep_pages share.
 
-Nothing here needs the network, a GPU or an installed `evoalign` script.
+Nothing here needs the network or an installed `evoalign` script.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ class Task:
     sets: Mapping[str, Any] = field(default_factory=dict)
     share: float = 1.0
     """Of the jobs, relative to that of the other sweeps."""
+    gpu: int | None = None
+    """Which GPU its runs share; None: none."""
 
 
-def environment() -> dict[str, str]:
-    """One thread a process, no GPU, no network; the package from this checkout."""
+def environment(gpu: int | None = None) -> dict[str, str]:
+    """One thread a process, one GPU or none, no network; the package from this checkout."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu),
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -80,7 +82,12 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
             log.write(f"$ {shlex.join(words)}\n".encode())
             log.flush()
             processes[task.name] = subprocess.Popen(
-                words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                words,
+                cwd=ROOT,
+                env=environment(task.gpu),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
     try:
         in_time = _wait(processes, until)
@@ -127,7 +134,9 @@ def calibrate(
         copies = max(1, jobs // len(tasks))
         side_by_side(short, range(copies), jobs, to / "calibration", until)
         for task in missing:
-            seconds = [_seconds(path) for path in (to / "calibration" / task.name).glob("base/seed_*/metrics.jsonl")]
+            seconds = [
+                seconds_a_step(path) for path in (to / "calibration" / task.name).glob("base/seed_*/metrics.jsonl")
+            ]
             found = [value for value in seconds if value is not None]
             if not found:
                 print(f"{task.name}: no run of the calibration came to anything; it is left out", flush=True)
@@ -140,7 +149,8 @@ def calibrate(
     return known
 
 
-def _seconds(metrics: Path) -> float | None:
+def seconds_a_step(metrics: Path) -> float | None:
+    """Mean over the rows of a run, the first left out; None where it has no further one."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     seconds = [row["budget"]["wall_seconds"] for row in rows[1:] if row["budget"]]
     return mean(seconds) if seconds else None
