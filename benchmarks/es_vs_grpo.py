@@ -40,7 +40,7 @@ from study_runs import (
 )
 
 METHODS = {"lora": "es", "lowrank": "es", "full": "es", "grpo": "grpo", "grpo_es": "grpo"}
-CALIBRATION_STEPS = {"countdown": {"es": 5, "grpo": 25}, "conciseness": {"es": 15, "grpo": 30}}
+CALIBRATION_STEPS = {"countdown": {"es": 4, "grpo": 20}, "conciseness": {"es": 4, "grpo": 8}}
 SECONDS = {"countdown": (150.0, 400.0), "conciseness": (60.0, 120.0)}
 """Training of one run of `tune` and of `final`."""
 TUNE_SEEDS = [100, 101]
