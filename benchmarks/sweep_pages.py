@@ -88,6 +88,7 @@ SWEEPS = {
         "the shape of the published grid, not its numbers.",
         [{"es.learning_rate": round(a * SCALE, 6), "es.sigma": round(s * SCALE, 6)} for a, s in PUBLISHED],
         y="es.learning_rate",
+        share=2.0,
         seconds=0.4,
     ),
 }  # fmt: skip
