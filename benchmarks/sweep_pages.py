@@ -67,8 +67,8 @@ SWEEPS = {
     ),
     "population": Sweep(
         "countdown_lowrank", "es.population_size", "Few generations of many members, or many of few",
-        "Every cell has the same completions in all, and the same learning rate: a quarter of what the search chose for "
-        "128 members, since small populations take many more steps.",
+        "Every cell has the same completions in all, and the same learning rate: a quarter of what the search chose "
+        "for 128 members, since small populations take many more steps.",
         sets={"es.learning_rate": 0.005},
         share=2.0,  # a generation of few members takes longer a completion
     ),

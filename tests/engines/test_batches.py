@@ -269,6 +269,18 @@ def test_bfloat16_is_close_to_float32(folder: Path) -> None:
     assert (logprobs[0] - logprobs[1]).abs().median() < 0.15
 
 
+def test_members_answer_under_autocast(folder: Path) -> None:
+    """As a trainer in mixed precision asks them: float32 weights and adapters, arithmetic in bfloat16."""
+    with Bench(small(folder)) as bench:
+        asked = requests([ids(5, 2)], Sampling(1), logprobs=True)
+        plain = bench.ask(bench.plan(), asked)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = bench.ask(bench.plan(), asked)
+        ours, theirs = (torch.tensor([cells[m.index, 0].logprobs for m in bench.members]) for cells in (plain, mixed))
+        assert not torch.equal(ours, theirs)
+        assert (ours - theirs).abs().median() < 0.15
+
+
 def test_hooks_add_nothing_once_a_rollout_is_over(folder: Path) -> None:
     """Whoever else calls the model gets the model, also where the rollout was left half-way."""
     with Bench(small(folder)) as bench:

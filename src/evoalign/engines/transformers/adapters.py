@@ -70,7 +70,8 @@ class _Layer:
         x = inputs[0].reshape(groups, -1, inputs[0].shape[-1])
         y = output.view(groups, -1, output.shape[-1])
         hidden = x @ self._down
-        y.baddbmm_(hidden, self._up, alpha=adapter.scaling)
+        # Under autocast the layer answers in half precision, and operators in place do not cast by themselves.
+        y.baddbmm_(hidden, self._up.to(y.dtype), alpha=adapter.scaling)
 
     def _arrange(self, adapter: Adapter, rows: torch.Tensor | None) -> None:
         """Factors as the products want them: down [G or 1, in, R], up [G, R, out]."""
