@@ -193,11 +193,22 @@ def _members(settings: evoalign.Config) -> list[tuple[str, str]]:
 
 
 def _order(settings: evoalign.Config) -> list[int]:
-    """The order in which TRL asks two prompts in its first round."""
-    from trl.trainer.utils import RepeatSampler
+    """The order in which two prompts are asked in the first round."""
+    return _order_of(settings.seed, 0, 2)
 
-    sampler = RepeatSampler([0, 1], mini_repeat_count=4, batch_size=2, repeat_count=1, shuffle=True, seed=settings.seed)
+
+def _order_of(seed: int, epoch: int, count: int) -> list[int]:
+    from evoalign.baselines.trainer import EpochSampler
+
+    sampler = EpochSampler(range(count), mini_repeat_count=4, batch_size=2, repeat_count=1, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
     return list(dict.fromkeys(sampler))
+
+
+def test_no_seed_repeats_the_orders_of_another() -> None:
+    orders = [tuple(_order_of(seed, epoch, 20)) for seed in range(6) for epoch in range(6)]
+    assert len(set(orders)) == 36
+    assert all(sorted(order) == list(range(20)) for order in orders)
 
 
 def test_the_correction_for_members_changes_the_step(tmp_path: Path) -> None:

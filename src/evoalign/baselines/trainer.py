@@ -14,18 +14,22 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from evoalign.evaluation import stream
 from evoalign.tokens import Tokens
 
 __all__ = ["GRPOConfig", "Trainer"]
 
 
 class EpochSampler(RepeatSampler):
-    """Each epoch's order follows from the seed and its number, so that a run that goes on asks what it would have."""
+    """Each epoch's order follows from the seed and its number, so that a run that goes on asks what it would have.
+
+    Hashed together: seed 0's second order has nothing to do with seed 1's first.
+    """
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch."""
         if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) + epoch)
+            self.generator.manual_seed(stream("order", self.seed, epoch))
 
 
 class Trainer(GRPOTrainer):
