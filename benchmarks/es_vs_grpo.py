@@ -2,13 +2,15 @@
 """ES in three spaces against GRPO on the tiny model: tuned by equal search, then twelve seeds, matched four ways.
 
     python benchmarks/es_vs_grpo.py tune  --task countdown --to DIR --jobs 60 --seconds 150
+    python benchmarks/es_vs_grpo.py refine --task countdown --to DIR --jobs 60
     python benchmarks/es_vs_grpo.py final --task countdown --to DIR --jobs 60 --seconds 400
     python benchmarks/es_vs_grpo.py page  --task countdown --from DIR
 
 `tune` searches 12 settings of each method with two seeds on a validation split that no final figure uses, every run
-about the same wall seconds on one core. `final` trains the settings that did best there, evaluated on the test split.
-`page` writes docs/results/TASK.md from the runs, or, without --from, again from benchmarks/results/es_vs_grpo/.
-Stopped on the way (`--limit`), the same command goes on.
+about the same wall seconds on one core. `refine` tries two further learning rates of each around the best cell: beyond
+it where it was the first or last tried, else between it and its neighbours. `final` trains the settings that did best,
+evaluated on the test split. `page` writes docs/results/TASK.md from the runs, or, without --from, again from
+benchmarks/results/es_vs_grpo/. Stopped on the way (`--limit`), the same command goes on.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import runpy
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from study_runs import (
@@ -35,7 +37,6 @@ from study_runs import (
     names,
     pairs,
     read_results,
-    seconds_a_step,
     side_by_side,
 )
 
@@ -81,13 +82,58 @@ def tune(arguments: argparse.Namespace) -> None:
     steps = CALIBRATION_STEPS[arguments.task]
     speed = calibrate(base, steps, arguments.jobs, folder / "tune", arguments.deadline)
     tasks = [
-        replace(t, sets={**t.sets, STEPS[t.method]: max(2, round(seconds / speed[t.name]))},
-                cells=_cells(arguments.task, t.name)[: arguments.cells])
-        for t in base if t.name in speed
-    ]  # fmt: skip
+        replace(task, cells=_cells(arguments.task, task.name)[: arguments.cells])
+        for task in _lasting(base, seconds, speed)
+    ]
     seeds = arguments.seeds or TUNE_SEEDS
     side_by_side(tasks, seeds, arguments.jobs, folder / "tune", arguments.deadline)
-    chosen = {"task": arguments.task, "seconds": seconds, "seeds": seeds, "methods": choose(folder / "tune")}
+    _write(folder, {"task": arguments.task, "seconds": seconds, "seeds": seeds, "methods": choose(folder / "tune")})
+
+
+def refine(arguments: argparse.Namespace) -> None:
+    """Search two further learning rates of each method, of runs as long as before, and choose again."""
+    folder = arguments.to / arguments.task
+    sets = {"task.test_data": str(write_validation(arguments.task, folder)), **pairs(arguments.sets)}
+    if arguments.task == "countdown":
+        sets = {"task.test_size": VALIDATION_ROWS["countdown"], **sets}
+    chosen = json.loads((folder / "chosen.json").read_text())
+    base = [task for task in _base(arguments, sets) if task.name in chosen["methods"]]
+    # Chosen from the first round alone, so that the same command goes on with the same cells.
+    first = choose(folder / "tune")
+    tasks = [
+        replace(task, cells=further(GRIDS[arguments.task][task.name], first[task.name]["settings"]))
+        for task in _lasting(base, chosen["seconds"], _pace(folder))
+    ]
+    side_by_side(tasks, chosen["seeds"], arguments.jobs, folder / "refine", arguments.deadline)
+    _write(folder, {**chosen, "refined": True, "methods": choose(folder / "tune", folder / "refine")})
+
+
+def further(grid: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two cells that differ from the best one in the learning rate alone."""
+    (key,) = (key for key in grid if key.endswith("learning_rate"))
+    rates, rate = sorted(grid[key]), best[key]
+    i = rates.index(rate)
+    if 0 < i < len(rates) - 1:
+        wanted = [math.sqrt(rate * rates[i - 1]), math.sqrt(rate * rates[i + 1])]
+    else:
+        factor = rate / rates[1 if i == 0 else -2]
+        wanted = [rate * factor, rate * factor**2]
+    return [{**best, key: float(f"{value:.3g}")} for value in wanted]
+
+
+def _pace(folder: Path) -> dict[str, float]:
+    """Seconds of a step of each method, measured with all methods at once."""
+    return json.loads((folder / "tune" / "calibration.json").read_text())
+
+
+def _lasting(tasks: Sequence[Task], seconds: float, speed: Mapping[str, float]) -> list[Task]:
+    """Those whose speed is known, with as many steps as take so many seconds."""
+    known = [task for task in tasks if task.name in speed]
+    steps = {task.name: max(2, round(seconds / speed[task.name])) for task in known}
+    return [replace(task, sets={**task.sets, STEPS[task.method]: steps[task.name]}) for task in known]
+
+
+def _write(folder: Path, chosen: Mapping[str, Any]) -> None:
     (folder / "chosen.json").write_text(json.dumps(chosen, indent=2) + "\n")
     print(tuning_table(chosen))
 
@@ -97,17 +143,12 @@ def final(arguments: argparse.Namespace) -> None:
     folder = arguments.to / arguments.task
     seconds = arguments.seconds or SECONDS[arguments.task][1]
     chosen = json.loads((folder / "chosen.json").read_text())
+    base = [task for task in _base(arguments, pairs(arguments.sets)) if task.name in chosen["methods"]]
     tasks: list[Task] = []
-    for task in _base(arguments, pairs(arguments.sets)):
-        if task.name not in chosen["methods"]:
-            continue
-        best = chosen["methods"][task.name]
-        # As fast as in the search, of the same settings and with as many runs at once.
-        steps = max(2, round(seconds / best["seconds_a_step"]))
-        every = max(1, steps // POINTS[task.method])
-        more = {STEPS[task.method]: steps, "evaluation.every": every,
-                "checks.kl_every": every * max(1, POINTS[task.method] // KL_POINTS)}  # fmt: skip
-        tasks.append(replace(task, sets={**task.sets, **best["settings"], **more}))
+    for task in _lasting(base, seconds, _pace(folder)):
+        every = max(1, task.sets[STEPS[task.method]] // POINTS[task.method])
+        more = {"evaluation.every": every, "checks.kl_every": every * max(1, POINTS[task.method] // KL_POINTS)}
+        tasks.append(replace(task, sets={**task.sets, **chosen["methods"][task.name]["settings"], **more}))
     (folder / "chosen.json").write_text(json.dumps({**chosen, "final_seconds": seconds}, indent=2) + "\n")
     side_by_side(tasks, arguments.seeds or FINAL_SEEDS, arguments.jobs, folder / "final", arguments.deadline)
     for task in tasks:
@@ -128,30 +169,28 @@ def _cells(task: str, method: str) -> list[dict[str, Any]]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def choose(folder: Path) -> dict[str, Any]:
-    """Of each method the cell with the best mean validation reward, and what the search for it took."""
+def choose(*folders: Path) -> dict[str, Any]:
+    """Of each method the cell with the best mean validation reward of all rounds, and what the search for it took."""
     from evoalign.budget import Cost, cost_of
 
     chosen: dict[str, Any] = {}
     for method in METHODS:
-        found = read_results(folder / method)
-        cells = [cell for cell in found["cells"] if "reward" in cell["mean"]] if found else []
-        if not found or not cells:
+        tried = [cell for folder in folders for cell in (read_results(folder / method) or {"cells": []})["cells"]]
+        cells = [cell for cell in tried if "reward" in cell["mean"]]
+        if not cells:
             continue
-        runs = [run for cell in found["cells"] for run in cell["runs"]]
+        runs = [run for cell in tried for run in cell["runs"]]
         most = max(sum(run["state"] == "done" for run in cell["runs"]) for cell in cells)
         whole = [cell for cell in cells if sum(run["state"] == "done" for run in cell["runs"]) == most]
         best = max(whole, key=lambda cell: cell["mean"]["reward"])
         costs = [cost for run in runs if (cost := cost_of(run.get("training"))) is not None]
         total = sum(costs, Cost())
-        paces = [seconds_a_step(Path(run["path"]) / "metrics.jsonl") for run in best["runs"] if run["state"] == "done"]
         chosen[method] = {
             "cell": best["name"],
             "settings": best["settings"],
-            "seconds_a_step": median(pace for pace in paces if pace is not None),
             "validation": {"mean": best["mean"], "std": best["std"]},
             "budget": {
-                "trials": len(found["cells"]),
+                "trials": len(tried),
                 "runs": len(runs),
                 "not_done": sum(run["state"] != "done" for run in runs),
                 "completions": total.completions,
@@ -246,7 +285,7 @@ def _is_kept(path: Path, source: Path) -> bool:
         return False
     if not any(part.startswith("seed_") for part in parts):
         return True
-    if "tune" in parts:
+    if {"tune", "refine"} & set(parts):
         return parts[-1] in ("budget.json", "evaluation.json") or path.suffix == ".log"
     return path.suffix != ".png" and path.name != "journal.jsonl" and not path.name.startswith("generation_")
 
@@ -254,7 +293,7 @@ def _is_kept(path: Path, source: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, call in (("tune", tune), ("final", final)):
+    for name, call in (("tune", tune), ("refine", refine), ("final", final)):
         command = commands.add_parser(name)
         command.set_defaults(call=call)
         command.add_argument("--task", choices=sorted(GRIDS), required=True)

@@ -127,8 +127,7 @@ def _searches(folder: Path, task: str, figures: Path) -> dict[str, Any]:
     searches: dict[str, Any] = {}
     maps: dict[str, str] = {}
     for name in LABELS:
-        found = read_results(folder / "tune" / name)
-        if not found:
+        if not read_results(folder / "tune" / name):
             continue
         searches[name] = [
             {
@@ -136,7 +135,8 @@ def _searches(folder: Path, task: str, figures: Path) -> dict[str, Any]:
                 "rewards": [run["numbers"]["reward"] for run in cell["runs"] if "numbers" in run],
                 "hacked": cell["mean"].get("hacked_share"),
             }
-            for cell in found["cells"]
+            for stage in ("tune", "refine")
+            for cell in (read_results(folder / stage / name) or {"cells": []})["cells"]
         ]
         drawn = folder / "tune" / name / "figures" / "heat_map.png"
         if drawn.is_file():

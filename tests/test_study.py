@@ -119,3 +119,11 @@ def test_words_name_a_winner_only_where_the_test_does() -> None:
     assert study_page._claim(ranked, pairs) == (
         "**A** is ahead of C (p < 0.05 after Holm); it cannot be told whether A is above B."
     )
+
+
+def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
+    grid = {"es.sigma": [1.0, 2.0], "es.learning_rate": [0.01, 0.02, 0.04]}
+    tried = {rate: es_vs_grpo.further(grid, {"es.sigma": 2.0, "es.learning_rate": rate}) for rate in (0.01, 0.02, 0.04)}
+    assert all(cell["es.sigma"] == 2.0 for cells in tried.values() for cell in cells)
+    rates = {rate: [cell["es.learning_rate"] for cell in cells] for rate, cells in tried.items()}
+    assert rates == {0.01: [0.005, 0.0025], 0.02: [0.0141, 0.0283], 0.04: [0.08, 0.16]}
