@@ -329,6 +329,22 @@ def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path:
     )
 
 
+def test_unfinished_runs_that_were_never_measured_at_one_budget_have_no_curve(copy: Copy, tmp_path: Path) -> None:
+    for seed, factor in enumerate((1.0, 9.0)):  # steps of 12 and of 108 completions, the first measured after two
+        run = copy(f"grpo_{seed}", seed=seed, method="grpo", cost=lambda step, factor=factor: step_cost(step, factor))
+        (run / "results/evaluation.json").unlink()
+    found = compare(tmp_path / "runs", "completions", measure="exact")
+    assert comparison.curve(found.groups[0], "completions", "exact") is None
+    (match,) = found.matches
+    assert match.limit == 72 and [t.run.seed for s in match.standings for t in s.taken] == [0]
+    assert sum("GRPO has no curve: one of its runs ended before exact" in note for note in match.notes) == 1
+    written = [path.name for path in report.write(found, tmp_path / "out")]
+    assert written == ["comparison.md", "comparison.json", "exact_by_divergence.png"]
+    whole = compare(tmp_path / "runs", "completions")  # the reward of the start is kept
+    assert comparison.curve(whole.groups[0], "completions", "reward") is not None
+    assert not any("no curve" in note for note in whole.matches[0].notes)
+
+
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 

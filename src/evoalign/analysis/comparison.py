@@ -166,16 +166,27 @@ def flops_of(cost: Cost) -> float | None:
 
 
 def curve(group: Group, by: Matching, measure: str) -> Curve | None:
-    """A group's curve; None where a budget is not known or no run was evaluated."""
-    steps = tuple(tuple(_steps(run, by, measure)) for run in group.runs)
-    totals = [amount(by, run.cost) for run in group.runs]
-    if not all(steps) or any(total is None for total in totals):
+    """A group's curve; None where a budget is not known, or no stretch of it has a measurement of every run."""
+    span = _span(group, by, measure)
+    if span is None or span[0] > span[1]:
         return None
-    first, last = max(s[0][0] for s in steps), min(total or 0.0 for total in totals)
+    first, last = span
+    steps = tuple(tuple(_steps(run, by, measure)) for run in group.runs)
     x = sorted({at for s in steps for at, _ in s if first <= at <= last} | {first, last})
     bands = [band([_at(s, here) for s in steps]) for here in x]
     mean, low, high = zip(*bands, strict=True)
     return Curve(tuple(x), mean, low, high, steps)
+
+
+def _span(group: Group, by: Matching, measure: str) -> tuple[float, float] | None:
+    """From the latest first measurement of its runs to the least that one of them took; None where not known.
+
+    The first may lie beyond: of a run that is not finished, only the reward of the start is kept.
+    """
+    firsts = [next((at for at, _ in _steps(run, by, measure)), None) for run in group.runs]
+    totals = [amount(by, run.cost) for run in group.runs]
+    known = [at for at in firsts if at is not None], [total for total in totals if total is not None]
+    return (max(known[0]), min(known[1])) if all(len(k) == len(group.runs) for k in known) else None
 
 
 def _steps(run: Run, by: Matching, measure: str) -> Iterator[tuple[float, float]]:
@@ -334,6 +345,7 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str) -> Match:
         limit, notes = _limit(groups, by)
         takers = [_within(group, by, limit) for group in groups]
         notes += _seldom(groups, takers) if limit is not None else []
+        notes += [_apart(g, measure) for g in groups if (span := _span(g, by, measure)) and span[0] > span[1]]
     standings = [
         Standing(g, tuple(taken), estimate([t.point.measures[measure] for t in taken]) if taken else None)
         for g, taken in zip(groups, takers, strict=True)
@@ -396,6 +408,13 @@ def _seldom(groups: Sequence[Group], takers: Sequence[Sequence[Taken]]) -> list[
                 f"{group.label} is taken after {share:.0%} of the budget on average; set evaluation.every lower"
             )
     return notes
+
+
+def _apart(group: Group, measure: str) -> str:
+    return (
+        f"{group.label} has no curve: one of its runs ended before {measure} was first measured in another; let them "
+        "finish, or set evaluation.every lower"
+    )
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
