@@ -21,10 +21,13 @@ from safetensors.torch import load_file
 
 import evoalign
 from evoalign import engines, parquet, tokens
+from evoalign.baselines import planning
+from evoalign.baselines.policy import Policy
 from evoalign.config import from_dict, to_yaml
-from evoalign.errors import ConfigError, ResumeError, RewardError, StoppedError
+from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
 from evoalign.evaluation import rewards_of
 from evoalign.parts import start, task_and_data
+from evoalign.rundir import RunDir
 from evoalign.types import Plan, Request, Sampling, population
 
 pytest.importorskip("trl")
@@ -275,17 +278,69 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
     assert ours[2] == theirs[2]
 
 
-def test_killed_it_goes_on_to_the_same_bits(straight: Path, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(from_dict(config(tmp_path / "run"))))
+@pytest.mark.parametrize("every", [1, 0])
+def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
+    """With `every` 0 there is no state to go on from: it begins again, and what was there is kept."""
+    killed_after(tmp_path / "run", 2 if every else 1, checkpoint={"every": every})
+    if not every:
+        for other, message in (({"learning_rate": 2e-3}, "other settings"), ({}, "begins again")):
+            told = planning_or_error(tmp_path / "run", other)
+            assert message in told, told
+    told = io.StringIO()
+    evoalign.grpo(config(tmp_path / "run"), resume=True, console=Console(file=told, width=300))
+    assert_equal(tmp_path / "run", straight)
+    aside = list(tmp_path.glob("run.2*"))
+    assert len(aside) == (not every)
+    if not every:
+        assert "ended before a state was saved: it begins again" in told.getvalue()
+        assert f"the run that was there is now {aside[0]}" in told.getvalue()
+        assert len(rows(aside[0])) >= 1
+
+
+def killed_after(output: Path, count: int, **sections: Any) -> None:
+    """A run in a process of its own that dies once it has so many rows."""
+    file = output.with_suffix(".yaml")
+    file.write_text(to_yaml(from_dict(config(output, **sections))))
     command = [sys.executable, "-m", "evoalign.cli", "grpo", str(file), "--resume"]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
+    metrics = output / "metrics.jsonl"
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= count):
         assert child.poll() is None or child.returncode == 0
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
+
+
+def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
+    """What a dry run says of going on."""
+    try:
+        return planning.dry_run(config(output, grpo=grpo), resume=True)[0]
+    except ResumeError as error:
+        return str(error)
+
+
+def test_a_run_that_is_done_without_a_state_does_not_begin_again(tmp_path: Path) -> None:
+    path = run(tmp_path / "run", checkpoint={"every": 0}, grpo={"max_steps": 1}).path
+    with pytest.raises(ResumeError, match="is done, and kept nothing to go on from"):
+        run(path, resume=True, checkpoint={"every": 0}, grpo={"max_steps": 1})
+    assert not list(tmp_path.glob("run.2*"))
+
+
+def test_the_state_before_stays_until_the_new_one_is_whole(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [p.name for p in (straight / "trainer").iterdir()] == ["checkpoint-4"]
+    mark = Policy.mark_state
+
+    def die(policy: Policy, directory: RunDir, done: int) -> None:
+        if done == 2:
+            raise OSError("the machine died")
+        mark(policy, directory, done)
+
+    monkeypatch.setattr(Policy, "mark_state", die)
+    with pytest.raises(EvoalignError, match="the machine died; it goes on after step 1"):
+        run(tmp_path / "run")
+    monkeypatch.undo()
     run(tmp_path / "run", resume=True)
     assert_equal(tmp_path / "run", straight)
 

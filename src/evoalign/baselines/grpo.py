@@ -19,16 +19,16 @@ from rich.console import Console
 from evoalign import budget, outcome, saving, tokens, tracking
 from evoalign.analysis.distance import distance_of
 from evoalign.baselines import settings
-from evoalign.baselines.policy import Policy, last_state, states
+from evoalign.baselines.policy import Policy, died_early, last_state, refuse_differences, states
 from evoalign.baselines.steps import Steps
-from evoalign.config import Config, code_of, load
+from evoalign.config import Config, code_of
 from evoalign.engines.transformers.engine import load_model
 from evoalign.errors import ConfigError, EvoalignError, ModelError, ResumeError, RewardError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.outcome import Result
 from evoalign.parts import ConfigLike, Rewards, as_config, task_and_data
 from evoalign.report.tables import visible
-from evoalign.rundir import RunDir, command_line, differences, make_manifest, method_of
+from evoalign.rundir import RunDir, command_line, make_manifest, method_of
 from evoalign.signals import Stop
 from evoalign.tasks import Data, Task
 
@@ -56,7 +56,7 @@ def grpo(
     run = RunDir(Path(config.output_dir)) if _is_first() else None
     try:
         if run is not None:
-            _enter(run, overwrite=overwrite, resume=resume)
+            _enter(run, config, overwrite=overwrite, resume=resume)
         with Stop() as stop:
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
@@ -76,7 +76,7 @@ def _is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _enter(run: RunDir, *, overwrite: bool, resume: bool) -> None:
+def _enter(run: RunDir, config: Config, *, overwrite: bool, resume: bool) -> None:
     if not resume:
         run.refuse(overwrite=overwrite)
     elif method_of(run.path) == "es":
@@ -84,7 +84,7 @@ def _enter(run: RunDir, *, overwrite: bool, resume: bool) -> None:
             f"{run.path} holds a run of ES; go on with: evoalign train {shlex.quote(str(run.path))} --resume"
         )
     run.lock()
-    if resume and last_state(run) is None:
+    if resume and last_state(run) is None and not died_early(run, config):
         run.refuse(overwrite=overwrite, resume=True)
 
 
@@ -118,7 +118,7 @@ class _Grpo:
         steps = Steps(policy, self.run, self.stop, self.console, self.tell)
         self._join(trainer, policy, steps)
         with closing(steps):
-            before = self._go_on(steps, state[1]) if state else self._begin(policy, steps, overwrite, resume)
+            before = self._go_on(steps, state[1]) if state else self._begin(policy, steps, overwrite=overwrite, resume=resume)
             steps.baseline = before.measures["reward"]
             try:
                 self._train(trainer, steps, state[0] if state else None)
@@ -141,9 +141,7 @@ class _Grpo:
         state = last_state(run)
         if state is None:
             return None
-        odd, _ = differences(self.config, load([run.config]), "grpo")
-        if odd:
-            raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
+        refuse_differences(run, self.config)
         made = _manifest(run)
         if made.get("data_hash") != saving.data_hash(self.data):
             raise ResumeError(
@@ -226,7 +224,7 @@ class _Grpo:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(steps)
 
-    def _begin(self, policy: Policy, steps: Steps, overwrite: bool, resume: bool) -> Evaluation:
+    def _begin(self, policy: Policy, steps: Steps, *, overwrite: bool, resume: bool) -> Evaluation:
         facts = {
             "task": {"name": self.task.name, "given_as": self.given},
             "given_as": self.given,
@@ -239,6 +237,9 @@ class _Grpo:
         }
         manifest = make_manifest(self.config, facts, command_line(), "grpo")
         if self.run is not None:
+            if resume and died_early(self.run, self.config):
+                self.tell(f"{outcome.shown(self.run.path)} ended before a state was saved: it begins again")
+                overwrite = True
             self.run.create(self.config, manifest, overwrite=overwrite, resume=resume)
             shutil.rmtree(states(self.run), ignore_errors=True)
             steps.trackers = tracking.create(self.config, self.run.path, None)
@@ -331,7 +332,8 @@ class _Grpo:
             self.run.undo()
             return error
         state = last_state(self.run)
-        kept = f"it goes on after step {state[1]}: {self._how_to_go_on()}" if state else "no checkpoint was due yet"
+        whence = f"it goes on after step {state[1]}" if state else "no state had been saved, so it begins again"
+        kept = f"{whence}: {self._how_to_go_on()}"
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         room = "; lower grpo.per_device_train_batch_size and raise grpo.gradient_accumulation_steps"
         more = room if isinstance(error, torch.OutOfMemoryError) else ""

@@ -12,14 +12,14 @@ import torch
 
 from evoalign import tracking
 from evoalign.baselines import settings
-from evoalign.baselines.policy import last_state
+from evoalign.baselines.policy import died_early, last_state, refuse_differences
 from evoalign.baselines.steps import save_every
-from evoalign.config import Config, SpaceConfig, load
+from evoalign.config import Config, SpaceConfig
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import ConfigError, ModelError, ResumeError, RunExistsError
+from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.estimate import gib
 from evoalign.parts import ConfigLike, as_config, layout_of, task_and_data, with_es
-from evoalign.rundir import RunDir, differences, refuse_other
+from evoalign.rundir import RunDir, refuse_other
 from evoalign.spaces import create as create_space
 from evoalign.targets import trained_dtype
 from evoalign.types import TensorSpec
@@ -177,10 +177,10 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
         refuse_other(run.path, "grpo")
         state = last_state(run)
         if state is not None:
-            odd, _ = differences(config, load([run.config]), "grpo")
-            if odd:
-                raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
+            refuse_differences(run, config)
             return [f"goes on after step {state[1]} of {config.grpo.max_steps}"]
+        if died_early(run, config):
+            return [f"{run.path} ended before a state was saved: it begins again, and what is there is moved aside"]
     try:
         run.refuse(overwrite=overwrite, resume=resume)
     except RunExistsError as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +18,13 @@ from evoalign.baselines import settings
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
 from evoalign.budget import Adapted, Cost, ModelShape
 from evoalign.checkpoint import Mark
-from evoalign.config import Config, TransformersConfig
+from evoalign.config import Config, TransformersConfig, load
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.errors import ModelError
+from evoalign.errors import ModelError, ResumeError
 from evoalign.evaluation import Evaluation
-from evoalign.rundir import RunDir
+from evoalign.rundir import RunDir, differences, method_of
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
@@ -132,8 +133,12 @@ class Policy:
         return weights_hash((name, p.data) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def mark_state(self, run: RunDir, done: int) -> None:
-        """The trainer's state after so many steps is whole on disk."""
-        checkpoint.write_text(states(run) / f"checkpoint-{done}" / STATE, json.dumps({"step": done}) + "\n")
+        """The trainer's state after so many steps is whole on disk. Only now may the others go."""
+        whole = states(run) / f"checkpoint-{done}"
+        checkpoint.write_text(whole / STATE, json.dumps({"step": done}) + "\n")
+        for folder in states(run).glob("checkpoint-*"):
+            if folder != whole:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _engine(self) -> TransformersEngine:
         """It answers with the model as it is at the time."""
@@ -212,6 +217,28 @@ def last_state(run: RunDir) -> tuple[Path, int] | None:
         return None
     step, folder = max(found)
     return folder, step
+
+
+def died_early(run: RunDir, config: Config) -> bool:
+    """Whether a run of GRPO that ended before it had a state to go on from is here: it can only begin again.
+
+    Raises ResumeError where that would be another run, or where it had come to its end.
+    """
+    if method_of(run.path) != "grpo" or run.is_unstarted() or last_state(run) is not None:
+        return False
+    if (run.results / "evaluation.json").is_file():
+        raise ResumeError(
+            f"{run.path} is done, and kept nothing to go on from (checkpoint.every 0); --overwrite moves it aside"
+        )
+    refuse_differences(run, config)
+    return True
+
+
+def refuse_differences(run: RunDir, config: Config) -> None:
+    """Raise ResumeError where the run was made with other settings."""
+    odd, _ = differences(config, load([run.config]), "grpo")
+    if odd:
+        raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
 
 
 def _tuned(model: Any) -> frozenset[str]:

@@ -54,7 +54,7 @@ def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str,
         "warmup_steps": int(grpo.warmup_ratio * grpo.max_steps),
         "logging_steps": 1,
         "save_strategy": "no",
-        "save_total_limit": 1,
+        "save_total_limit": None,  # the one before is removed once the new one is known to be whole
         "report_to": "none",
         "disable_tqdm": True,
         "log_level": "error",

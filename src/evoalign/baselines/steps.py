@@ -122,6 +122,7 @@ class Steps(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer's own state is on disk: say so, and save the policy as others load it."""
+        self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.run is not None:
             done = int(state.global_step)
             self.policy.mark_state(self.run, done)
