@@ -423,6 +423,13 @@ def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_p
     assert not (tmp_path / "owned").exists() and not Path("owned").exists()
 
 
+def test_settings_nested_without_end_are_not_read_to_their_end(copy: Copy, tmp_path: Path) -> None:
+    copy("fine")
+    (copy("odd", seed=1) / "config.yaml").write_text("es: " + "[" * 60 + "]" * 60)
+    ((_, why),) = compare(tmp_path / "runs").left_out
+    assert "config.yaml is nested too deeply" in why
+
+
 def test_a_run_without_rows_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", seed=1) / "metrics.jsonl").write_bytes(b"")

@@ -29,6 +29,13 @@ Method = Literal["es", "grpo"]
 FILE_BYTES = 2**30
 """A text file larger than this is no file of a run."""
 CONFIG_BYTES = 2**18
+CONFIG_DEPTH = 50
+"""Levels of a config that are read: the time a YAML reader takes grows with their square, and ours have five."""
+
+OPENING = (
+    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken
+)  # fmt: skip
+CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +210,22 @@ def _config(path: Path) -> Config:
     """A run's config, without what lets a few lines of YAML stand for a page of millions."""
     _checked_size(path, CONFIG_BYTES)
     try:
-        if path.is_file() and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(path.read_bytes())):
-            raise DataError(f"{path} has aliases (*name), which no run writes")
+        if path.is_file():
+            _check_plain(path)
         return load([path])
     except (yaml.YAMLError, UnicodeDecodeError):
         raise DataError(f"{path} is not YAML") from None
-    except RecursionError:
-        raise DataError(f"{path} is nested too deeply") from None
+
+
+def _check_plain(path: Path) -> None:
+    """Raise DataError at the first alias or too deep level; the rest is not looked at."""
+    depth = 0
+    for token in yaml.scan(path.read_bytes()):
+        if isinstance(token, yaml.AliasToken):
+            raise DataError(f"{path} has aliases (*name), which no run writes")
+        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+        if depth > CONFIG_DEPTH:
+            raise DataError(f"{path} is nested too deeply")
 
 
 def _json(path: Path, model: type[M]) -> M | None:
