@@ -143,6 +143,22 @@ def test_the_divergence_is_measured_and_disturbs_nothing(straight: Path, tmp_pat
     assert [{k: v for k, v in row.items() if k not in CLOCKS} for row in bare] == traces(straight)[0]
 
 
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_path: Path) -> None:
+    """Before the first step, after it, and as its own reference: always the same arithmetic."""
+    told = io.StringIO()
+    grpo = {"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1}
+    evaluation = {"temperature": 1.0, "max_tokens": 32}
+    tree = config(tmp_path / "run", grpo=grpo, evaluation=evaluation, checks={"kl_every": 1, "kl_prompts": 8})
+    path = evoalign.grpo(tree, console=Console(file=told, width=300)).path
+    found = json.loads((path / "results/evaluation.json").read_text())
+    tokens_ = found["divergence"].pop("tokens")
+    assert found["divergence"] == {"k1": 0, "k2": 0, "k3": 0, "exact": 0} and tokens_ > 8
+    before, after = (parquet.read(path / f"results/completions/{which}.parquet") for which in ("before", "after"))
+    assert before == after
+    assert "KL of the start from the base model: 0 nats a token" in told.getvalue()
+
+
 # --- where completions come from -------------------------------------------------------------------------------------
 
 
@@ -394,8 +410,8 @@ def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> Non
         assert text.decode(out[0, ids.shape[1] :].tolist()) == row["text"]
     before = parquet.read(path / "results/completions/before.parquet")
     assert [r["text"] for r in before] != [r["text"] for r in after]
-    budget = rows(path)[0]["budget"]
-    assert 0 < budget["backward_flops"] < rows(path)[0]["budget"]["forward_flops"] * 3
+    cost = rows(path)[0]["budget"]
+    assert 0 < cost["backward_flops"] < cost["forward_flops"] * 3
     assert math.isclose(
         json.loads((path / "results/evaluation.json").read_text())["distance"]["l2"], _moved(loaded), rel_tol=1e-3
     )

@@ -16,8 +16,8 @@ tokens drawn at temperature 0.7, which are not draws from p: it is biased, and n
 
 The base model is loaded once more. Its logits come first; then the policy's weights take its place, or stand beside
 it as an adapter, for the policy's logits, and the base's own are put back. Weights are those that are served: rounded
-to the served dtype. On the CPU the arithmetic is float32 whatever that dtype is, on a GPU it is that dtype. Both
-models take the same path in the same shapes, so equal weights give exactly 0. Different weights differ in their
+to the served dtype. On the CPU the arithmetic is float32 whatever that dtype is, on a GPU it is that dtype; a policy of
+GRPO in mixed precision is measured in mixed precision, on either. Both models take the same path in the same shapes, so equal weights give exactly 0. Different weights differ in their
 rounding too: in bfloat16 the logits have eight bits, and a KL below about 1e-3 is mostly that.
 """
 
@@ -111,11 +111,19 @@ def draw(engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example]
 class Reference:
     """The base model, to measure policies against. Loaded at the first use; `close` frees it.
 
-    `dtype` is that of the policy's weights; None: what a model of this config is served in on `device`.
+    `dtype` is that of the policy's weights; None: what a model of this config is served in on `device`. `mixed`: both
+    models compute in bfloat16 whatever their weights are, as a trainer in mixed precision has its policy do.
     """
 
-    def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> None:
-        self.config, self.device = config, torch.device(device)
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        mixed: bool = False,
+    ) -> None:
+        self.config, self.device, self.mixed = config, torch.device(device), mixed
         self.dtype = dtype or dtype_on(config.model, self.device)
         self._model: Any = None
 
@@ -154,7 +162,7 @@ class Reference:
         if not count:
             raise EvoalignError("no token was generated, so there is no divergence to measure; give it some prompts")
         for group in self._groups(samples):
-            base = [_logits(self.model, sample, self.device) for sample in group]
+            base = [self._logits(self.model, sample, self.device) for sample in group]
             with self._forward(policy) as forward:
                 for sample, base_TV in zip(group, base, strict=True):
                     sums += _sums(forward(sample).to(self.device), base_TV, sample.token_ids)
@@ -179,16 +187,23 @@ class Reference:
         """A function from a sample to the policy's logits [T, V]."""
         if isinstance(policy, Served):
             with self._written(policy):
-                yield lambda sample: _logits(self.model, sample, self.device)
+                yield lambda sample: self._logits(self.model, sample, self.device)
         elif isinstance(policy, nn.Module):
             training, device = policy.training, next(policy.parameters()).device
             policy.eval()
             try:
-                yield lambda sample: _logits(policy, sample, device)
+                yield lambda sample: self._logits(policy, sample, device)
             finally:
                 policy.train(training)
         else:
             yield lambda sample: policy(_ids(sample, self.device))[0, len(sample.prompt_ids) - 1 : -1]
+
+    def _logits(self, model: Any, sample: Sample, device: torch.device) -> torch.Tensor:
+        """Logits [T, V] before each generated token: one row, no cache, no padding."""
+        kept = len(sample.token_ids) + 1
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed):
+            out = model(input_ids=_ids(sample, device), use_cache=False, logits_to_keep=kept)
+        return out.logits[0, -kept:-1]
 
     @contextmanager
     def _written(self, served: Served) -> Generator[None]:
@@ -240,12 +255,6 @@ def measure(parts: Parts, reference: Reference) -> Divergence:
 
 def _ids(sample: Sample, device: torch.device) -> torch.Tensor:
     return torch.tensor([[*sample.prompt_ids, *sample.token_ids]], device=device)
-
-
-def _logits(model: Any, sample: Sample, device: torch.device) -> torch.Tensor:
-    """Logits [T, V] before each generated token: one row, no cache, no padding."""
-    kept = len(sample.token_ids) + 1
-    return model(input_ids=_ids(sample, device), use_cache=False, logits_to_keep=kept).logits[0, -kept:-1]
 
 
 def _sums(policy_TV: torch.Tensor, base_TV: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:

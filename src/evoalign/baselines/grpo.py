@@ -245,7 +245,13 @@ class _Grpo:
             steps.trackers = tracking.create(self.config, self.run.path, None)
         if policy.note:
             self.tell(policy.note)
-        before = self._evaluate(steps, "start")
+        try:
+            before = self._evaluate(steps, "start")
+            steps.measure_start()
+        except BaseException:
+            if self.run is not None:
+                self.run.undo()
+            raise
         if self.stop.asked is not None:
             if self.run is not None:
                 self.run.undo()

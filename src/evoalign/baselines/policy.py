@@ -44,6 +44,8 @@ class Policy:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.on_cpu = self.device.type == "cpu"
+        self.mixed = settings.mixed(config, on_cpu=self.on_cpu)
+        """Whether it answers, and is measured, in bfloat16 on float32 weights."""
         self.tuned = _tuned(model)
         self.engine = self._engine()
         self.longest = settings.longest(config)
@@ -60,7 +62,7 @@ class Policy:
     def evaluate(self) -> tuple[Evaluation, Cost]:
         """The policy on the test split, by the engine that answers for members of a population; what it took."""
         start = time.perf_counter()
-        with answering(self.model):
+        with answering(self.model, mixed=self.mixed):
             found = evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
         return found, self._cost_of_evaluation(found, time.perf_counter() - start)
 
@@ -151,7 +153,7 @@ class Policy:
         """Whoever draws completions; None: TRL itself."""
         if self.config.grpo.rollouts == "trl":
             return None
-        own = (self.config, self.engine, self.tokens, self.model, self.longest)
+        own = (self.config, self.engine, self.tokens, self.model, self.longest, self.mixed)
         if self.config.grpo.rollouts == "engine":
             return EngineRollouts(*own)
         # An engine of its own: the members' hooks stay out of evaluation.

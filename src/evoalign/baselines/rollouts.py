@@ -29,12 +29,17 @@ from evoalign.types import MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sa
 
 
 @contextmanager
-def answering(model: Any) -> Generator[None]:
-    """A model in training answers prompts, with a cache, and goes on training."""
+def answering(model: Any, *, mixed: bool) -> Generator[None]:
+    """A model in training answers prompts, with a cache, and goes on training.
+
+    `mixed`: in bfloat16 on its float32 weights, as it trains. The trainer sees to that from its first step on and not
+    before; here it is always so.
+    """
     training = model.training
     model.eval()
     try:
-        yield
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
+            yield
     finally:
         model.train(training)
 
@@ -42,8 +47,10 @@ def answering(model: Any) -> Generator[None]:
 class EngineRollouts:
     """Groups drawn from the policy at `grpo.temperature`: another seed for each completion of each step."""
 
-    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int) -> None:
-        self.config, self.engine, self.tokens, self.model = config, engine, tokens, model
+    def __init__(
+        self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool
+    ) -> None:
+        self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
         self.sampling = Sampling(longest, config.grpo.temperature, config.grpo.top_p)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
@@ -52,7 +59,7 @@ class EngineRollouts:
         seeds = [stream(self.config.seed, "grpo", step, process, i) for i in range(len(prompts))]
         encoded = [self.tokens.encode(prompt) for prompt in prompts]
         requests = [Request(i, ids, self.sampling, seeds[i]) for i, ids in enumerate(encoded)]
-        with answering(self.model):
+        with answering(self.model, mixed=self.mixed):
             found = sorted(self.engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
         return _output(encoded, found)
 
@@ -60,12 +67,14 @@ class EngineRollouts:
 class MemberRollouts:
     """Groups of one greedy completion of each member; all prompts of a step are asked of the same members."""
 
-    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, space: Space) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool, space: Space
+    ) -> None:
         if space.carrier != "adapter":
             raise ConfigError(
                 f"grpo.rollouts es takes space lora or lowrank, whose members answer together, not {space.name}"
             )
-        self.config, self.engine, self.tokens, self.model = config, engine, tokens, model
+        self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
         self.members = population(config.grpo.num_generations, antithetic=config.es.antithetic)
         self.sampling = Sampling(longest)
         with torch.no_grad():
@@ -78,7 +87,7 @@ class MemberRollouts:
         encoded = [self.tokens.encode(prompt) for prompt in prompts]
         requests = [Request(i, ids, self.sampling, logprobs=True) for i, ids in enumerate(encoded[::group])]
         plan = Plan(step, self.sigma(step), self.members)
-        with answering(self.model):
+        with answering(self.model, mixed=self.mixed):
             found = sorted(self.engine.rollout(plan, requests), key=_by_group)
         return _output(encoded, found)
 

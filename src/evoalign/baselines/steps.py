@@ -73,7 +73,7 @@ class Steps(TrainerCallback):
         self.evaluating: Cost | None = Cost()
         """What evaluation has taken; None: a part of it is not known."""
         self.trainer: Any = None
-        self._reference = Reference(policy.config, policy.device, policy.dtype)
+        self._reference = Reference(policy.config, policy.device, policy.dtype, mixed=policy.mixed)
         self._pending: list[Answer] = []
         self._round: list[Answer] = []
         self._drawn_cost = Cost()
@@ -152,9 +152,16 @@ class Steps(TrainerCallback):
     def measure(self) -> dict[str, Any]:
         """KL of the policy from the base model."""
         policy, config = self.policy, self.config
-        with answering(policy.model):
+        with answering(policy.model, mixed=policy.mixed):
             samples = divergence.draw(policy.engine, policy.tokens, policy.task, policy.data.test, config)
         return asdict(self._reference.divergence(policy.model, samples))
+
+    def measure_start(self) -> None:
+        """What cannot be measured, or does not fit, is told before the first step."""
+        if self.run is not None and self.config.checks.kl_every:
+            start = time.monotonic()
+            kl, seconds = self.measure()["exact"], time.monotonic() - start
+            self.tell(f"KL of the start from the base model: {kl:.3g} nats a token, measured in {seconds:.1f} s")
 
     def close(self) -> None:
         """Let the trackers go, and the copy of the base model."""
