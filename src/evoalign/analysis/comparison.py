@@ -344,7 +344,7 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str) -> Match:
     else:
         limit, notes = _limit(groups, by)
         takers = [_within(group, by, limit) for group in groups]
-        notes += _seldom(groups, takers) if limit is not None else []
+        notes += _seldom(groups, takers, by) if limit is not None else []
         notes += [_apart(g, measure) for g in groups if (span := _span(g, by, measure)) and span[0] > span[1]]
     standings = [
         Standing(g, tuple(taken), estimate([t.point.measures[measure] for t in taken]) if taken else None)
@@ -367,7 +367,10 @@ def _limit(groups: Sequence[Group], by: Matching) -> tuple[float | None, list[st
     """The largest budget that all runs reached, and who sets it. Runs that do not say what they took are left out."""
     runs = [run for group in groups for run in group.runs]
     unknown = [run for run in runs if not amount(by, run.cost)]
-    notes = [f"{run.path} does not say what all of it took, and is left out here" for run in unknown]
+    notes = [
+        f"{run.path} does not say what all of it took in {by}, which is so unknown: it is left out here"
+        for run in unknown
+    ]
     reached = {run.path: amount(by, run.cost) or 0.0 for run in runs if run not in unknown}
     if not reached:
         return None, [*notes, "no run says what it took: nothing can be matched"]
@@ -394,10 +397,11 @@ def _within(group: Group, by: Matching, limit: float | None) -> list[Taken]:
     return taken
 
 
-def _seldom(groups: Sequence[Group], takers: Sequence[Sequence[Taken]]) -> list[str]:
+def _seldom(groups: Sequence[Group], takers: Sequence[Sequence[Taken]], by: Matching) -> list[str]:
+    """Of runs that say what they took; the others are named where the budget is set."""
     notes: list[str] = []
     for group, taken in zip(groups, takers, strict=True):
-        missing = [run for run in group.runs if run.cost is not None and run not in [t.run for t in taken]]
+        missing = [run for run in group.runs if amount(by, run.cost) and run not in [t.run for t in taken]]
         share = sum(t.share for t in taken) / len(taken) if taken else 1.0
         if missing:
             count = "no run" if not taken else f"{len(missing)} of {len(group.runs)} runs"
