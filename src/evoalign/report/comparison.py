@@ -21,7 +21,7 @@ from rich.text import Text
 
 from evoalign.analysis.comparison import Comparison, Group, Match, Matching, amount, flops_of
 from evoalign.analysis.runs import Run
-from evoalign.analysis.statistics import LEVEL, PERMUTATION, Estimate, Pair, estimate
+from evoalign.analysis.statistics import COVERAGE, LEVEL, PERMUTATION, Estimate, Pair, estimate
 from evoalign.checkpoint import write_text
 from evoalign.report import comparison_figures as figures
 from evoalign.report.tables import shorten, visible
@@ -357,6 +357,12 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
     return "\n".join(lines) + "\n"
 
 
+def _coverage() -> str:
+    """How often a bootstrap interval really has the mean in it."""
+    *rest, last = (f"{share} % with {n} seeds" for n, share in COVERAGE.items())
+    return f"{', '.join(rest)} and {last}"
+
+
 HOW_TO_READ = (
     "## How to read this",
     "",
@@ -364,8 +370,9 @@ HOW_TO_READ = (
     "  of completions; `comparison.json` has the generated ones alone.",
     "- Each run is taken at its last evaluation within the budget that all runs reached. Nothing is interpolated and",
     "  no later evaluation is looked at; *budget used* says how far that one was.",
-    "- Intervals of means are 95 % BCa bootstrap intervals over three seeds or more; those of differences and the",
-    "  bands in figures are 95 % t intervals.",
+    "- Intervals of means are 95 % BCa bootstrap intervals over three seeds or more. With so few they are too narrow,",
+    f"  and hold the true mean less often than they say: of normal samples in {_coverage()}.",
+    "- Those of differences and the bands in figures are 95 % t intervals, which are right for normal samples.",
     f"- The {PERMUTATION} test over shared seeds decides, Welch's t test where fewer than two are shared, at 5 % after",
     "  Holm's correction over the pairs of one table. Other tests are shown and decide nothing. Each table is",
     "  corrected by itself: who looks at all of them for one that is significant looks more than once.",
