@@ -61,6 +61,13 @@ def test_the_band_is_the_outline_of_the_safe_cells(tmp_path: Path) -> None:
     assert all_ < 2.5 * one, "the edges between safe cells are drawn"
 
 
+def test_the_legend_says_the_rule() -> None:
+    figure = sweeps._figure(6, 4)
+    sweeps._key(figure, has_band=True, has_gaps=False)
+    (entry,) = figure.legends[0].get_texts()
+    assert entry.get_text() == "safe band: at most 1% hacked in each seed, reward above the start"
+
+
 def test_a_cell_that_was_not_run_is_hatched(tmp_path: Path) -> None:
     square = [point(s, a) for s in (0.1, 0.2) for a in (1, 2)]
     whole = heat_map(square, tmp_path / "whole" / "map.png")

@@ -237,9 +237,8 @@ def _key(figure: Figure, has_band: bool, has_gaps: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    safe = Line2D(
-        [], [], color=BAND, linewidth=3, label="safe band: nothing hacked in any seed, reward above the start"
-    )
+    rule = f"safe band: at most {SAFE_HACKED:.0%} hacked in each seed, reward above the start"
+    safe = Line2D([], [], color=BAND, linewidth=3, label=rule)
     gap = Patch(facecolor="white", edgecolor=HATCH, hatch="///", linewidth=0, label="not run, or not done")
     handles = [*([safe] if has_band else []), *([gap] if has_gaps else [])]
     if handles:
