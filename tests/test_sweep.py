@@ -10,9 +10,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +24,11 @@ from rich.console import Console
 from evoalign.config import load, read
 from evoalign.errors import ConfigError, RunExistsError
 from evoalign.sweeping import children as children_module
+from evoalign.sweeping import results
 from evoalign.sweeping import search as search_module
 from evoalign.sweeping.cells import axis, make_cells, make_runs, name_of, product, read_cells
 from evoalign.sweeping.children import Children
+from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.search import Domain, domain, search
 from evoalign.sweeping.sweep import Sweep, sweep
 
@@ -122,6 +126,13 @@ class Command:
         return process
 
 
+def kill_one_that_has_come_further(command: Command) -> None:
+    before = rows(command.long)
+    until(lambda: rows(command.long) > before)
+    for pid in pids_of(command.to):
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_stopped_and_killed_it_leaves_no_orphan_and_repeats_nothing(tmp_path: Path) -> None:
     command = Command(tmp_path)
     process = command.start_and_catch()
@@ -144,14 +155,14 @@ def test_stopped_and_killed_it_leaves_no_orphan_and_repeats_nothing(tmp_path: Pa
     orphaned = rows(command.long)
     assert stopped < orphaned < LONG
 
-    process = command.start_and_catch()
-    for pid in [process.pid, *pids_of(command.to)]:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    killed = rows(command.long)
-    assert orphaned < killed < LONG
-
     again = {"es.num_generations": [2, LONG]}
+    killer = threading.Thread(target=kill_one_that_has_come_further, args=(command,))
+    killer.start()
+    (failed,) = run(command.to, again)[0].failed
+    killer.join()
+    assert failed.how == "killed by SIGKILL"
+    assert orphaned < rows(command.long) < LONG
+
     assert started(run(command.to, again)[1]) == [f"num_generations={LONG}/seed_0"]
     assert traces(command.quick) == quick
     assert rows(command.long) == LONG
@@ -228,7 +239,21 @@ def test_a_bad_value_names_its_cell_and_nothing_is_written(tmp_path: Path) -> No
         run(tmp_path / "sweep", {"seed": [0, 1]})
     with pytest.raises(ConfigError, match="each once"):
         run(tmp_path / "sweep", seeds=[1, 1])
+    with pytest.raises(ConfigError, match="--measure accuracy: task conciseness has no such measure; it has reward, "):
+        run(tmp_path / "sweep", {"es.sigma": [0.1]}, measure="accuracy")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "axes", ["es.sgima", "es.sigma,es.sigma", "es.sigma,es.learning_rate,lora.rank", "es.sigma,lora.alpha"]
+)
+def test_axes_are_one_or_two_of_what_is_swept(tmp_path: Path, axes: str) -> None:
+    grid = {"es.sigma": [0.1, 0.2], "es.learning_rate": [0.1], "lora.rank": [1, 2]}
+    with pytest.raises(ConfigError, match=f"--axes {axes}: give one .*; swept are es.sigma, es.learning_rate, lora.r"):
+        run(tmp_path / "sweep", grid, axes=axes.split(","))
+    assert not (tmp_path / "sweep" / "sweep.json").exists()
+    results.check_axes(["es.sigma", "lora.rank"], [dict.fromkeys(grid)])
+    results.check_axes(None, [{}])
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -398,6 +423,31 @@ def test_a_trial_that_lags_is_stopped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "trial_0001/seed_1" not in started(output)
     assert 0 < rows(done.path / "trial_0001" / "seed_0") < LONG
     assert not done.failed
+
+
+def test_a_measure_that_there_is_not_is_told_before_anything_runs(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    base = {**BASE, "evaluation": {"max_tokens": 4, "every": 1}}
+    with pytest.raises(ConfigError, match="--measure accuracy: task conciseness has no such measure"):
+        look(tmp_path / "sweep", 2, {"es.sigma": Domain(0.001, 0.1)}, base=base, prune=True, measure="accuracy")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_measure_that_evaluations_lack_is_told_in_words(tmp_path: Path) -> None:
+    """Of a task of one's own, which is asked by its runs alone."""
+    optuna = pytest.importorskip("optuna")
+    base = {**BASE, "evaluation": {"max_tokens": 4, "every": 1}}
+    folder = Folder(tmp_path, base, "es")
+    space = {"es.sigma": Domain(0.001, 0.1)}
+    source = search_module._Search(optuna.create_study(), space, folder, [0], 1, "accuracy", True)
+    asked = source.next()
+    assert asked is not None
+    asked.path.mkdir(parents=True)
+    (asked.path / "metrics.jsonl").write_text('{"generation": 0, "evaluation": {"reward": 1.0}}\n')
+    children = Children(tmp_path, 1, [])
+    children.running[asked.name] = SimpleNamespace(run=asked)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="--measure accuracy: the test split has no such measure; it has reward"):
+        source.look(children)
 
 
 def test_pruning_needs_evaluations(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def sweep(
             tree,
             grid=once("--grid", map(parts.axis, grid or [])),
             cells=parts.read_cells(cells) if cells is not None else (),
-            axes=axes.split(",") if axes is not None else None,
+            axes=[name.strip() for name in axes.split(",")] if axes is not None else None,
             **common,
         )
     raise typer.Exit(1 if done.failed else 0)

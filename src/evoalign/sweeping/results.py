@@ -13,7 +13,7 @@ import numpy as np
 from evoalign import budget, parquet
 from evoalign.analysis import hacking
 from evoalign.checkpoint import write_text
-from evoalign.errors import DataError
+from evoalign.errors import ConfigError, DataError
 from evoalign.report import sweeps as figures
 from evoalign.rundir import RunDir
 from evoalign.sweeping.cells import Run, Settings, Tree, read_json
@@ -156,6 +156,14 @@ def draw_search(folder: Path, cells: Sequence[Tree], measure: str, keys: Sequenc
     if points:
         title = f"{measure} after training, {len(points)} trials"
         figures.scatter(points, folder / "figures" / "search.png", keys=keys, measure=measure, title=title)
+
+
+def check_axes(axes: Sequence[str] | None, many: Sequence[Settings]) -> None:
+    """Raise ConfigError unless these are one or two of the settings that are swept."""
+    swept = list(dict.fromkeys(key for settings in many for key in settings))
+    if axes is not None and (not 1 <= len(set(axes)) == len(axes) <= 2 or not set(axes) <= set(swept)):
+        known = f"swept are {', '.join(swept)}" if swept else "nothing is swept"
+        raise ConfigError(f"--axes {','.join(axes)}: give one setting or two that are swept; {known}")
 
 
 PAIRS = (("es.sigma", "es.learning_rate"), ("es.noise_multiplier", "es.learning_rate"))

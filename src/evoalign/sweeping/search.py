@@ -30,7 +30,7 @@ from evoalign.sweeping.cells import Cell, Run, Settings, Tree, make_cells, make_
 from evoalign.sweeping.children import Children, Ended, is_busy, last_rows
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
-from evoalign.sweeping.sweep import Sweep, conclude, drive, make_children, prepare
+from evoalign.sweeping.sweep import Sweep, check_measure, conclude, drive, make_children, prepare
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -98,13 +98,14 @@ def search(
     """
     base, seeds, folder = prepare(config, seeds, method, to)
     corners = product({key: found.corners for key, found in space.items()})[:CHECKED_CORNERS]
-    for cell in make_cells(base, corners, method):
-        checked = make_run(base, cell, 0, method, folder.path).config
+    configs = [make_run(base, cell, 0, method, folder.path).config for cell in make_cells(base, corners, method)]
+    for checked in configs:
         tracking.check(checked)
         if prune and not checked.evaluation.every:
             raise ConfigError(
                 "--prune needs evaluations on the way: set evaluation.every, such as --set evaluation.every=5"
             )
+    check_measure(configs, measure)
     study_of = _optuna()
     console = console or Console()
     spec = {"space": {key: repr(found) for key, found in space.items()}, "seeds": seeds, "measure": measure}
@@ -202,7 +203,7 @@ class _Search:
                 step = int(row["generation"]) + 1
                 if row.get("evaluation") and step not in trial.reported:
                     trial.reported.add(step)
-                    trial.trial.report(float(row["evaluation"][self.measure]), step)
+                    trial.trial.report(self._value(row["evaluation"]), step)
                     trial.pruned = trial.pruned or trial.trial.should_prune()
             if trial.pruned:
                 children.stop(first)
@@ -303,14 +304,17 @@ class _Search:
 
         tree = run.evaluation()
         assert tree is not None
-        value = tree["after"].get(self.measure)
         trial.running.discard(run.name)
-        if value is None or not math.isfinite(value):
-            known = ", ".join(tree["after"])
-            raise ConfigError(f"--measure {self.measure}: the test split has no such measure; it has {known}")
-        trial.values.append(float(value))
+        trial.values.append(self._value(tree["after"]))
         if len(trial.values) == len(self.seeds):
             self._tell(trial, float(np.mean(trial.values)), TrialState.COMPLETE)
+
+    def _value(self, measures: Tree) -> float:
+        value = measures.get(self.measure)
+        if value is None or not math.isfinite(value):
+            known = ", ".join(measures)
+            raise ConfigError(f"--measure {self.measure}: the test split has no such measure; it has {known}")
+        return float(value)
 
     def _tell(self, trial: _Trial, value: float | None, state: Any) -> None:
         self.study.tell(trial.trial.number, value, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from rich.console import Console
 from evoalign import tracking
 from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
-from evoalign.parts import ConfigLike
+from evoalign.parts import ConfigLike, task_and_data
 from evoalign.rundir import Method, command_line
 from evoalign.signals import Stop
 from evoalign.sweeping import results
@@ -23,8 +23,12 @@ from evoalign.sweeping.cells import Run, Settings, Tree, make_cells, make_runs, 
 from evoalign.sweeping.children import Children, Ended, is_busy, visible_gpus
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
+from evoalign.tasks import TASKS
+from evoalign.tasks.custom import Custom
 
 TICK_SECONDS = 0.2
+SHARED_MEASURES = ("reward", "empty_share", "truncated_share", "tokens")
+"""Of a test split, whatever the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,11 @@ def sweep(
     runs = make_runs(base, chosen, seeds, method, folder.path)
     for run in runs:
         tracking.check(run.config)
+    check_measure([run.config for run in runs], measure, results.COLUMNS)
     console = console or Console()
     folder.lock()
     try:
+        results.check_axes(axes, [cell.settings for cell in (*folder.cells.values(), *chosen)])
         folder.add(chosen, seeds)
         source = _Grid(runs)
         children = make_children(folder, jobs, gpus)
@@ -122,6 +128,21 @@ def prepare(
     path = Path(to) if to is not None else Path(f"{base.get('output_dir', 'runs/evoalign')}_sweep")
     fixed = {key: value for key, value in base.items() if key not in ("seed", "output_dir")}
     return fixed, seeds, Folder(path, fixed, method)
+
+
+def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] = ()) -> None:
+    """Raise ConfigError where a built-in task has no such measure: else the first run would tell, at its end.
+
+    `more` are names beside those of the task. What a task of the user's own measures is known when it does.
+    """
+    if measure in (*SHARED_MEASURES, *more):
+        return
+    for name, config in {config.task.name: config for config in configs}.items():
+        if name in TASKS and name != Custom.name:
+            task, data = task_and_data(config, None, None)
+            known = [*SHARED_MEASURES, *more, *task.measures("", data.test[0])]
+            if measure not in known:
+                raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 
 
 def make_children(folder: Folder, jobs: int | None, gpus: Sequence[str] | None) -> Children:
