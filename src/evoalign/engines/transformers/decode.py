@@ -180,7 +180,8 @@ class Decoder:
     def _choose(self, logits: torch.Tensor, rows: _Rows, step: int, sampling: Sampling) -> torch.Tensor:
         if bool(logits.isnan().any()):
             raise EvoalignError(
-                "the model's logits are not numbers; lower es.sigma, or use model.dtype bfloat16 or float32"
+                "the model's logits are not numbers; lower es.sigma (GRPO: grpo.learning_rate), or use model.dtype "
+                "bfloat16 or float32"
             )
         if sampling.temperature == 0:
             return logits.argmax(-1)
