@@ -380,10 +380,23 @@ class GrpoConfig(Section):
                 f"grpo.per_device_train_batch_size {self.per_device_train_batch_size} x {passes} passes is no multiple "
                 f"of grpo.num_generations {self.num_generations}: a round of completions holds whole groups"
             )
+        whole, step = passes * self.num_iterations, self.gradient_accumulation_steps
+        if whole % step and step % whole:
+            raise ValueError(
+                f"a round of completions lasts for {whole} passes (grpo.steps_per_generation x grpo.num_iterations) "
+                f"and a step for {step} (grpo.gradient_accumulation_steps): one must be a multiple of the other"
+            )
         if self.rollouts == "es" and self.tune != "full":
             raise ValueError("grpo.rollouts es perturbs the model's own weights: it needs grpo.tune full")
         if self.rollouts != "trl" and self.use_vllm:
             raise ValueError(f"grpo.use_vllm draws completions itself: it needs grpo.rollouts trl, not {self.rollouts}")
+        of_trl = ["grpo.top_k"] if self.top_k else []
+        of_trl += [f"grpo.trl.{n}" for n in ("min_p", "repetition_penalty", "generation_kwargs") if n in self.trl]
+        if self.rollouts != "trl" and of_trl:
+            raise ValueError(
+                f"{of_trl[0]} is for TRL's own generation alone: take it out, or set grpo.rollouts trl (it is "
+                f"{self.rollouts})"
+            )
         return self
 
 

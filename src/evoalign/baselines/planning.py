@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -133,13 +134,14 @@ def work_lines(config: Config) -> list[str]:
     """Completions and tokens of one process, in words."""
     grpo = config.grpo
     size, lasts = settings.round_size(grpo), settings.cycle(grpo)
-    rounds = -(-grpo.max_steps // lasts)
+    size *= settings.rounds(grpo)
+    times = -(-grpo.max_steps // lasts)
     tokens = size * settings.longest(config)
     each = "a step" if lasts == 1 else f"each {lasts} steps"
     return [
         f"completions {size:,} {each} ({size // grpo.num_generations} prompts x {grpo.num_generations}), "
-        f"{size * rounds:,} in all; as many again for each further process",
-        f"tokens at most {tokens:,} {each}, {tokens * rounds:,} in all",
+        f"{size * times:,} in all; as many again for each further process",
+        f"tokens at most {tokens:,} {each}, {tokens * times:,} in all",
     ]
 
 
@@ -193,10 +195,10 @@ def _refusals(config: Config, examples: int) -> list[str]:
     found: list[str] = []
     if not tracking.is_installed("trl"):
         found.append("refused as it stands: GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
-    try:
-        settings.check_prompts(config, examples)
-        if config.grpo.rollouts == "es":
-            _ = config.es
-    except ConfigError as error:
-        found.append(f"refused as it stands: {error}")
+    refusing = (settings.check, settings.trains_on_cpu, partial(settings.check_prompts, examples=examples))
+    for refuse in refusing:
+        try:
+            refuse(config)
+        except ConfigError as error:
+            found.append(f"refused as it stands: {error}")
     return found

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from evoalign.config import Config, GrpoConfig
 from evoalign.errors import ConfigError
@@ -30,15 +34,27 @@ SET = {
     "warmup_steps": "grpo.warmup_ratio",
     "use_cpu": "engine.device",
     "logging_steps": "nothing: every step is logged",
+    "logging_strategy": "nothing: every step is logged",
+    "logging_first_step": "nothing: every step is logged",
+    "generation_batch_size": "grpo.steps_per_generation",
+    "auto_find_batch_size": "grpo.per_device_train_batch_size",
+    "save_only_model": "nothing: a run could not go on",
+    "ignore_data_skip": "nothing: a run that goes on asks what it would have asked",
+    "load_best_model_at_end": "checkpoint.keep_best",
+    "push_to_hub": "nothing: evoalign export makes the folder to upload",
     "model_init_kwargs": "model",
     "trust_remote_code": "nothing: it is not allowed",
     "use_transformers_paged": "grpo.rollouts",
 }
 """Fields of TRL that other settings of evoalign decide."""
+SPLIT = (
+    "FSDP and DeepSpeed's ZeRO stage 3 split the weights, which evaluation and saving read whole; use ZeRO stage 1 or 2"
+)
 
 
 def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of TRL's GRPOConfig. `known` has its fields. Raises ConfigError for one that is not there."""
+    """Keyword arguments of TRL's GRPOConfig. `known` has its fields. Raises ConfigError for what cannot be."""
+    check(config)
     grpo = config.grpo
     plain = {name: getattr(grpo, name) for name in GrpoConfig.model_fields if name not in OURS}
     chosen = {name: value for name, value in plain.items() if value is not None}
@@ -58,16 +74,57 @@ def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str,
         "report_to": "none",
         "disable_tqdm": True,
         "log_level": "error",
-        **_checked(grpo.trl, known),
+        **_known(grpo.trl, known),
     }
 
 
-def _checked(more: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    for name in more:
+def check(config: Config) -> None:
+    """Raise ConfigError for what a run would refuse, as far as that takes no TRL."""
+    for name in config.grpo.trl:
         if name in SET:
-            raise ConfigError(f"grpo.trl.{name} is set elsewhere here: by {SET[name]}")
+            raise ConfigError(f"grpo.trl.{name} is set elsewhere here: by {SET[name]}; take it out of grpo.trl")
         if name in GrpoConfig.model_fields:
             raise ConfigError(f"grpo.trl.{name} has a place of its own: grpo.{name}")
+    if _splits_weights(config.grpo.trl):
+        raise ConfigError(f"grpo.trl: {SPLIT}")
+    if config.grpo.rollouts == "es" and config.es.antithetic and config.grpo.num_generations % 2:
+        raise ConfigError(
+            f"es.antithetic needs an even grpo.num_generations, not {config.grpo.num_generations}: members are pairs"
+        )
+
+
+def _splits_weights(more: Mapping[str, Any]) -> bool:
+    """Whether FSDP or ZeRO stage 3 is asked for. A file that does not read is for TRL to complain of."""
+    found: Any = more.get("deepspeed")
+    if isinstance(found, str):
+        try:
+            found = json.loads(Path(found).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = None
+    zero: Any = found.get("zero_optimization") if isinstance(found, dict) else None
+    return bool(more.get("fsdp")) or (isinstance(zero, dict) and zero.get("stage") == 3)
+
+
+def trains_on_cpu(config: Config) -> bool:
+    """Whether the policy trains on the CPU. Raises ConfigError for a device that is not there, or not the first."""
+    wanted = config.engine.device
+    if wanted == "auto":
+        return not torch.cuda.is_available()
+    index = re.fullmatch(r"cuda:(\d+)", wanted)
+    if index is not None and int(index[1]) > 0:
+        raise ConfigError(
+            f"engine.device: {wanted}: TRL trains on the first GPU that it sees; set engine.device: cuda and the "
+            f"environment's CUDA_VISIBLE_DEVICES={index[1]}"
+        )
+    if index is None and wanted not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device: {wanted!r} is none of auto, cpu and cuda")
+    if wanted != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device: {wanted} is not there; use cpu or auto")
+    return wanted == "cpu"
+
+
+def _known(more: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    for name in more:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"grpo.trl.{name}: TRL's GRPOConfig has no such field{(near and f'; {near[0]}?') or ''}")
@@ -92,20 +149,28 @@ def mixed(config: Config, *, on_cpu: bool) -> bool:
 
 def cycle(grpo: GrpoConfig) -> int:
     """Optimizer steps that one round of completions lasts for."""
-    passes = (grpo.steps_per_generation or grpo.gradient_accumulation_steps) * grpo.num_iterations
-    return max(1, -(-passes // grpo.gradient_accumulation_steps))
+    return max(1, passes(grpo) // grpo.gradient_accumulation_steps)
+
+
+def rounds(grpo: GrpoConfig) -> int:
+    """Rounds of completions in the optimizer step that begins with one."""
+    return max(1, grpo.gradient_accumulation_steps // passes(grpo))
+
+
+def passes(grpo: GrpoConfig) -> int:
+    """Passes that one round of completions lasts for, all iterations; a multiple of a step's, or a step's of it."""
+    return (grpo.steps_per_generation or grpo.gradient_accumulation_steps) * grpo.num_iterations
 
 
 def misaligned(grpo: GrpoConfig) -> bool:
     """Whether completions may be older than the weights of a step, so that TRL takes their log-probabilities first."""
-    passes = (grpo.steps_per_generation or grpo.gradient_accumulation_steps) * grpo.num_iterations
-    return grpo.gradient_accumulation_steps % passes != 0 or grpo.use_vllm
+    return grpo.gradient_accumulation_steps % passes(grpo) != 0 or grpo.use_vllm
 
 
 def round_size(grpo: GrpoConfig, processes: int = 1) -> int:
     """Completions of one round."""
-    passes = grpo.steps_per_generation or grpo.gradient_accumulation_steps
-    return grpo.per_device_train_batch_size * passes * processes
+    each = grpo.steps_per_generation or grpo.gradient_accumulation_steps
+    return grpo.per_device_train_batch_size * each * processes
 
 
 def check_prompts(config: Config, examples: int, processes: int = 1) -> None:
