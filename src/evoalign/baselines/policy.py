@@ -82,8 +82,11 @@ class Policy:
             generation_flops=self._generation_flops(prompts, generated),
         )
 
-    def cost_of_update(self, answers: Sequence[tuple[int, int]]) -> Cost:
-        """Of one optimizer step, on an equal share of a round where several steps share it."""
+    def cost_of_update(self, answers: Sequence[tuple[int, int]], passes: int) -> Cost:
+        """Of one optimizer step of so many passes over `answers`.
+
+        They are a share of all where several steps share a round, and more than all where a step takes each twice.
+        """
         grpo = self.config.grpo
         whole = budget.grpo_update(
             self.shape,
@@ -93,9 +96,7 @@ class Policy:
             adapted=self.adapted,
             all_logits=self.on_cpu,
         )
-        share = min(
-            1.0, grpo.gradient_accumulation_steps / (grpo.steps_per_generation or grpo.gradient_accumulation_steps)
-        )
+        share = passes * grpo.per_device_train_batch_size * self.processes / len(answers)
         if whole.forward_flops is None or whole.backward_flops is None or share == 1:
             return whole
         optimizer = (

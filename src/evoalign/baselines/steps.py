@@ -216,7 +216,8 @@ class Steps(TrainerCallback):
         }
 
     def _cost(self, fresh: Sequence[Answer]) -> Cost:
-        cost = self.policy.cost_of_update([(a.row, a.tokens) for a in self._round])
+        passes = int(self.trainer.current_gradient_accumulation_steps)  # an epoch's last step may have fewer
+        cost = self.policy.cost_of_update([(a.row, a.tokens) for a in self._round], passes)
         if fresh:
             cost += self.policy.cost_of_round([(a.row, a.tokens) for a in fresh])
         return replace(
