@@ -7,25 +7,28 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import evoalign
-from evoalign import engines, parquet, tokens
+from evoalign import budget, engines, parquet, tokens
 from evoalign.baselines import planning
 from evoalign.baselines.policy import Policy
 from evoalign.config import from_dict, to_yaml
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
 from evoalign.evaluation import rewards_of
+from evoalign.models import tiny
 from evoalign.parts import start, task_and_data
 from evoalign.rundir import RunDir
 from evoalign.types import Plan, Request, Sampling, population
@@ -124,8 +127,9 @@ def test_rows_hold_the_rewards_of_the_completions_that_are_kept(straight: Path) 
     assert [row["evaluation"] is not None for row in rows(straight)] == [False, True, False, False]
 
 
-def test_a_step_may_reuse_completions(tmp_path: Path) -> None:
+def test_a_step_may_reuse_completions(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     path = run(tmp_path / "run", grpo={"num_iterations": 2, "max_steps": 2}).path
+    assert not [str(w.message) for w in recwarn if "gradient_checkpointing" in str(w.message)]
     first, second = rows(path)
     assert (first["budget"]["completions"], second["budget"]["completions"]) == (8, 0)
     assert second["mean"] == first["mean"]
@@ -141,6 +145,69 @@ def test_the_divergence_is_measured_and_disturbs_nothing(straight: Path, tmp_pat
     for row in (bare := rows(path)):
         row["divergence"] = None
     assert [{k: v for k, v in row.items() if k not in CLOCKS} for row in bare] == traces(straight)[0]
+
+
+@dataclass
+class Trained:
+    """What was really trained on: the policies that told what it costs, and the completions in each pass."""
+
+    policies: list[Policy] = field(default_factory=list[Policy])
+    passes: list[int] = field(default_factory=list[int])
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    from evoalign.baselines.trainer import Trainer
+
+    found = Trained()
+    inner, loss = Policy.cost_of_update, Trainer.compute_loss
+
+    def cost(policy: Policy, *arguments: Any) -> Any:
+        found.policies.append(policy)
+        return inner(policy, *arguments)
+
+    def counted(trainer: Any, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        found.passes.append(len(inputs["completion_ids"]))
+        return loss(trainer, model, inputs, *arguments, **named)
+
+    monkeypatch.setattr(Policy, "cost_of_update", cost)
+    monkeypatch.setattr(Trainer, "compute_loss", counted)
+    return found
+
+
+def backward(path: Path, step: int, times: int, policy: Policy) -> float | None:
+    """FLOPs of training on each completion of a step so many times, and of AdamW."""
+    lengths = {policy.shown(row): len(ids) for row, ids in policy.lengths.items()}
+    prompts, drawn = ([c[key] for c in completions(path, step)] for key in ("prompt", "tokens"))
+    ids = [lengths[p] for p in prompts]
+    return budget.grpo_update(
+        policy.shape, ids * times, drawn * times, checkpointing=False, all_logits=True
+    ).backward_flops
+
+
+def test_a_step_that_trains_on_each_completion_twice_costs_twice(tmp_path: Path, trained: Trained) -> None:
+    grpo = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
+        "num_iterations": 2, "max_steps": 1,
+    }  # fmt: skip
+    path = run(tmp_path / "run", grpo=grpo, evaluation={"every": 0}).path
+    assert (len(completions(path, 0)), sum(trained.passes)) == (8, 16)
+    assert rows(path)[0]["budget"]["backward_flops"] == backward(path, 0, 2, trained.policies[0])
+    told = "\n".join(planning.work_lines(from_dict(config(path, grpo={**grpo, "max_steps": 5}))))
+    assert "completions 8 a step (2 prompts x 4), 40 in all" in told
+
+
+def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained) -> None:
+    """Eight prompts, two a round, three rounds a step: the second step is the epoch's last, of one round."""
+    grpo = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 2}
+    task = {"name": "custom", "train_data": str(_prompts(tmp_path))}
+    tree = config(tmp_path / "run", grpo=grpo, task=task, evaluation={"every": 0}, grader={"isolated": False})
+    path = evoalign.grpo(tree, reward=_length, console=Console(file=io.StringIO())).path
+    assert [row["budget"]["completions"] for row in rows(path)] == [24, 8]
+    assert trained.passes == [8] * 4
+    for step, row in enumerate(rows(path)):
+        assert row["budget"]["backward_flops"] == backward(path, step, 1, trained.policies[0])
+    assert "completions 24 a step (6 prompts x 4), 48 in all" in planning.work_lines(from_dict(tree))[0]
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
@@ -239,6 +306,29 @@ def test_the_correction_for_members_changes_the_step(tmp_path: Path) -> None:
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert rows(tmp_path / "clip")[0]["grpo"]["clipped_share"] > 0
     assert rows(tmp_path / "none")[0]["grpo"]["clipped_share"] == 0
+
+
+def test_the_reference_of_beta_is_of_the_revision_that_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache with two revisions, the other of other weights: along the policy's own tokens the KL is 0."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    home = tmp_path / "models--our--model"
+    (home / "refs").mkdir(parents=True)
+    for name, commit, factor in (("main", "a" * 40, 0.5), ("v1", "b" * 40, 1.0)):
+        folder = shutil.copytree(tiny(), home / "snapshots" / commit)
+        (home / "refs" / name).write_text(commit)
+        (file,) = folder.glob("*.safetensors")
+        scaled = {key: (factor * tensor).contiguous() for key, tensor in load_file(file).items()}
+        save_file(scaled, file, metadata={"format": "pt"})
+    model, grpo = {"name": "our/model", "revision": "v1"}, {"beta": 0.1, "max_steps": 1}
+    path = run(tmp_path / "run", model=model, grpo=grpo, evaluation={"every": 0}).path
+    assert rows(path)[0]["grpo"]["kl"] == 0
+    saved = json.loads((path / "checkpoints/generation_0001/config.json").read_text())
+    assert str(tmp_path) not in json.dumps(saved)
 
 
 # --- one reward file -------------------------------------------------------------------------------------------------
@@ -396,8 +486,6 @@ def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> Non
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from evoalign.models import tiny
-
     path = run(tmp_path / "run", lora={"rank": 2, "alpha": 4.0}, grpo={"tune": "lora", "learning_rate": 1e-2}).path
     saved = path / "loras" / "generation_0004"
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny()), saved).merge_and_unload()
@@ -420,8 +508,6 @@ def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> Non
 def _moved(model: Any) -> float:
     from transformers import AutoModelForCausalLM
 
-    from evoalign.models import tiny
-
     base = dict(AutoModelForCausalLM.from_pretrained(tiny()).named_parameters())
     return math.sqrt(sum(float((p - base[n]).double().square().sum()) for n, p in model.named_parameters()))
 
@@ -441,11 +527,38 @@ def _moved(model: Any) -> float:
         ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "takes space lora or lowrank"),
         ({"grpo": {"rollouts": "es", "tune": "lora"}}, "needs grpo.tune full"),
         ({"grpo": {"use_vllm": True}}, "needs grpo.rollouts trl, not engine"),
+        ({"grpo": {"use_vllm": True, "rollouts": "trl"}}, "vLLM is not available"),
+        ({"grpo": {"trl": {"save_only_model": True}}}, "grpo.trl.save_only_model is set elsewhere here.*take it out"),
+        ({"grpo": {"trl": {"generation_batch_size": 8}}}, "by grpo.steps_per_generation; take it out"),
+        ({"grpo": {"trl": {"fsdp": "full_shard"}}}, "use ZeRO stage 1 or 2"),
+        ({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 3}}}}}, "use ZeRO stage 1 or 2"),
+        ({"grpo": {"top_k": 5}}, "grpo.top_k is for TRL's own generation alone.*set grpo.rollouts trl"),
+        ({"grpo": {"trl": {"min_p": 0.1}}}, "grpo.trl.min_p is for TRL's own generation alone"),
+        (
+            {"grpo": {"gradient_accumulation_steps": 3, "steps_per_generation": 2}},
+            "lasts for 2 passes .* a step for 3 .* one must be a multiple of the other",
+        ),
+        (
+            {
+                "grpo": {"rollouts": "es", "num_generations": 3, "per_device_train_batch_size": 3},
+                "es": {"sigma": 0.1, "antithetic": True},
+                "space": "lowrank",
+            },
+            "es.antithetic needs an even grpo.num_generations, not 3",
+        ),
+        ({"engine": {"device": "banana"}}, "'banana' is none of auto, cpu and cuda"),
+        ({"engine": {"device": "cuda:3"}}, "TRL trains on the first GPU.*CUDA_VISIBLE_DEVICES=3"),
+        pytest.param(
+            {"engine": {"device": "cuda"}},
+            "engine.device: cuda is not there",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_what_cannot_be_is_told_and_leaves_nothing(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         run(tmp_path / "run", **sections)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

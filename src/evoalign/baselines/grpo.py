@@ -8,8 +8,8 @@ import os
 import shlex
 import shutil
 import warnings
-from collections.abc import Mapping
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ def grpo(
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
                 work = _Grpo(config, run, chosen, data, stop, console or Console(quiet=run is None), given)
-                return work.run_from(overwrite=overwrite, resume=resume)
+                with warnings.catch_warnings():  # TRL and transformers use a name that transformers 6 will drop
+                    warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
+                    return work.run_from(overwrite=overwrite, resume=resume)
     except RewardError as error:
         if error.failed is not None and run is not None:
             error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
@@ -118,7 +120,10 @@ class _Grpo:
         steps = Steps(policy, self.run, self.stop, self.console, self.tell)
         self._join(trainer, policy, steps)
         with closing(steps):
-            before = self._go_on(steps, state[1]) if state else self._begin(policy, steps, overwrite=overwrite, resume=resume)
+            if state is not None:
+                before = self._go_on(steps, state[1])
+            else:
+                before = self._begin(policy, steps, overwrite=overwrite, resume=resume)
             steps.baseline = before.measures["reward"]
             try:
                 self._train(trainer, steps, state[0] if state else None)
@@ -159,11 +164,11 @@ class _Grpo:
     def _trainer(self) -> Any:
         """TRL's trainer with our model, tokens and data. Its reward and completions are joined later."""
         from datasets import Dataset
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
         from evoalign.baselines.trainer import GRPOConfig, Trainer, keep_one_gpu
 
-        device = self.config.engine.device
-        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        on_cpu = settings.trains_on_cpu(self.config)
         folder = Path(self.config.output_dir).expanduser().absolute() / "trainer"
         known = settings.fields_of(GRPOConfig)
         try:
@@ -174,24 +179,31 @@ class _Grpo:
         settings.check_prompts(self.config, len(self.data.train), arguments.world_size)
         own = self.config.grpo.rollouts != "trl"
         rows = [{"prompt": self.task.prompt(example), "row": i} for i, example in enumerate(self.data.train)]
-        with warnings.catch_warnings():  # of what it calls experimental, and of names that a next major release drops
-            warnings.simplefilter("ignore")
-            trainer = Trainer(
-                self.tokens,
-                corrected=self.config.grpo.rollouts == "es" and self.config.grpo.off_policy == "clip",
-                model=self._model(on_cpu),
-                reward_funcs=[self._reward],
-                args=arguments,
-                train_dataset=Dataset.from_list(rows),
-                processing_class=self.tokens.tokenizer,
-                peft_config=self._peft() if self.config.grpo.tune == "lora" else None,
-                rollout_func=self._rollouts if own else None,
-            )
-        with suppress(OSError):  # the trainer makes its folder at once, and nothing is to be left of a refused run
-            folder.rmdir()
+        model = self._model()
+        try:
+            with warnings.catch_warnings(), _reference_of(self.config, model):
+                warnings.simplefilter("ignore")  # of what it calls experimental, and of names that it will drop
+                trainer = Trainer(
+                    self.tokens,
+                    corrected=self.config.grpo.rollouts == "es" and self.config.grpo.off_policy == "clip",
+                    model=model,
+                    reward_funcs=[self._reward],
+                    args=arguments,
+                    train_dataset=Dataset.from_list(rows),
+                    processing_class=self.tokens.tokenizer,
+                    peft_config=self._peft() if self.config.grpo.tune == "lora" else None,
+                    rollout_func=self._rollouts if own else None,
+                )
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"grpo: TRL refuses it: {' '.join(str(error).split())}") from error
+        finally:
+            with suppress(OSError):  # the trainer makes its folder at once; nothing is to be left of a refused run
+                folder.rmdir()
+        if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # by the launcher
+            raise ConfigError(settings.SPLIT)
         return trainer
 
-    def _model(self, on_cpu: bool) -> Any:
+    def _model(self) -> Any:
         """Weights that train: float32 where the config leaves the dtype open, as mixed precision wants them."""
         name = self.config.model.dtype
         model = load_model(self.config.model, getattr(torch, "float32" if name == "auto" else name))
@@ -347,6 +359,24 @@ class _Grpo:
             error.args = (f"{error}; {kept}",)
             return error
         return EvoalignError(f"{line}{more}; {kept}")
+
+
+@contextmanager
+def _reference_of(config: Config, model: Any) -> Generator[None]:
+    """TRL loads the reference of `grpo.beta` by the model's name, of whatever revision: here, the very files it has."""
+    if config.grpo.beta == 0 or config.grpo.tune == "lora":
+        yield
+        return
+    from transformers.utils.hub import cached_file
+
+    name = model.config._name_or_path
+    file = cached_file(name, "config.json", revision=config.model.revision, local_files_only=True)
+    if file is not None:
+        model.config._name_or_path = str(Path(file).parent)
+    try:
+        yield
+    finally:
+        model.config._name_or_path = name
 
 
 def _manifest(run: RunDir) -> Mapping[str, Any]:
