@@ -4,9 +4,10 @@
 Is ES different for how it explores, or for how it updates? With members' completions GRPO explores as ES does and
 updates by backpropagation. Such completions are not the policy's own. A greedy member is a point mass, against which
 no ratio of probabilities exists, so the member's own distribution before the argmax takes its place: `old` in PPO's
-clipped ratio (Schulman et al., arXiv 1707.06347, eq. 7) is what the member gave each token, and tokens that the policy
-rates more than 1 + epsilon (or less than 1 - epsilon) times as likely stop pulling. That bounds the step; it does not
-make the gradient unbiased.
+clipped ratio (Schulman et al., arXiv 1707.06347, eq. 7) is what the member gave each token. A token of positive
+advantage stops pulling where the policy rates it more than 1 + epsilon times as likely as the member did, one of
+negative advantage where it is less than 1 - epsilon times; beyond the other bound each pulls on. That bounds a step
+that would go further; it does not make the gradient unbiased.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def answering(model: Any, *, mixed: bool) -> Generator[None]:
 class EngineRollouts:
     """Groups drawn from the policy at `grpo.temperature`: another seed for each completion of each step."""
 
-    def __init__(
-        self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool
-    ) -> None:
+    def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool) -> None:
         self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
         self.sampling = Sampling(longest, config.grpo.temperature, config.grpo.top_p)
 
