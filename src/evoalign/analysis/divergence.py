@@ -17,8 +17,9 @@ tokens drawn at temperature 0.7, which are not draws from p: it is biased, and n
 The base model is loaded once more. Its logits come first; then the policy's weights take its place, or stand beside
 it as an adapter, for the policy's logits, and the base's own are put back. Weights are those that are served: rounded
 to the served dtype. On the CPU the arithmetic is float32 whatever that dtype is, on a GPU it is that dtype; a policy of
-GRPO in mixed precision is measured in mixed precision, on either. Both models take the same path in the same shapes, so equal weights give exactly 0. Different weights differ in their
-rounding too: in bfloat16 the logits have eight bits, and a KL below about 1e-3 is mostly that.
+GRPO in mixed precision is measured in mixed precision, on either. Both models take the same path in the same shapes, so
+equal weights give exactly 0. Different weights differ in their rounding too: in bfloat16 the logits have eight bits,
+and a KL below about 1e-3 is mostly that.
 """
 
 from __future__ import annotations
