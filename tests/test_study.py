@@ -114,11 +114,25 @@ def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, t
 
 
 def test_words_name_a_winner_only_where_the_test_does() -> None:
-    ranked = [{"label": "A"}, {"label": "B"}, {"label": "C"}]
-    pairs = [{"a": "A", "b": "B", "p_adjusted": 0.2}, {"a": "A", "b": "C", "p_adjusted": 0.01}]
-    assert study_page._claim(ranked, pairs) == (
-        "**A** is ahead of C (p < 0.05 after Holm); it cannot be told whether A is above B."
-    )
+    pairs = [
+        {"a": "GRPO", "b": "ES lora", "p_adjusted": 0.01},
+        {"a": "GRPO", "b": "ES full", "p_adjusted": 0.2},
+        {"a": "ES lowrank", "b": "GRPO", "p_adjusted": 0.04},
+        {"a": "ES lowrank", "b": "ES lora", "p_adjusted": None},
+    ]
+    assert study_page.told_apart(pairs) == "GRPO > ES lora; ES lowrank > GRPO"
+    assert study_page.told_apart(pairs[1:2]) == "none"
+    groups = [{"label": "GRPO", "estimate": {"mean": 1.0}}, {"label": "ES lora", "estimate": {"mean": 0.5}}]
+    short = [{"by": "flops", "pairs": pairs, "groups": [groups[0], {"label": "ES lora", "estimate": None}]}]
+    matches = [{"by": "wall", "pairs": pairs, "groups": groups}, *short]
+    assert study_page._leaders({"measures": {"reward": {"matches": matches}}}) == [
+        "The highest mean reward is that of GRPO at equal wall time.",
+        "At equal FLOPs nothing is said of ES lora: no evaluation of it lies within the budget.",
+        *(
+            f"GRPO against ES at equal {by}: above ES lora; below ES lowrank; not told apart from ES full."
+            for by in ("wall time", "FLOPs")
+        ),
+    ]
 
 
 def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
@@ -127,3 +141,13 @@ def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
     assert all(cell["es.sigma"] == 2.0 for cells in tried.values() for cell in cells)
     rates = {rate: [cell["es.learning_rate"] for cell in cells] for rate, cells in tried.items()}
     assert rates == {0.01: [0.005, 0.0025], 0.02: [0.0141, 0.0283], 0.04: [0.08, 0.16]}
+
+
+def test_a_better_cell_than_that_of_the_final_runs_is_told() -> None:
+    chosen = {"seeds": [1, 2], "methods": {"grpo": {"settings": {"grpo.learning_rate": 1e-4},
+                                                    "validation": {"mean": {"reward": 0.5}}}}}  # fmt: skip
+    cells = [{"settings": {"grpo.learning_rate": rate}, "rewards": rewards}
+             for rate, rewards in ((1e-4, [0.5, 0.5]), (3e-5, [0.6, 0.5]), (1e-5, [0.9]))]  # fmt: skip
+    (line,) = study_page._better({"grpo": cells}, chosen)
+    assert "grpo.learning_rate 3e-05 reached 0.55" in line
+    assert not study_page._better({"grpo": cells[:1]}, chosen)
