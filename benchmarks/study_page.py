@@ -409,7 +409,7 @@ def _better(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]
         if mean is not None and settings != found["settings"] and mean > found["validation"]["mean"]["reward"]:
             better = ", ".join(f"{key} {value:g}" for key, value in settings.items())
             lines.append(
-                f"**{LABELS[name]} can do better than on this page**: {better} reached {mean:.3g} in a search made after "
+                f"**{LABELS[name]} can do better than on this page**: {better} reached {mean:.3g} in a search after "
                 f"the final runs, which have the settings that reached {found['validation']['mean']['reward']:.3g}."
             )
     return lines
