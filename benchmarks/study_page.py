@@ -490,8 +490,8 @@ def _commands(tree: Mapping[str, Any]) -> list[str]:
         f"python benchmarks/es_vs_grpo.py page --task {task} --from DIR",
         "```",
         "",
-        f"Numbers: `benchmarks/results/es_vs_grpo/{task}.json`, from which `page --task {task}` without `--from` "
-        f"writes this page again. Base configs: `configs/comparison/{task}_*.yaml`.",
+        f"Numbers: `benchmarks/results/es_vs_grpo/{task}.json`, from which the last command writes this "
+        f"page again where it is given no folder. Base configs: `configs/comparison/{task}_*.yaml`.",
         "",
     ]
     made = tree.get("made_with") or {}
