@@ -220,10 +220,13 @@ def page(tree: Mapping[str, Any]) -> str:
         "## Made with",
         "",
         "```sh",
-        "python benchmarks/sweep_pages.py run --to DIR --jobs 60 --seconds 100",
+        "python benchmarks/sweep_pages.py run --to DIR --jobs 2 --seconds 80 --sweeps "
+        + ",".join(name for name in SWEEPS if name != "population"),
+        "python benchmarks/sweep_pages.py run --to DIR --jobs 2 --seconds 100 --sweeps population",
         "python benchmarks/sweep_pages.py page --from DIR",
         "```",
         "",
+        "`--seconds` makes as many generations of the speed of your machine; the tables have those of these runs. "
         "Numbers: `benchmarks/results/sweeps.json`. Base configs: `configs/comparison/`. The cells are those of "
         "`SWEEPS` in the script; `evoalign sweep` ran them.",
     ]
