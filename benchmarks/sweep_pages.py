@@ -226,7 +226,7 @@ def page(tree: Mapping[str, Any]) -> str:
         "python benchmarks/sweep_pages.py page --from DIR",
         "```",
         "",
-        "`--seconds` makes as many generations of the speed of your machine; the tables have those of these runs. "
+        "How many generations fit the seconds depends on your machine; the tables have those of these runs. "
         "Numbers: `benchmarks/results/sweeps.json`. Base configs: `configs/comparison/`. The cells are those of "
         "`SWEEPS` in the script; `evoalign sweep` ran them.",
     ]

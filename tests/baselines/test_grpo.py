@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import evoalign
 from evoalign import budget, engines, parquet, tokens
-from evoalign.baselines import planning
+from evoalign.baselines import planning, steps
 from evoalign.baselines.policy import Policy
 from evoalign.config import from_dict, to_yaml
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
@@ -572,3 +572,11 @@ def test_a_reward_that_fails_is_no_reward(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="nan"):
         evoalign.grpo(tree, reward=broken, console=Console(file=io.StringIO()))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_figure_of_divergence_ends_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(steps.figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
+    found = run(tmp_path / "run", checks={"kl_every": 1, "kl_prompts": 2}, grpo={"max_steps": 1})
+    tree = json.loads((found.path / "results/evaluation.json").read_text())
+    assert drawn[-1] == (tree["divergence"]["exact"], tree["after"]["reward"])

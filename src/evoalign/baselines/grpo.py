@@ -311,6 +311,8 @@ class _Grpo:
         moved = self._moved(policy, steps)
         mean: dict[str, Any] = {"generation": done, "weights_hash": policy.fingerprint(), **moved}
         outcome.conclude(self.run, self.config.evaluation, mean, before, after, self.console, self.tell)
+        if moved["divergence"]:
+            steps.draw((moved["divergence"]["exact"], after.measures["reward"]))
         steps.write_budget()
         for tracker in steps.trackers:
             tracker.finish({"before": before.measures, "after": after.measures})

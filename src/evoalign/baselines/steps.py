@@ -169,8 +169,8 @@ class Steps(TrainerCallback):
         for tracker in self.trackers:
             tracker.close()
 
-    def draw(self) -> None:
-        """The figures of the rows so far."""
+    def draw(self, final: tuple[float, float] | None = None) -> None:
+        """The figures of the rows so far; `final` is the KL and test reward of the finished policy."""
         if self.run is None or not self.run.rows:
             return
         start = time.monotonic()
@@ -179,7 +179,7 @@ class Steps(TrainerCallback):
         words = figures.GRPO_WORDS
         figures.evolution(rows, folder / "evolution.png", title=title, baseline=self.baseline, words=words)
         figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
-        figures.divergence(rows, folder / "divergence.png", title=title, baseline=self.baseline, final=None)
+        figures.divergence(rows, folder / "divergence.png", title=title, baseline=self.baseline, final=final)
         self._drawn = time.monotonic()
         self._drawing = self._drawn - start
 
