@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import interpreted  # noqa: F401  before anything that imports Triton
 from evoalign.models import tiny
 
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
