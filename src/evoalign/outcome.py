@@ -68,8 +68,13 @@ def conclude(
 ) -> None:
     """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
     write_completions(run, "after", after)
+    _write_evaluation(run, settings, mean, before, after, _change(before, after))
+    show(before, after, console, tell)
+
+
+def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell) -> None:
+    """Both with the change between them, and whether that is sure."""
     change = _change(before, after)
-    _write_evaluation(run, settings, mean, before, after, change)
     before_after(before.measures, after.measures, console, _samples(before, after), change)
     mean_change, low, high = change["reward"]
     if low <= 0 <= high:

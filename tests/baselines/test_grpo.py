@@ -425,10 +425,30 @@ def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
         return str(error)
 
 
-def test_a_run_that_is_done_without_a_state_does_not_begin_again(tmp_path: Path) -> None:
-    path = run(tmp_path / "run", checkpoint={"every": 0}, grpo={"max_steps": 1}).path
-    with pytest.raises(ResumeError, match="is done, and kept nothing to go on from"):
-        run(path, resume=True, checkpoint={"every": 0}, grpo={"max_steps": 1})
+@pytest.mark.parametrize("every", [0, 1, 2, None])
+def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
+    """Whether it kept a state of its end (1), of an earlier step (2), or none."""
+    sections: dict[str, Any] = {"checkpoint": {"every": every}, "grpo": {"max_steps": 3}}
+    first = run(tmp_path / "run", **sections)
+    kept = {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()}
+    told = io.StringIO()
+    again = evoalign.grpo(config(first.path, **sections), resume=True, console=Console(file=told, width=300))
+    assert "run is done: all 3 steps, nothing is left to do" in told.getvalue()
+    assert (again.path, again.saved) == (first.path, first.saved)
+    assert (again.before.measures, again.after.measures) == (first.before.measures, first.after.measures)
+    assert "is done" in planning.dry_run(config(first.path, **sections), resume=True)[0]
+    assert {p: p.read_bytes() for p in first.path.rglob("*") if p.is_file()} == kept
+    assert not list(tmp_path.glob("run.2*"))
+
+
+@pytest.mark.parametrize(("every", "why"), [(0, "checkpoint.every 0 keeps none"), (None, "unset means 50, and it end")])
+def test_without_a_state_no_run_is_trained_longer(every: int | None, why: str, tmp_path: Path) -> None:
+    path = run(tmp_path / "run", checkpoint={"every": every}, grpo={"max_steps": 1}).path
+    with pytest.raises(ResumeError, match=f"is done, and kept no state to train on from .*{why}"):
+        run(path, resume=True, checkpoint={"every": every}, grpo={"max_steps": 2})
+    (next(path.glob("checkpoints/*/model.safetensors"))).write_bytes(b"")
+    with pytest.raises(ResumeError, match="kept no state"):
+        run(path, resume=True, checkpoint={"every": every}, grpo={"max_steps": 1})
     assert not list(tmp_path.glob("run.2*"))
 
 

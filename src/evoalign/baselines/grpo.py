@@ -19,7 +19,7 @@ from rich.console import Console
 from evoalign import budget, outcome, saving, tokens, tracking
 from evoalign.analysis.distance import distance_of
 from evoalign.baselines import settings
-from evoalign.baselines.policy import Policy, died_early, last_state, refuse_differences, states
+from evoalign.baselines.policy import Policy, died_early, finished, last_state, refuse_differences, states
 from evoalign.baselines.steps import Steps
 from evoalign.config import Config, code_of
 from evoalign.engines.transformers.engine import load_model
@@ -86,7 +86,7 @@ def _enter(run: RunDir, config: Config, *, overwrite: bool, resume: bool) -> Non
             f"{run.path} holds a run of ES; go on with: evoalign train {shlex.quote(str(run.path))} --resume"
         )
     run.lock()
-    if resume and last_state(run) is None and not died_early(run, config):
+    if resume and finished(run, config) is None and last_state(run) is None and not died_early(run, config):
         run.refuse(overwrite=overwrite, resume=True)
 
 
@@ -110,6 +110,9 @@ class _Grpo:
 
     def run_from(self, *, overwrite: bool, resume: bool) -> Result:
         """All of it: to where the run stands, the steps that are left, and the comparison."""
+        done = self._done() if resume else None
+        if done is not None:
+            return done
         for line in outcome.gold_lines(self.task, self.data):
             self.tell(line)
         state = self._state() if resume else None
@@ -147,6 +150,30 @@ class _Grpo:
         if state is None:
             return None
         refuse_differences(run, self.config)
+        self._refuse_other(run)
+        if state[1] > self.config.grpo.max_steps:
+            raise ResumeError(
+                f"{run.path} has {state[1]} steps already, grpo.max_steps is {self.config.grpo.max_steps}"
+            )
+        return state
+
+    def _done(self) -> Result | None:
+        """What a run that has come to its end came to, told again; None where it has not, or a part of that is lost."""
+        run = self.run or RunDir(Path(self.config.output_dir))
+        saved = finished(run, self.config)
+        if saved is None:
+            return None
+        self._refuse_other(run)
+        before, after = (outcome.read_completions(run, name, self.task, self.data) for name in ("before", "after"))
+        if before is None or after is None:
+            return None
+        self.tell(f"{outcome.shown(run.path)} is done: all {self.config.grpo.max_steps} steps, nothing is left to do")
+        outcome.show(before, after, self.console, self.tell)
+        self.tell(f"saved {outcome.shown(saved)}\nrun   {outcome.shown(run.path)}")
+        return Result(run.path, saved, before, after)
+
+    def _refuse_other(self, run: RunDir) -> None:
+        """Raise ResumeError where the run had other data, or was given other objects."""
         made = _manifest(run)
         if made.get("data_hash") != saving.data_hash(self.data):
             raise ResumeError(
@@ -155,11 +182,6 @@ class _Grpo:
             )
         if made.get("given_as") != self.given:
             raise ResumeError(f"{run.path} was begun with {made.get('given_as') or 'no'} object: give the same again")
-        if state[1] > self.config.grpo.max_steps:
-            raise ResumeError(
-                f"{run.path} has {state[1]} steps already, grpo.max_steps is {self.config.grpo.max_steps}"
-            )
-        return state
 
     def _trainer(self) -> Any:
         """TRL's trainer with our model, tokens and data. Its reward and completions are joined later."""

@@ -13,7 +13,7 @@ import torch
 
 from evoalign import tracking
 from evoalign.baselines import settings
-from evoalign.baselines.policy import died_early, last_state, refuse_differences
+from evoalign.baselines.policy import died_early, finished, last_state, refuse_differences
 from evoalign.baselines.steps import save_every
 from evoalign.config import Config, SpaceConfig
 from evoalign.engines.specs import specs_of_config
@@ -177,6 +177,8 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
     """From where it would go on, or why it would not begin. Raises ResumeError."""
     if resume:
         refuse_other(run.path, "grpo")
+        if finished(run, config) is not None:
+            return [f"{run.path} is done: all {config.grpo.max_steps} steps, nothing is left to do"]
         state = last_state(run)
         if state is not None:
             refuse_differences(run, config)

@@ -22,15 +22,17 @@ from evoalign.config import Config, TransformersConfig, load
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.errors import ModelError, ResumeError
+from evoalign.errors import CheckpointError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
-from evoalign.rundir import RunDir, differences, method_of
+from evoalign.rundir import RunDir, differences, method_of, saved_folders
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.types import Example
 
 NO_JOURNAL = "0" * 64
+SAVE_EVERY = 50
+"""Steps between checkpoints where `checkpoint.every` leaves it open: no journal rebuilds a policy."""
 STATE = "whole.json"
 """In a folder of the trainer's state: it was written to its end."""
 
@@ -222,6 +224,29 @@ def last_state(run: RunDir) -> tuple[Path, int] | None:
     return folder, step
 
 
+def finished(run: RunDir, config: Config) -> Path | None:
+    """The saved policy of a run of GRPO that is done: after all steps that the config asks for, evaluated and whole.
+
+    Raises ResumeError where it was made with other settings.
+    """
+    steps, state = config.grpo.max_steps, last_state(run)
+    if method_of(run.path) != "grpo" or (state is not None and state[1] > steps):
+        return None
+    try:
+        if json.loads((run.results / "evaluation.json").read_text(encoding="utf-8"))["generation"] != steps:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    refuse_differences(run, config)
+    for folder in reversed(saved_folders(run.path)):
+        try:
+            if checkpoint.verify(folder).generation == steps:
+                return folder
+        except CheckpointError:
+            continue
+    return None
+
+
 def died_early(run: RunDir, config: Config) -> bool:
     """Whether a run of GRPO that ended before it had a state to go on from is here: it can only begin again.
 
@@ -231,10 +256,19 @@ def died_early(run: RunDir, config: Config) -> bool:
         return False
     if (run.results / "evaluation.json").is_file():
         raise ResumeError(
-            f"{run.path} is done, and kept nothing to go on from (checkpoint.every 0); --overwrite moves it aside"
+            f"{run.path} is done, and kept no state to train on from ({_why_stateless(load([run.config]))}); "
+            "--overwrite moves it aside and begins again"
         )
     refuse_differences(run, config)
     return True
+
+
+def _why_stateless(made: Config) -> str:
+    every = made.checkpoint.every
+    if every == 0:
+        return "checkpoint.every 0 keeps none"
+    says = f"checkpoint.every unset means {SAVE_EVERY}" if every is None else f"checkpoint.every {every}"
+    return f"{says}, and it ended before the first one"
 
 
 def refuse_differences(run: RunDir, config: Config) -> None:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from evoalign import budget, parquet, saving, tracking
 from evoalign.analysis import divergence
 from evoalign.analysis.divergence import Reference
-from evoalign.baselines.policy import Policy
+from evoalign.baselines.policy import SAVE_EVERY, Policy
 from evoalign.baselines.rollouts import answering
 from evoalign.baselines.settings import cycle
 from evoalign.budget import Cost
@@ -28,8 +28,6 @@ from evoalign.report.rows import Row, spread
 from evoalign.rundir import RunDir
 from evoalign.signals import Stop
 
-SAVE_EVERY = 50
-"""Steps between checkpoints where `checkpoint.every` leaves it open: no journal rebuilds a policy."""
 DRAW_SHARE = 10
 LOGGED = {
     "loss": "loss",
