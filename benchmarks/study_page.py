@@ -189,7 +189,6 @@ def page(tree: Mapping[str, Any]) -> str:
 
     task, second, chosen = tree["task"], SECOND[tree["task"]], tree["chosen"]
     seeds = sorted({run["seed"] for runs in tree["runs"].values() for run in runs})
-    steps = {label: runs[0]["steps"] for label, runs in tree["runs"].items()}
     lines = [
         f"# ES and GRPO on {task.capitalize()}",
         "",
@@ -198,13 +197,19 @@ def page(tree: Mapping[str, Any]) -> str:
         f"examples; then {len(seeds)} seeds were trained with those that did best, and evaluated on the test split "
         "along the way.",
         "",
-        "| method | what it is | steps of a run |",
-        "|---|---|---:|",
-        *(f"| {LABELS[m]} | {WHAT[m]} | {steps[LABELS[m]]:,} |" for m in tree["methods"]),
-        "",
+        *_table(
+            ("method", "what it is", "settings searched", "steps of a run", "completions of a step"),
+            [_method(tree, name) for name in tree["methods"]],
+            words=3,
+        ),
+        *_bullets(_lost(tree, seeds)),
         "## In short",
         "",
+        *([PLAINLY[task], ""] if task in PLAINLY else []),
         *in_short(tree),
+        "Bold is the highest mean, which is no claim by itself: the last column has those. It is shown only where every "
+        "method has an evaluation within the budget. `start` is the base model.",
+        "",
         *_bullets(costs_in_words(tree)),
         "The sentences above follow from the numbers below by rules. Learning rates are constant, so that each point "
         "of a curve is a run of that length.",
@@ -234,19 +239,44 @@ def page(tree: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _method(tree: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    runs = tree["runs"][LABELS[name]]
+    found = ((tree["chosen"] or {}).get("methods") or {}).get(name)
+    settings = ", ".join(f"{key.split('.')[1]} {value:g}" for key, value in found["settings"].items()) if found else "-"
+    completions = [run["cost"]["completions"] / run["steps"] for run in runs if run["cost"] and run["steps"]]
+    each = f"{sum(completions) / len(completions):,.0f}" if completions else "-"
+    return LABELS[name], WHAT[name], settings, f"{runs[0]['steps']:,}", each
+
+
+def _lost(tree: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    """Seeds that a method lacks: runs are seldom lost at random."""
+    lines: list[str] = []
+    for label, runs in tree["runs"].items():
+        missing = sorted(set(seeds) - {run["seed"] for run in runs})
+        if missing:
+            lines.append(
+                f"{label} lacks seed {_listed([str(seed) for seed in missing])}, whose run was stopped before its end and "
+                f"is left out: {len(runs)} seeds."
+            )
+    return lines
+
+
 def in_short(tree: Mapping[str, Any]) -> list[str]:
     """For each measure a table of its means at each budget, and of which methods can be told apart there."""
     lines: list[str] = []
     for measure, found in tree["measures"].items():
         labels = [group["label"] for group in found["matches"][0]["groups"]]
+        starts = [run["before"][measure] for runs in tree["runs"].values() for run in runs]
+        start = sum(starts) / len(starts)
         rows = []
         for match in found["matches"]:
             means = {g["label"]: g["estimate"]["mean"] for g in match["groups"] if g["estimate"]}
             shown = [f"{means[label]:.3g}" if label in means else "-" for label in labels]
             best = max(means, key=lambda label: means[label])
-            shown[labels.index(best)] = f"**{shown[labels.index(best)]}**"
-            rows.append((MATCHED[match["by"]], *shown, told_apart(match["pairs"])))
-        header = (f"{measure} at equal", *labels, f"told apart (p < {LEVEL:g} after Holm)")
+            if len(means) == len(labels):
+                shown[labels.index(best)] = f"**{shown[labels.index(best)]}**"
+            rows.append((MATCHED[match["by"]], f"{start:.3g}", *shown, told_apart(match["pairs"])))
+        header = (f"{measure} at equal", "start", *labels, f"told apart (p < {LEVEL:g} after Holm)")
         lines += _table(header, rows)
     return [*lines, *_bullets(_leaders(tree))]
 
@@ -409,8 +439,9 @@ def _better(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]
         if mean is not None and settings != found["settings"] and mean > found["validation"]["mean"]["reward"]:
             better = ", ".join(f"{key} {value:g}" for key, value in settings.items())
             lines.append(
-                f"**{LABELS[name]} can do better than on this page**: {better} reached {mean:.3g} in a search after "
-                f"the final runs, which have the settings that reached {found['validation']['mean']['reward']:.3g}."
+                f"**{LABELS[name]} can do better than on this page**: {better} reached {mean:.3g} on the "
+                "validation split in a second round of the search, which every method had after the final runs; "
+                f"these have the settings that reached {found['validation']['mean']['reward']:.3g} there."
             )
     return lines
 
@@ -449,7 +480,14 @@ def _inline(text: str) -> str:
     return " ".join(text.split()).replace("`", "'").replace("|", "\\|")
 
 
+PLAINLY = {
+    "conciseness": "**The reward counts characters and nothing else.** No method learnt to answer rightly and briefly: "
+    "a high reward here is an answer of the right length, as the answers at the end of this page show, and most runs are "
+    "far from the base model by then. What `hacked` counts is told in [the guide](../guides/compare.md).",
+}
 FAIRNESS = [
+    "Settings were searched at equal wall time. At equal completions, tokens and FLOPs a method that takes many "
+    "completions a step is cut off early in its run, at settings for a whole one: that favours small steps, GRPO here.",
     "Settings were chosen by shorter runs than the final ones, at constant rates: that favours rates that are fast at "
     "first, and may drift later.",
     "ES trains at the temperature that is evaluated, 0. GRPO samples at temperature 1 and is evaluated at 0; its "
@@ -507,8 +545,9 @@ def _grid(grid: Mapping[str, Any]) -> dict[str, Any]:
     return {"header": grid["header"], "rows": grid["rows"]}
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    rule = "|---|" + "---:|" * (len(header) - 1)
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> list[str]:
+    """The first `words` columns to the left, numbers to the right."""
+    rule = "|" + "---|" * words + "---:|" * (len(header) - words)
     return [*("| " + " | ".join(cell or " " for cell in row) + " |" for row in [header]), rule,
             *("| " + " | ".join(row) + " |" for row in rows), ""]  # fmt: skip
 

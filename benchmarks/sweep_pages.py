@@ -206,7 +206,7 @@ def page(tree: Mapping[str, Any]) -> str:
         "# Sweeps on the tiny model",
         "",
         "What rank, population and the width of the noise do to half a million weights, on the shipped test splits: "
-        "500 problems of Countdown, eight questions of Conciseness. One core a run. Three seeds say little: where two "
+        "500 problems of Countdown, eight questions of Conciseness. One core a run. Three seeds or fewer say little: where two "
         "cells cannot be told apart by them, this page says so. The sentences follow from the numbers by rules: a cell "
         "is told apart from the best where the 95 % t interval of the paired difference over seeds leaves out 0, which "
         "is not corrected for the number of cells.",
@@ -245,14 +245,19 @@ def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"The best mean reward is {means[best]:.4g}, at {best}; the start has {start:.4g}."]
     apart: list[str] = []
     alike: list[str] = []
+    few: list[str] = []
     for label in means:
-        if label != best:
+        if label != best and len(values[label].keys() & values[best].keys()) < 2:
+            few.append(label)
+        elif label != best:
             pair = compare(best, values[best], label, values[label])
             (apart if pair.low is not None and pair.low > 0 else alike).append(label)
     if apart:
         lines.append(f"Told apart from it, and below: {_listed(apart)}.")
     if alike:
         lines.append(f"Not told apart from it by these seeds: {_listed(alike)}.")
+    if few:
+        lines.append(f"Not tested against it, for want of two seeds in common: {_listed(few)}.")
     ordered = [label for label in means if label == best or label in alike]
     if name.startswith("rank"):
         lines.append(f"The least rank that cannot be told apart from the best one: {ordered[0]}.")
