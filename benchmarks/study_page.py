@@ -207,8 +207,8 @@ def page(tree: Mapping[str, Any]) -> str:
         "",
         *([PLAINLY[task], ""] if task in PLAINLY else []),
         *in_short(tree),
-        "Bold is the highest mean, which is no claim by itself: the last column has those. It is shown only where every "
-        "method has an evaluation within the budget. `start` is the base model.",
+        "Bold is the highest mean, which is no claim by itself: the last column has those. It is shown only where "
+        "every method has an evaluation within the budget. `start` is the base model.",
         "",
         *_bullets(costs_in_words(tree)),
         "The sentences above follow from the numbers below by rules. Learning rates are constant, so that each point "
@@ -255,8 +255,8 @@ def _lost(tree: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
         missing = sorted(set(seeds) - {run["seed"] for run in runs})
         if missing:
             lines.append(
-                f"{label} lacks seed {_listed([str(seed) for seed in missing])}, whose run was stopped before its end and "
-                f"is left out: {len(runs)} seeds."
+                f"{label} lacks seed {_listed([str(seed) for seed in missing])}, whose run was stopped before its end "
+                f"and is left out: {len(runs)} seeds."
             )
     return lines
 
@@ -482,8 +482,8 @@ def _inline(text: str) -> str:
 
 PLAINLY = {
     "conciseness": "**The reward counts characters and nothing else.** No method learnt to answer rightly and briefly: "
-    "a high reward here is an answer of the right length, as the answers at the end of this page show, and most runs are "
-    "far from the base model by then. What `hacked` counts is told in [the guide](../guides/compare.md).",
+    "a high reward here is an answer of the right length, as the answers at the end of this page show, and most runs "
+    "are far from the base model by then. What `hacked` counts is told in [the guide](../guides/compare.md).",
 }
 FAIRNESS = [
     "Settings were searched at equal wall time. At equal completions, tokens and FLOPs a method that takes many "
