@@ -208,9 +208,8 @@ def page(tree: Mapping[str, Any]) -> str:
         "What rank, population and the width of the noise do to half a million weights, on the shipped test splits: "
         "500 problems of Countdown, eight questions of Conciseness. One core a run. Three seeds or fewer say little: "
         "where two cells cannot be told apart by them, this page says so. The sentences follow from the numbers by "
-        "rules: a cell is told apart from the best where the 95 % t interval of the paired difference over seeds leaves "
-        "out 0, "
-        "which is not corrected for the number of cells.",
+        "rules: a cell is told apart from the best where the 95 % t interval of the paired difference over seeds "
+        "leaves out 0, which is not corrected for the number of cells.",
         "",
     ]
     for name, cells in tree["sweeps"].items():

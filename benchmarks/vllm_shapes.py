@@ -313,9 +313,9 @@ def requests_of(count: int, prompt: int, tokens: int, seed: int, logprobs: bool 
 def preload() -> None:
     """Import what every engine's process needs before it forks. Not where engines differ in their environment."""
     import transformers
+    import vllm
 
     import evoalign.engines.vllm  # noqa: F401
-    import vllm
 
     say(f"imported vLLM {vllm.__version__}, transformers {transformers.__version__}")
 
