@@ -90,3 +90,10 @@ def test_an_error_within_leaves_the_terminal_in_order() -> None:
 
 def test_no_generation_at_all() -> None:
     assert plain(1.0, [], 5) == []
+
+
+def test_a_method_has_its_own_word_for_rows_without_variance() -> None:
+    output = io.StringIO()
+    with Display(1, Console(file=output, width=40), unit="step", still="rewards equal") as display:
+        display.update(metrics_row(generation(0, 1, alike=True)))
+    assert "step 1/1" in output.getvalue() and "rewards equal 100%" in output.getvalue()

@@ -41,7 +41,7 @@ class Words:
 
 
 ES_WORDS = Words()
-GRPO_WORDS = Words("step", "mean of the completions", "best completion", "groups alike, no update", "test split")
+GRPO_WORDS = Words("step", "mean of the completions", "best completion", "rewards equal in each group", "test split")
 
 
 def evolution(

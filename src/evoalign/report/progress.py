@@ -23,7 +23,10 @@ PLAIN_SECONDS = 2.0
 
 
 class Display:
-    """Shows each generation, or another `unit`, as it ends; a context manager. `total` counts all of the run."""
+    """Shows each generation, or another `unit`, as it ends; a context manager. `total` counts all of the run.
+
+    `still` is what rows of zero variance are called.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,10 @@ class Display:
         console: Console | None = None,
         *,
         unit: str = "generation",
+        still: str = "no update",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.unit = total, unit
+        self.total, self.unit, self.still = total, unit, still
         self.console = console or Console()
         self._clock = clock
         self._start = self._last = clock()
@@ -97,7 +101,7 @@ class Display:
             return [elapsed]
         figures = [(name, _short(row[key])) for name, key in (("mean", "mean"), ("best", "best"))]
         figures += [("20th", _short(row["p20"])), ("80th", _short(row["p80"]))]
-        figures += [("no update", f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
+        figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
         return figures if self._test is None else [*figures, ("test", _short(self._test))]
 
