@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evoalign.baselines import settings
 from evoalign.config import load
 from evoalign.errors import ConfigError
 from evoalign.scaffold import FILES, init
@@ -80,3 +81,14 @@ def test_a_folder_without_permission_is_one_sentence(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="cannot write into"):
         init(tmp_path)
+
+
+def test_the_section_for_grpo_is_good_once_its_marks_are_taken_away(project: Path) -> None:
+    file = project / "config.yaml"
+    lines = file.read_text().splitlines()
+    start = lines.index("# grpo:")
+    stop = next(i for i in range(start, len(lines)) if not lines[i].startswith("#"))
+    file.write_text("\n".join([*lines[:start], *(x.removeprefix("# ") for x in lines[start:stop]), *lines[stop:]]))
+    config = load(["config.yaml"])
+    assert "grpo" in config.model_fields_set
+    settings.check_prompts(config, config.task.train_size or 0)

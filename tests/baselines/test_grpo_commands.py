@@ -388,6 +388,23 @@ def test_a_dry_run_tells_all_and_writes_nothing(run: Run, tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml"]
 
 
+def test_a_config_without_a_section_grpo_is_told_its_defaults(tmp_path: Path) -> None:
+    tree = config(tmp_path / "new", es=ES)
+    assert not planning.default_lines(from_dict(tree))
+    del tree["grpo"]
+    (line,) = [told for told in planning.dry_run(tree) if told.startswith("note: the config has no section grpo")]
+    assert "learning rate 1e-06, 100 steps, groups of 8; they suit large models" in line
+
+
+def test_with_rollouts_of_es_a_dry_run_says_which_members(tmp_path: Path) -> None:
+    own = {"rollouts": "es", "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4}
+    tree = config(tmp_path / "new", grpo=own, es={**ES, "antithetic": True}, space="lowrank")
+    told = "\n".join(planning.dry_run(tree))
+    wanted = "by es: 4 greedy members (antithetic pairs) of space lowrank, sigma 0.05 (constant), 3 prompts each"
+    assert wanted in told
+    assert "(no antithetic pairs)" in planning.step_lines(from_dict({**tree, "es": {**ES, "antithetic": False}}))[0]
+
+
 def test_a_dry_run_counts_rounds_and_not_steps(tmp_path: Path) -> None:
     tree = config(tmp_path / "new", grpo={"max_steps": 5, "num_iterations": 2})
     told = "\n".join(planning.dry_run(tree))

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from evoalign import budget, outcome, saving, tokens, tracking
 from evoalign.analysis.distance import distance_of
-from evoalign.baselines import settings
+from evoalign.baselines import planning, settings
 from evoalign.baselines.policy import Policy, died_early, finished, last_state, refuse_differences, states
 from evoalign.baselines.steps import Steps
 from evoalign.config import Config, code_of
@@ -117,6 +117,8 @@ class _Grpo:
             self.tell(line)
         state = self._state() if resume else None
         trainer = self._trainer()
+        for line in [*planning.default_lines(self.config), *planning.step_lines(self.config)]:
+            self.tell(line)
         policy = Policy(
             self.config, self.tokens, self.task, self.data, trainer.model, trainer.accelerator.num_processes
         )

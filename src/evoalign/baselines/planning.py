@@ -61,7 +61,8 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     standing = _standing(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    lines = [*standing, *_refusals(config, len(data.train)), *step_lines(config), *work_lines(config)]
+    refusals = _refusals(config, len(data.train))
+    lines = [*standing, *refusals, *default_lines(config), *step_lines(config), *work_lines(config)]
     try:
         specs = specs_of_config(config)
     except ModelError as error:
@@ -106,13 +107,24 @@ def checkpoint_bytes(config: Config, specs: Sequence[TensorSpec]) -> tuple[int, 
     return policy, policy + (need.moments or 0) if save_every(config.checkpoint.every) else 0
 
 
+def default_lines(config: Config) -> list[str]:
+    """A note where the config has no section `grpo`: steps that suit large models change a small one not at all."""
+    if "grpo" in config.model_fields_set:
+        return []
+    grpo = config.grpo
+    return [
+        f"note: the config has no section grpo, so TRL's defaults hold: learning rate {grpo.learning_rate:g}, "
+        f"{grpo.max_steps} steps, groups of {grpo.num_generations}; they suit large models, and move small ones hardly"
+    ]
+
+
 def step_lines(config: Config) -> list[str]:
     """How the policy moves; a warning where groups are small."""
     grpo = config.grpo
     tuned = f"LoRA of rank {config.lora.rank}" if grpo.tune == "lora" else "all weights"
     lines = [
         f"{grpo.max_steps} steps of {grpo.optim} on {tuned}, learning rate {grpo.learning_rate:g} "
-        f"({grpo.lr_scheduler_type}), loss {grpo.loss_type}, beta {grpo.beta:g}, completions by {grpo.rollouts}"
+        f"({grpo.lr_scheduler_type}), loss {grpo.loss_type}, beta {grpo.beta:g}, completions by {_source(config)}"
     ]
     if grpo.num_generations < FEW:
         lines.append(
@@ -120,6 +132,20 @@ def step_lines(config: Config) -> list[str]:
             "is better, and where its rewards are equal nothing is learnt; usual are 8 to 64"
         )
     return lines
+
+
+def _source(config: Config) -> str:
+    """Who answers the training prompts."""
+    if config.grpo.rollouts != "es" or config.es_ is None:
+        return config.grpo.rollouts
+    es, group = config.es, config.grpo.num_generations
+    prompts = settings.round_size(config.grpo) * settings.rounds(config.grpo) // group
+    width = "sigma" if es.sigma is not None else "noise_multiplier"
+    pairs = "antithetic pairs" if es.antithetic else "no antithetic pairs"
+    return (
+        f"es: {group} greedy members ({pairs}) of space {config.space.name}, {width} {es.width:g} "
+        f"({es.sigma_schedule.name}), {prompts} prompts each"
+    )
 
 
 def rate_lines(config: Config, count: int) -> list[str]:
