@@ -312,3 +312,8 @@ def test_the_command(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "deep"]
     wrong = CliRunner().invoke(app, ["probe", str(config), "--sigmas", "a,b"])
     assert isinstance(wrong.exception, ConfigError)
+
+
+def test_a_config_for_grpo_alone_is_told_that_a_probe_is_for_es() -> None:
+    with pytest.raises(ConfigError, match="missing setting es.*for ES alone"):
+        probe(from_dict({"grpo": {"max_steps": 1}}))

@@ -310,8 +310,18 @@ def test_cells_of_grpo_need_no_es() -> None:
     (cell,) = make_cells(base, [{"grpo.beta": 0.02}], "grpo")
     (only,) = make_runs(base, [cell], [0], "grpo", Path("to"))
     assert (cell.name, only.steps) == ("beta=0.02", only.config.grpo.max_steps)
-    with pytest.raises(ConfigError, match="missing setting es"):
-        make_cells(base, [{"lora.rank": 2}], "es")
+    with pytest.raises(ConfigError, match="missing setting es.*; for GRPO: --method grpo"):
+        make_cells({**base, "grpo": {}}, [{"lora.rank": 2}], "es")
+
+
+@pytest.mark.parametrize("space", [None, {"grpo.learning_rate": Domain(1e-4, 1e-3)}])
+def test_without_trl_no_sweep_of_grpo_begins(
+    space: dict[str, Domain] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
+    with pytest.raises(ConfigError, match=r"needs the extra grpo: pip install 'evoalign\[grpo\]'"):
+        _ = look(tmp_path / "new", 1, space, method="grpo") if space else run(tmp_path / "new", method="grpo")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from evoalign import evolve, shaping
 from evoalign.analysis import hacking
-from evoalign.config import Config
+from evoalign.config import NO_ES, Config
 from evoalign.diagnosis import RISEN, SIGNAL_TO_NOISE, Control, answers, control_of, redrawn
 from evoalign.errors import ConfigError
 from evoalign.evaluation import rewards_of
@@ -114,6 +114,8 @@ def probe(
     times 1/16 to 16. `tell` is given the cost before anything is generated. Raises a subclass of EvoalignError.
     """
     config = as_config(config)
+    if config.es_ is None:
+        raise ConfigError(f"{NO_ES}; probe measures the noise of ES and is for ES alone, not for GRPO")
     widths = _ladder(config, sigmas)
     if members < 4 or members % 2:
         raise ConfigError(f"members {members}: a probe needs an even number, at least 4")

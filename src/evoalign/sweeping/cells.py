@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from evoalign.config import Config, from_dict, load, parse_overrides
+from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
 from evoalign.errors import ConfigError
 from evoalign.rundir import Method, differences
 
@@ -109,8 +109,8 @@ def resolve(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Con
             raise ConfigError(f"{key} cannot be swept: {RESERVED[key]}")
     try:
         config = from_dict({**parse_overrides(base, [f"{k}={_as_yaml(v)}" for k, v in settings.items()]), **fixed})
-        if method == "es":
-            _ = config.es  # raises where there is none
+        if method == "es" and config.es_ is None:
+            raise ConfigError(f"{NO_ES}; for GRPO: --method grpo")
     except ConfigError as error:
         raise ConfigError(f"cell {name_of(settings, method)}: {error}") from None
     return config

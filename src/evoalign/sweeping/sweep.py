@@ -118,6 +118,8 @@ def prepare(
     config: ConfigLike, seeds: Sequence[int] | None, method: Method, to: str | Path | None
 ) -> tuple[Tree, list[int], Folder]:
     """The base config as a tree, the seeds, and the folder, which is not touched. Raises ConfigError."""
+    if method == "grpo" and not tracking.is_installed("trl"):  # else every run would start and fail
+        raise ConfigError("GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
     if isinstance(config, Config):
         base = config.model_dump(mode="json")
     else:
