@@ -358,6 +358,9 @@ def config_hash(config: Config, method: Method = "es") -> str:
 def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[list[str], list[str]]:
     """In words, what makes two configs different runs, and what may only move the last bits of a score."""
     odd = _differ(identity(ours, method), identity(theirs, method), "")
+    # What both have and only one counts, as the steps of a schedule, is shown as it is, and not where it is the same.
+    known = _differ(ours.model_dump(mode="json"), theirs.model_dump(mode="json"), "")
+    odd = {key: known[key] for key in odd if key in known}
     words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
     return (
         [line for key, line in words.items() if key not in RESOURCES],

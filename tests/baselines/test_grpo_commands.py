@@ -449,6 +449,12 @@ def test_a_dry_run_of_a_resume(runs: dict[str, Path], run: Run) -> None:
     assert done.code == 0 and "goes on after step 2 of 9" in done.out, done.err
     done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.beta=0.5")
     assert done.code == 2 and "other settings: grpo.beta is 0.0 in the run and 0.5 now" in done.err
+    # The steps belong to what a run is only with a schedule, which the run has not.
+    scheduled = ("-s", "grpo.lr_scheduler_type=linear")
+    done = run("grpo", runs["full"], "--resume", "--dry-run", *scheduled, "-s", "grpo.max_steps=9")
+    assert "grpo.max_steps is 2 in the run and 9 now" in done.err and "None" not in done.err
+    done = run("grpo", runs["full"], "--resume", *scheduled)
+    assert done.code == 2 and "'constant' in the run" in done.err and "max_steps" not in done.err
 
 
 # --- manifest, trackers ---------------------------------------------------------------------------------------------
