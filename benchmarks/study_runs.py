@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many `evoalign sweep` side by side, each a process of its own: what es_vs_grpo and sweep_pages share.
 
-Nothing here needs the network or an installed `evoalign` script.
+Nothing here needs the network, a GPU or an installed `evoalign` script.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ class Task:
     sets: Mapping[str, Any] = field(default_factory=dict)
     share: float = 1.0
     """Of the jobs, relative to that of the other sweeps."""
-    gpu: int | None = None
-    """Which GPU its runs share; None: none."""
 
 
-def environment(gpu: int | None = None) -> dict[str, str]:
-    """One thread a process, one GPU or none, no network; the package from this checkout."""
+def environment() -> dict[str, str]:
+    """One thread a process, no GPU, no network; the package from this checkout."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu),
+        "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -84,7 +82,7 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
             processes[task.name] = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env=environment(task.gpu),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -12,7 +12,6 @@ benchmarks/results/sweeps.json. `python benchmarks/es_vs_grpo.py pack --from DIR
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -101,13 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
     """All sweeps side by side."""
     extra = pairs(arguments.sets)
     chosen = {name: SWEEPS[name] for name in arguments.sweeps}
-    if arguments.gpus:
-        extra = {"engine.device": "cuda", **extra}
-    gpus = itertools.cycle(range(arguments.gpus) if arguments.gpus else [None])
-    base = [
-        Task(config, _file(config), "es", (), extra, gpu=next(gpus))
-        for config in sorted({s.config for s in chosen.values()})
-    ]
+    base = [Task(config, _file(config), "es", (), extra) for config in sorted({s.config for s in chosen.values()})]
     arguments.to.mkdir(parents=True, exist_ok=True)
     speed = calibrate(base, CALIBRATION_STEPS, arguments.jobs, arguments.to, arguments.deadline)
     tasks: list[Task] = []
@@ -121,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         cells = (sweep.cells or _populations(steps))[: arguments.cells]
         every = {} if name == "population" else {"evaluation.every": max(1, steps // 10)}
         more = {"es.num_generations": steps, **every, **sweep.sets, **extra}
-        tasks.append(Task(name, _file(sweep.config), "es", cells, more, sweep.share, next(gpus)))
+        tasks.append(Task(name, _file(sweep.config), "es", cells, more, sweep.share))
     side_by_side(tasks, arguments.seeds, arguments.jobs, arguments.to, arguments.deadline)
 
 
@@ -342,7 +335,6 @@ def main() -> None:
     command.set_defaults(call=run)
     command.add_argument("--to", type=Path, required=True)
     command.add_argument("--jobs", type=int, default=5, help="Runs at once, over all sweeps.")
-    command.add_argument("--gpus", type=int, default=0, help="Spread the sweeps over so many GPUs; 0: CPU cores.")
     command.add_argument("--seconds", type=float, default=100.0, help="Training of one run of the base config.")
     command.add_argument("--seeds", type=integers, default=[0, 1, 2])
     command.add_argument("--sweeps", type=names, default=list(SWEEPS))
