@@ -315,5 +315,5 @@ def test_the_command(tmp_path):
 
 
 def test_a_config_for_grpo_alone_is_told_that_a_probe_is_for_es() -> None:
-    with pytest.raises(ConfigError, match="missing setting es.*for ES alone"):
+    with pytest.raises(ConfigError, match=r"missing setting es.*for ES alone"):
         probe(from_dict({"grpo": {"max_steps": 1}}))

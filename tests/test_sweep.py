@@ -310,7 +310,7 @@ def test_cells_of_grpo_need_no_es() -> None:
     (cell,) = make_cells(base, [{"grpo.beta": 0.02}], "grpo")
     (only,) = make_runs(base, [cell], [0], "grpo", Path("to"))
     assert (cell.name, only.steps) == ("beta=0.02", only.config.grpo.max_steps)
-    with pytest.raises(ConfigError, match="missing setting es.*; for GRPO: --method grpo"):
+    with pytest.raises(ConfigError, match=r"missing setting es.*; for GRPO: --method grpo"):
         make_cells({**base, "grpo": {}}, [{"lora.rank": 2}], "es")
 
 
@@ -371,11 +371,16 @@ def test_a_search_space_is_read(text: str, expected: tuple[str, Domain]) -> None
     assert [type(v) for v in domain(text)[1].corners] == [type(v) for v in expected[1].corners]
 
 
-@pytest.mark.parametrize("text", ["es.sigma", "es.sigma=", "es.sigma=3..1", "es.sigma=0..1:log", "es.sigma=1..2:lin",
+@pytest.mark.parametrize("text", ["es.sigma", "es.sigma=", "es.sigma=1..1", "es.sigma=0..1:log", "es.sigma=1..2:lin",
                                   "es.sigma=0..inf", "es.sigma=a..b", "lora.target_layers=[1],[2]"])  # fmt: skip
 def test_what_is_no_search_space_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected setting="):
         domain(text)
+
+
+def test_a_range_that_is_turned_around_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"--search es.sigma=0.1..0.05:log: the low end is above the high end"):
+        domain("es.sigma=0.1..0.05:log")
 
 
 def look(to: Path, trials: int, space: dict[str, Domain], **options: Any) -> tuple[Sweep, str]:
@@ -409,7 +414,11 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (cost["trials"], cost["complete"], cost["training"]["completions"]) == (3, 3, 3 * 2 * 4 * 2)
     assert "do not report results on the same data" in output
     assert "3 trials (0 pruned, 0 failed), 48 training completions" in output
-    assert (tmp_path / "sweep" / "figures" / "search.png").is_file()
+    figure = tmp_path / "sweep" / "figures" / "search.png"
+    assert figure.is_file() and f"figure   {figure}\n" in output
+    table = (tmp_path / "sweep" / "table.md").read_text()
+    assert "| cell | es.sigma | seeds done | reward |" in table and table in output
+    assert all(f"| `trial_{i:04d}` | {sigma:g} | 1 of 1 |" in table for i, sigma in enumerate(sigmas))
 
     with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
         look(tmp_path / "sweep", 3, {"es.sigma": Domain(0.001, 0.2, log=True)})

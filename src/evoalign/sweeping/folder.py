@@ -81,6 +81,11 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.path / "sweep.json", json.dumps(tree, indent=2) + "\n")
 
+    @property
+    def searched(self) -> list[str]:
+        """The settings that a search chooses; none of a grid, whose cells are named by theirs."""
+        return list((self.search or {}).get("space", ()))
+
     def runs(self) -> list[Run]:
         """All runs that belong to the sweep. One that a later base config refuses is left out."""
         found: list[Run] = []

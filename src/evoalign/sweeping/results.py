@@ -105,22 +105,23 @@ def cost_of(run: Run) -> Tree:
     return totals.as_dict() if totals is not None else {"wall_seconds": seconds}
 
 
-def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str) -> None:
-    """results.json and table.md."""
+def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> None:
+    """results.json and table.md, which shows the settings `keys` in columns of their own."""
     whole = {"format_version": FORMAT_VERSION, **tree, "measure": measure, "cells": list(cells)}
     write_text(folder / "results.json", json.dumps(whole, indent=2, allow_nan=False) + "\n")
-    write_text(folder / "table.md", table(cells, measure))
+    write_text(folder / "table.md", table(cells, measure, keys))
 
 
-def table(cells: Sequence[Tree], measure: str) -> str:
-    """Markdown: each cell with its seeds, mean and standard deviation."""
+def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
+    """Markdown: each cell with its seeds, mean and standard deviation; `keys` are settings that its name does not say."""
     names = [name for name in dict.fromkeys([measure, *COLUMNS]) if any(name in cell["mean"] for cell in cells)]
-    heads = ["cell", "seeds done", *(COLUMNS.get(name, name) for name in names)]
+    heads = ["cell", *keys, "seeds done", *(COLUMNS.get(name, name) for name in names)]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for cell in cells:
         done = sum(run["state"] == "done" for run in cell["runs"])
         values = [_with_std(cell["mean"].get(name), cell["std"].get(name)) for name in names]
-        lines.append("| " + " | ".join([f"`{cell['name']}`", f"{done} of {len(cell['runs'])}", *values]) + " |")
+        settings = [figures.shown(cell["settings"].get(key)).replace("|", "\\|") for key in keys]
+        lines.append("| " + " | ".join([f"`{cell['name']}`", *settings, f"{done} of {len(cell['runs'])}", *values]) + " |")
     starts = [cell["mean"]["start"] for cell in cells if "start" in cell["mean"]]
     start = f" The reward of the start is {np.mean(starts):.4g}." if starts else ""
     note = f"Mean and standard deviation over seeds (ddof 1), of the final model on the test split.{start}"
@@ -150,12 +151,14 @@ def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] 
     return drawn
 
 
-def draw_search(folder: Path, cells: Sequence[Tree], measure: str, keys: Sequence[str]) -> None:
+def draw_search(folder: Path, cells: Sequence[Tree], measure: str, keys: Sequence[str]) -> list[Path]:
     """The trials of a search that are complete, over each setting."""
     points = [point for point in (_point(cell, measure) for cell in cells) if point.values]
-    if points:
-        title = f"{measure} after training, {len(points)} trials"
-        figures.scatter(points, folder / "figures" / "search.png", keys=keys, measure=measure, title=title)
+    if not points:
+        return []
+    path, title = folder / "figures" / "search.png", f"{measure} after training, {len(points)} trials"
+    figures.scatter(points, path, keys=keys, measure=measure, title=title)
+    return [path]
 
 
 def check_axes(axes: Sequence[str] | None, many: Sequence[Settings]) -> None:

@@ -70,7 +70,7 @@ def domain(text: str) -> tuple[str, Domain]:
     """`es.sigma=0.001..0.03:log`, `es.population_size=8..64` or `space.name=lora,lowrank`. Raises ConfigError."""
     key, sign, values = (part.strip() for part in text.partition("="))
     try:
-        return key, _range(values) if ".." in values else Domain(choices=_choices(values, key and sign))
+        return key, _range(values, key) if ".." in values else Domain(choices=_choices(values, key and sign))
     except (ValueError, yaml.YAMLError):
         raise ConfigError(
             f"--search {text!r}: expected setting=low..high, setting=low..high:log or setting=value,value"
@@ -120,7 +120,6 @@ def search(
             failed = drive(source, children, display, folder, measure, ())
         best = source.conclude()
         found = conclude(folder, failed, measure, (), console)
-        results.draw_search(folder.path, found.cells, measure, list(space))
         for line in source.lines():
             display.tell(line)
         return Sweep(found.path, found.cells, found.failed, best)
@@ -342,13 +341,15 @@ def _optuna() -> Any:
     return open_study
 
 
-def _range(text: str) -> Domain:
+def _range(text: str, named: str) -> Domain:
     ends, _, kind = text.partition(":")
     low, _, high = ends.partition("..")
     if kind not in ("", "log"):
         raise ValueError
     whole = not any(mark in ends.replace("..", "") for mark in ".eE")
     found = Domain(*((int(low), int(high)) if whole else (float(low), float(high))), log=kind == "log")
+    if found.low > found.high:
+        raise ConfigError(f"--search {named}={text}: the low end is above the high end")
     if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
         raise ValueError
     if found.log and found.low <= 0:

@@ -194,11 +194,15 @@ def conclude(
     axes: Sequence[str] | None,
     console: Console | None,
 ) -> Sweep:
-    """Write results and figures of all that belongs to the folder, and show the table. No `axes`, no heat map."""
+    """Write results and figures of all that belongs to the folder, and show the table."""
     cells = record(folder, {end.run.name: end for end in failed}, measure)
-    drawn = results.draw(folder.path, cells, measure, axes)
+    keys = folder.searched
+    if keys:
+        drawn = results.draw_search(folder.path, cells, measure, keys)
+    else:
+        drawn = results.draw(folder.path, cells, measure, axes)
     if console is not None:
-        lines = [results.table(cells, measure), *(f"figure   {path}" for path in drawn), f"sweep    {folder.path}"]
+        lines = [results.table(cells, measure, keys), *(f"figure   {path}" for path in drawn), f"sweep    {folder.path}"]
         if failed:
             lines.append(f"failed   {len(failed)} of its runs; the same command tries again")
         for line in lines:
@@ -209,7 +213,7 @@ def conclude(
 def record(folder: Folder, failed: Mapping[str, Ended], measure: str) -> list[Tree]:
     """Write results.json and table.md of all that belongs to the folder; its cells."""
     cells = results.collect(folder.runs(), failed, folder.outcomes)
-    results.write(folder.path, folder.told, cells, measure)
+    results.write(folder.path, folder.told, cells, measure, folder.searched)
     return cells
 
 
