@@ -310,6 +310,12 @@ class ChecksConfig(Section):
     """Prompts of the test split that such a measurement answers, at temperature 1."""
 
 
+def _group(value: object) -> object:
+    if isinstance(value, int) and value < 2:
+        raise ValueError("a group is compared within itself, so it takes 2 completions or more")
+    return value
+
+
 class GrpoConfig(Section):
     """The GRPO baseline (Shao et al., arXiv 2402.03300) on TRL's GRPOTrainer, under TRL's own names.
 
@@ -321,7 +327,7 @@ class GrpoConfig(Section):
     """All weights, or an adapter as the section `lora` says (rank, alpha, target_layers, target_modules)."""
     max_steps: PositiveInt = 100
     """Optimizer steps."""
-    num_generations: Annotated[int, Field(ge=2)] = 8
+    num_generations: Annotated[int, Field(ge=2), BeforeValidator(_group)] = 8
     """Completions of each prompt: the group that advantages are taken over."""
     per_device_train_batch_size: PositiveInt = 8
     """Completions in one forward and backward pass."""

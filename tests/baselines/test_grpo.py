@@ -544,6 +544,7 @@ def _moved(model: Any) -> float:
         ({"grpo": {"trl": {"beta": 0.1}}}, "grpo.trl.beta has a place of its own: grpo.beta"),
         ({"grpo": {"trl": {"output_dir": "/"}}}, "grpo.trl.output_dir is set elsewhere here: by output_dir"),
         ({"grpo": {"rollouts": "es"}}, "missing setting es"),
+        ({"grpo": {"num_generations": 1}}, r"grpo.num_generations: a group is compared within itself.*given: 1"),
         ({"grpo": {"rollouts": "es"}, "es": {"sigma": 0.1}, "space": "full"}, "takes space lora or lowrank"),
         ({"grpo": {"rollouts": "es", "tune": "lora"}}, "needs grpo.tune full"),
         ({"grpo": {"use_vllm": True}}, "needs grpo.rollouts trl, not engine"),
