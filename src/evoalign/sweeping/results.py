@@ -113,7 +113,7 @@ def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str, keys: S
 
 
 def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
-    """Markdown: each cell with its seeds, mean and standard deviation; `keys` are settings that its name does not say."""
+    """Markdown: each cell with its seeds, mean and standard deviation; `keys` are settings that no name says."""
     names = [name for name in dict.fromkeys([measure, *COLUMNS]) if any(name in cell["mean"] for cell in cells)]
     heads = ["cell", *keys, "seeds done", *(COLUMNS.get(name, name) for name in names)]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
@@ -121,7 +121,9 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
         done = sum(run["state"] == "done" for run in cell["runs"])
         values = [_with_std(cell["mean"].get(name), cell["std"].get(name)) for name in names]
         settings = [figures.shown(cell["settings"].get(key)).replace("|", "\\|") for key in keys]
-        lines.append("| " + " | ".join([f"`{cell['name']}`", *settings, f"{done} of {len(cell['runs'])}", *values]) + " |")
+        lines.append(
+            "| " + " | ".join([f"`{cell['name']}`", *settings, f"{done} of {len(cell['runs'])}", *values]) + " |"
+        )
     starts = [cell["mean"]["start"] for cell in cells if "start" in cell["mean"]]
     start = f" The reward of the start is {np.mean(starts):.4g}." if starts else ""
     note = f"Mean and standard deviation over seeds (ddof 1), of the final model on the test split.{start}"

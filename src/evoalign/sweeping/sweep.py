@@ -202,7 +202,11 @@ def conclude(
     else:
         drawn = results.draw(folder.path, cells, measure, axes)
     if console is not None:
-        lines = [results.table(cells, measure, keys), *(f"figure   {path}" for path in drawn), f"sweep    {folder.path}"]
+        lines = [
+            results.table(cells, measure, keys),
+            *(f"figure   {path}" for path in drawn),
+            f"sweep    {folder.path}",
+        ]
         if failed:
             lines.append(f"failed   {len(failed)} of its runs; the same command tries again")
         for line in lines:
