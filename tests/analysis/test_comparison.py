@@ -264,7 +264,24 @@ def test_an_evaluation_a_little_beyond_the_budget_is_not_looked_at(copy: Copy, t
     taken = by(compare(tmp_path / "runs", "wall"), "wall").standings
     assert [t.point.step for s in taken for t in s.taken] == [6, 4]
     notes = by(compare(tmp_path / "runs", "wall"), "wall").notes
-    assert any("GRPO is taken after 67% of the budget on average" in note for note in notes)
+    assert any("GRPO is taken after 67% of the budget on average; set evaluation.every lower" in n for n in notes)
+
+
+@pytest.mark.parametrize(
+    ("every", "advice"),
+    [(0, "set evaluation.every"), (1, "a step is coarser than that"), (2, "set evaluation.every lower")],
+)
+def test_advice_is_for_how_often_a_run_was_evaluated(every: int, advice: str, copy: Copy, tmp_path: Path) -> None:
+    copy("short", cost=lambda step: step_cost(step, 1.0))
+    for seed, seconds in ((1, 0.5 + 1e-3), (2, 90.0)):
+        run = copy(f"long_{seed}", seed=seed, method="grpo",
+                   cost=lambda step, seconds=seconds: replace(step_cost(step), wall_seconds=seconds))  # fmt: skip
+        tree = yaml.safe_load((file := run / "config.yaml").read_text())
+        tree["evaluation"]["every"] = every
+        file.write_text(yaml.safe_dump(tree))
+    notes = by(compare(tmp_path / "runs", "wall"), "wall").notes
+    told = [n.split("; ")[1] for n in notes if "of the budget on average" in n or "evaluated within this budget" in n]
+    assert len(told) == 2 and all(text.endswith(advice) for text in told), notes
 
 
 def test_only_the_matching_that_was_asked_for(copy: Copy, tmp_path: Path) -> None:
@@ -324,7 +341,8 @@ def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Co
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = compare(tmp_path / "runs")
     assert [t.run.seed for t in by(found, "wall").standings[0].taken] == [1]
-    assert sum("evaluation.every" in note for note in found.notes) == 2
+    (note,) = [note for note in found.notes if "evaluation.every" in note]
+    assert note.startswith("2 of 2 runs were not evaluated on the way")
     assert any("1 of 2 runs were not evaluated within this budget" in n for n in by(found, "wall").notes)
 
 

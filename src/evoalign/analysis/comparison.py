@@ -406,18 +406,25 @@ def _seldom(groups: Sequence[Group], takers: Sequence[Sequence[Taken]], by: Matc
         if missing:
             count = "no run" if not taken else f"{len(missing)} of {len(group.runs)} runs"
             was = "was" if not taken else "were not"
-            notes.append(f"{group.label}: {count} {was} evaluated within this budget; set evaluation.every lower")
+            notes.append(f"{group.label}: {count} {was} evaluated within this budget; {_finer(missing)}")
         if share < LOW_SHARE:
-            notes.append(
-                f"{group.label} is taken after {share:.0%} of the budget on average; set evaluation.every lower"
-            )
+            late = _finer([t.run for t in taken])
+            notes.append(f"{group.label} is taken after {share:.0%} of the budget on average; {late}")
     return notes
 
 
+def _finer(runs: Sequence[Run]) -> str:
+    """What would have runs measured nearer to a budget."""
+    if all(run.config.evaluation.every == 1 for run in runs):
+        return "each step is evaluated already, a step is coarser than that"
+    return "set evaluation.every lower" if any(run.config.evaluation.every for run in runs) else "set evaluation.every"
+
+
 def _apart(group: Group, measure: str) -> str:
+    more = "" if all(run.config.evaluation.every == 1 for run in group.runs) else f", or {_finer(group.runs)}"
     return (
         f"{group.label} has no curve: one of its runs ended before {measure} was first measured in another; let them "
-        "finish, or set evaluation.every lower"
+        f"finish{more}"
     )
 
 
@@ -429,11 +436,10 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         for run in runs
         if not run.finished
     ]
-    notes += [
-        f"{run.path} was not evaluated on the way (evaluation.every): it is known at its end alone"
-        for run in runs
-        if run.on_the_way == 0 and run.finished
-    ]
+    seldom = [run for run in runs if run.on_the_way == 0 and run.finished]
+    if seldom:
+        which = f"{seldom[0].path} was" if len(seldom) == 1 else f"{len(seldom)} of {len(runs)} runs were"
+        notes.append(f"{which} not evaluated on the way (evaluation.every): known at the end alone")
     places = sorted({run.hardware for run in runs if run.hardware})
     if len(places) > 1:
         notes.append(f"runs were made on different hardware ({'; '.join(places)}): their seconds do not compare")
