@@ -15,12 +15,12 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study_page import _bullets, _listed, _rounded, _table
+from study_page import LEVEL, _bullets, _listed, _rounded, _table
 from study_runs import ROOT, Task, calibrate, deadline, integers, names, pairs, read_results, side_by_side
 
 RANKS = (1, 2, 4, 8, 16)
@@ -201,8 +201,8 @@ def page(tree: Mapping[str, Any]) -> str:
         "What rank, population and the width of the noise do to half a million weights, on the shipped test splits: "
         "500 problems of Countdown, eight questions of Conciseness. One core a run. Three seeds or fewer say little: "
         "where two cells cannot be told apart by them, this page says so. The sentences follow from the numbers by "
-        "rules: a cell is told apart from the best where the 95 % t interval of the paired difference over seeds "
-        "leaves out 0, which is not corrected for the number of cells.",
+        "rules: a cell is told apart from the best where the p of a paired t test over seeds is below 0.05 after "
+        "Holm's correction over the cells of the sweep. The best cell is the luckiest too: its mean is a little high.",
         "",
     ]
     for name, cells in tree["sweeps"].items():
@@ -228,7 +228,7 @@ def page(tree: Mapping[str, Any]) -> str:
 
 def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the best cell is, and which cannot be told apart from it."""
-    from evoalign.analysis.statistics import compare
+    from evoalign.analysis.statistics import adjust, compare
 
     sweep = SWEEPS[name]
     means = {_name(sweep, cell): mean(run["reward"] for run in cell["runs"]) for cell in cells}
@@ -236,15 +236,13 @@ def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     start = mean(run["before"] for cell in cells for run in cell["runs"])
     best = max(means, key=lambda label: means[label])
     lines = [f"The best mean reward is {means[best]:.4g}, at {best}; the start has {start:.4g}."]
-    apart: list[str] = []
-    alike: list[str] = []
-    few: list[str] = []
-    for label in means:
-        if label != best and len(values[label].keys() & values[best].keys()) < 2:
-            few.append(label)
-        elif label != best:
-            pair = compare(best, values[best], label, values[label])
-            (apart if pair.low is not None and pair.low > 0 else alike).append(label)
+    others = [label for label in means if label != best]
+    few = [label for label in others if len(values[label].keys() & values[best].keys()) < 2]
+    tests = [compare(best, values[best], label, values[label]) for label in others if label not in few]
+    # A permutation of three seeds tells nothing apart; a t test does, where it trusts in normal differences.
+    tests = adjust([replace(pair, p=pair.p_values.get("paired t")) for pair in tests])
+    apart = [pair.b for pair in tests if pair.p_adjusted is not None and pair.p_adjusted < LEVEL]
+    alike = [pair.b for pair in tests if pair.b not in apart]
     if apart:
         lines.append(f"Told apart from it, and below: {_listed(apart)}.")
     if alike:
