@@ -7,6 +7,7 @@ examples than their test splits.
 
     python benchmarks/learning.py                                                          (Countdown, accuracy)
     python benchmarks/learning.py --config configs/quickstart.yaml --measure reward --seeds 0 1 2 3 4   (Conciseness)
+    python benchmarks/learning.py --config configs/quickstart_grpo.yaml --seeds 0                       (GRPO)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from evoalign.baselines.grpo import grpo
 from evoalign.config import load
 from evoalign.evaluation import paired_interval
 from evoalign.rundir import versions
@@ -30,8 +32,9 @@ def run(config: str, measure: str, seed: int, overrides: list[str], output: Path
     """Train once; seconds of wall time."""
     settings = load([config], [*overrides, f"seed={seed}", f"output_dir={output / f'seed_{seed}'}"])
     began = time.perf_counter()
+    start = grpo if settings.es_ is None else train
     with (output / f"seed_{seed}.log").open("w") as log:
-        result = train(settings, overwrite=True, console=Console(file=log, width=160))
+        result = start(settings, overwrite=True, console=Console(file=log, width=160))
     seconds = time.perf_counter() - began
     rows = [json.loads(line) for line in (result.path / "metrics.jsonl").read_text().splitlines()]
     change = paired_interval(result.before.measures_E[measure], result.after.measures_E[measure])

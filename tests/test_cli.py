@@ -9,15 +9,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from evoalign import cli, doctor
+from calling import Run, caller
+from evoalign import doctor
 from evoalign.models import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,33 +24,11 @@ QUICKSTART = ROOT / "configs/quickstart.yaml"
 SMALL = ["-s", "es.num_generations=1", "-s", "es.population_size=4", "-s", "evaluation.max_tokens=8"]
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command line in this process, started in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def go(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["evoalign", *map(str, words)])
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return Done(int(code or 0), captured.out, captured.err)
-
-    return go
+    return caller(monkeypatch, capsys, 200)
 
 
 def command(*words: object, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -9,8 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import evoalign
-from evoalign import checkpoint, cli, doctor, parquet, targets
+from calling import Run, caller
+from evoalign import checkpoint, doctor, parquet, targets
 from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
@@ -78,33 +77,11 @@ def es_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return evoalign.train(tree, console=Console(file=io.StringIO())).path
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command line in this process, started in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def go(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["evoalign", *map(str, words)])
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return Done(int(code or 0), captured.out, captured.err)
-
-    return go
+    return caller(monkeypatch, capsys, 300)
 
 
 def texts(path: Path, which: str) -> list[tuple[str, float]]:

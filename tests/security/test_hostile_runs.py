@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 import stat
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evoalign import checkpoint, cli, engines, exporting, journal, parquet, parts, replaying, tokens
+from calling import Run, caller
+from evoalign import checkpoint, engines, exporting, journal, parquet, parts, replaying, tokens
 from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
 from evoalign.spaces.lora import Lora
 from evoalign.types import Layout
@@ -28,29 +27,11 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "0.1.0"
 ESC = "\x1b]0;owned\x07\x1b[2J"
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command line in this process, started in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def go(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["evoalign", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return Done(int(end.value.code or 0), captured.out, captured.err)
-
-    return go
+    return caller(monkeypatch, capsys)
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
