@@ -357,15 +357,26 @@ def config_hash(config: Config, method: Method = "es") -> str:
 
 def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[list[str], list[str]]:
     """In words, what makes two configs different runs, and what may only move the last bits of a score."""
-    odd = _differ(identity(ours, method), identity(theirs, method), "")
-    # What both have and only one counts, as the steps of a schedule, is shown as it is, and not where it is the same.
-    known = _differ(ours.model_dump(mode="json"), theirs.model_dump(mode="json"), "")
-    odd = {key: known[key] for key in odd if key in known}
+    found = _differ(identity(ours, method), identity(theirs, method), "")
+    # What only one of them counts, as the steps of a schedule, is shown as it is, and not named where it is the same:
+    # then another setting, which is named, is why it counts. Nothing that differs may be lost here.
+    here, there = ours.model_dump(mode="json"), theirs.model_dump(mode="json")
+    raw = {key: (_at(here, key, mine), _at(there, key, other)) for key, (mine, other) in found.items()}
+    odd = {key: pair for key, pair in raw.items() if pair[0] != pair[1]} or found
     words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
     return (
         [line for key, line in words.items() if key not in RESOURCES],
         [line for key, line in words.items() if key in RESOURCES],
     )
+
+
+def _at(tree: Any, key: str, otherwise: Any) -> Any:
+    """The value of a dotted key, where it is there."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return otherwise
+        tree = tree[part]
+    return tree
 
 
 def room(config: Config) -> str:
