@@ -30,7 +30,7 @@ from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
 from evoalign.evaluation import rewards_of
 from evoalign.models import tiny
 from evoalign.parts import start, task_and_data
-from evoalign.rundir import RunDir
+from evoalign.rundir import RunDir, differences
 from evoalign.types import Plan, Request, Sampling, population
 
 pytest.importorskip("trl")
@@ -593,6 +593,17 @@ def test_a_reward_that_fails_is_no_reward(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="nan"):
         evoalign.grpo(tree, reward=broken, console=Console(file=io.StringIO()))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_no_setting_that_differs_is_lost_in_telling_it(tmp_path: Path) -> None:
+    own = {"max_steps": 4, "lr_scheduler_type": "constant"}
+    with_members = config(tmp_path, grpo={**own, "rollouts": "es"}, es={"sigma": 0.01, "learning_rate": 0.01})
+    without = config(tmp_path, grpo=own)
+    named = " ".join(differences(from_dict(with_members), from_dict(without), "grpo")[0])
+    assert "es is None in the run" in named and "grpo.rollouts is 'engine' in the run" in named
+    shorter = config(tmp_path, grpo={"max_steps": 3, "lr_scheduler_type": "linear"})
+    named = " ".join(differences(from_dict(shorter), from_dict(without), "grpo")[0])
+    assert "grpo.max_steps is 4 in the run and 3 now" in named and "lr_scheduler_type is 'constant'" in named
 
 
 def test_the_figure_of_divergence_ends_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
