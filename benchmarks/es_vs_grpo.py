@@ -87,7 +87,8 @@ def tune(arguments: argparse.Namespace) -> None:
     ]
     seeds = arguments.seeds or TUNE_SEEDS
     side_by_side(tasks, seeds, arguments.jobs, folder / "tune", arguments.deadline)
-    _write(folder, {"task": arguments.task, "seconds": seconds, "seeds": seeds, "methods": choose(folder / "tune")})
+    found = {"task": arguments.task, "seconds": seconds, "seeds": seeds, "jobs": {"tune": arguments.jobs}}
+    _write(folder, {**found, "methods": choose(folder / "tune")})
 
 
 def refine(arguments: argparse.Namespace) -> None:
@@ -105,7 +106,8 @@ def refine(arguments: argparse.Namespace) -> None:
         for task in _lasting(base, chosen["seconds"], _pace(folder))
     ]
     side_by_side(tasks, chosen["seeds"], arguments.jobs, folder / "refine", arguments.deadline)
-    _write(folder, {**chosen, "refined": True, "methods": choose(folder / "tune", folder / "refine")})
+    jobs = {**chosen["jobs"], "refine": arguments.jobs}
+    _write(folder, {**chosen, "refined": True, "jobs": jobs, "methods": choose(folder / "tune", folder / "refine")})
 
 
 def further(grid: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -149,7 +151,8 @@ def final(arguments: argparse.Namespace) -> None:
         every = max(1, task.sets[STEPS[task.method]] // POINTS[task.method])
         more = {"evaluation.every": every, "checks.kl_every": every * max(1, POINTS[task.method] // KL_POINTS)}
         tasks.append(replace(task, sets={**task.sets, **chosen["methods"][task.name]["settings"], **more}))
-    (folder / "chosen.json").write_text(json.dumps({**chosen, "final_seconds": seconds}, indent=2) + "\n")
+    chosen |= {"final_seconds": seconds, "jobs": {**chosen["jobs"], "final": arguments.jobs}}
+    (folder / "chosen.json").write_text(json.dumps(chosen, indent=2) + "\n")
     side_by_side(tasks, arguments.seeds or FINAL_SEEDS, arguments.jobs, folder / "final", arguments.deadline)
     for task in tasks:
         found = read_results(folder / "final" / task.name)

@@ -51,6 +51,8 @@ def main() -> None:
         (where / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
         found: dict[str, dict[str, Any]] = {}
         for name, method, tree in _runs(options, model, where):
+            if options.only not in name:
+                continue
             found[name] = _run(name, method, tree, where, options.limit)
             if options.json:
                 Path(options.json).write_text(json.dumps({"options": vars(options), "runs": found}, indent=2) + "\n")
@@ -155,6 +157,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro", type=int, default=32, help="completions in one forward and backward pass")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a run is stopped")
+    parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--json", help="write rows here")
     return parser.parse_args()
 

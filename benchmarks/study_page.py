@@ -520,11 +520,15 @@ def _commands(tree: Mapping[str, Any]) -> list[str]:
     seeds = ",".join(str(run["seed"]) for run in next(iter(tree["runs"].values())))
     seconds = f" --seconds {chosen['seconds']:g}" if chosen.get("seconds") else ""
     final = f" --seconds {chosen['final_seconds']:g}" if chosen.get("final_seconds") else ""
+    words = {"tune": seconds, "refine": "", "final": f" --seeds {seeds}{final}"}
+    jobs = chosen.get("jobs", {})
     lines = [
         "```sh",
-        f"python benchmarks/es_vs_grpo.py tune --task {task} --to DIR --jobs 60{seconds}",
-        *([f"python benchmarks/es_vs_grpo.py refine --task {task} --to DIR --jobs 5"] if chosen.get("refined") else ()),
-        f"python benchmarks/es_vs_grpo.py final --task {task} --to DIR --jobs 60 --seeds {seeds}{final}",
+        *(
+            f"python benchmarks/es_vs_grpo.py {stage} --task {task} --to DIR --jobs {jobs[stage]}{more}"
+            for stage, more in words.items()
+            if stage in jobs
+        ),
         f"python benchmarks/es_vs_grpo.py page --task {task} --from DIR",
         "```",
         "",
@@ -535,7 +539,10 @@ def _commands(tree: Mapping[str, Any]) -> list[str]:
     made = tree.get("made_with") or {}
     if made.get("hardware"):
         cores = made["hardware"].get("cores")
-        lines += [f"A machine of {cores} CPU cores, all runs of a stage at once, one thread each.", ""]
+        lines += [
+            f"The final runs: {jobs.get('final')} at once on a machine of {cores} CPU cores, one thread each.",
+            "",
+        ]
     if isinstance(made.get("versions"), Mapping):
         lines += [", ".join(f"{name} {value}" for name, value in made["versions"].items() if value) + ".", ""]
     return lines
