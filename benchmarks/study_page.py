@@ -439,9 +439,9 @@ def _better(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]
         if mean is not None and settings != found["settings"] and mean > found["validation"]["mean"]["reward"]:
             better = ", ".join(f"{key} {value:g}" for key, value in settings.items())
             lines.append(
-                f"**{LABELS[name]} can do better than on this page**: {better} reached {mean:.3g} on the "
-                "validation split in a second round of the search, which every method had after the final runs; "
-                f"these have the settings that reached {found['validation']['mean']['reward']:.3g} there."
+                f"**{LABELS[name]} may do better than on this page**: {better} reached {mean:.3g} on the validation "
+                "split in a second round of the search, which every method had and the final runs do not use; these "
+                f"have the settings that reached {found['validation']['mean']['reward']:.3g} there."
             )
     return lines
 
