@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evoalign import budget, engines, parts, tokens
-from evoalign.budget import Adapted, ModelShape
+from evoalign import budget, engines, flops, parts, tokens
 from evoalign.config import Config, from_dict
 from evoalign.engines.specs import specs_of
+from evoalign.flops import Adapted, ModelShape
 from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, Update, population
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def rollout_row(space: str, prompts: Sequence[tuple[int, ...]], members: int, le
             rollouts = list(engine.rollout(plan, requests))
         assert {len(r.token_ids) for r in rollouts} == {length}
         adapted = adapted_of(layout, space) if members or space == "lora" else None
-        formula = budget.rollout_flops(meter.shape, prompts, [length] * len(prompts), adapted)
+        formula = flops.rollout_flops(meter.shape, prompts, [length] * len(prompts), adapted)
         return Row(f"{name}, space {space}, {max(1, members)} members", max(1, members) * formula, counted(counter))
     finally:
         engine.close()
@@ -132,8 +132,8 @@ def update_row(members: int, antithetic: bool) -> Row:
         with counting() as counter:
             engine.apply(update)
         streams = members // 2 if antithetic else members
-        elementwise = 2 * budget.noise_numbers(space, layout) * (members + streams)
-        formula = budget.es_flops(space, layout, members, streams) - elementwise
+        elementwise = 2 * flops.noise_numbers(space, layout) * (members + streams)
+        formula = flops.es_flops(space, layout, members, streams) - elementwise
         return Row(f"update, lowrank, {members} members{', in pairs' * antithetic}", formula, counted(counter))
     finally:
         engine.close()
@@ -169,7 +169,7 @@ def teacher_rows(name: str, build: Callable[[], Any], length: int = 48) -> list[
     rows: list[Row] = []
     for case, (targets, checkpointing) in cases.items():
         model = build().train()
-        shape = budget.shape_of(model.config, specs_of(model, lambda _: 0.0))
+        shape = flops.shape_of(model.config, specs_of(model, lambda _: 0.0))
         model, adapted = with_factors(model, shape, targets) if targets else (model, None)
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -182,10 +182,10 @@ def teacher_rows(name: str, build: Callable[[], Any], length: int = 48) -> list[
             loss.backward()
         back = counted(counter) - forward
         rows += [
-            Row(f"{name}, {case}, forward", 2 * budget.sequence_flops(shape, 0, length, length, adapted), forward),
+            Row(f"{name}, {case}, forward", 2 * flops.sequence_flops(shape, 0, length, length, adapted), forward),
             Row(
                 f"{name}, {case}, backward",
-                2 * budget.backward_flops(shape, length, length, adapted, checkpointing=checkpointing),
+                2 * flops.backward_flops(shape, length, length, adapted, checkpointing=checkpointing),
                 back,
             ),
         ]
@@ -204,12 +204,12 @@ def with_factors(model: Any, shape: ModelShape, targets: Any, rank: int = 4) -> 
 def generation_row(name: str, build: Callable[[], Any], prompt: int = 24, length: int = 12) -> Row:
     """transformers' own generate with a cache, prompts of one length, no token to stop at."""
     model = build().eval()
-    shape = budget.shape_of(model.config, specs_of(model, lambda _: 0.0))
+    shape = flops.shape_of(model.config, specs_of(model, lambda _: 0.0))
     ids = torch.randint(3, 500, (2, prompt), generator=torch.Generator().manual_seed(0))
     with counting() as counter, torch.no_grad():
         out = model.generate(ids, max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert out.shape[1] == prompt + length
-    return Row(f"{name}, generate", 2 * budget.forward_flops(shape, prompt, length), counted(counter))
+    return Row(f"{name}, generate", 2 * flops.forward_flops(shape, prompt, length), counted(counter))
 
 
 def small(family: str) -> Any:
@@ -300,7 +300,7 @@ def _trl_row(name: str, case: dict[str, Any]) -> Row:
             peft_config=LoraConfig(r=4, target_modules="all-linear") if factors else None,
         )  # fmt: skip
         base = tiny_model()
-        shape = budget.shape_of(base.config, specs_of(base, lambda _: 0.0))
+        shape = flops.shape_of(base.config, specs_of(base, lambda _: 0.0))
         adapted = with_factors(base, shape, "all-linear")[1] if factors else None
         with counting() as counter:
             trainer.train()
@@ -315,7 +315,7 @@ def _trl_row(name: str, case: dict[str, Any]) -> Row:
         checkpointing=case.get("gradient_checkpointing", False),
     )  # fmt: skip
     trained = adapted.numbers(shape) if adapted else shape.parameters
-    adam = budget.ADAM_FLOPS * trained  # elementwise: torch counts none of it
+    adam = flops.ADAM_FLOPS * trained  # elementwise: torch counts none of it
     spent = update.forward_flops + update.backward_flops - adam  # type: ignore[operator]
     formula = drawn.forward_flops + iterations * spent  # type: ignore[operator]
     return Row(f"TRL, {steps} steps, {name}", formula, counted(counter))

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from evoalign import budget, parquet, train
-from evoalign.budget import Adapted, Cost, Matrix, ModelShape
+from evoalign import budget, flops, parquet, train
+from evoalign.budget import Cost
 from evoalign.engines.specs import specs_of
 from evoalign.errors import ModelError, StoppedError
+from evoalign.flops import Adapted, Matrix, ModelShape
 from evoalign.models import tiny
 from evoalign.types import Generation
 from families import build
@@ -43,7 +44,7 @@ def shape(**changes: Any) -> ModelShape:
 
 def tiny_shape() -> ModelShape:
     model = BENCH["tiny_model"]()
-    return budget.shape_of(model.config, specs_of(model, lambda _: 0.0))
+    return flops.shape_of(model.config, specs_of(model, lambda _: 0.0))
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def test_the_worked_example_of_the_docs() -> None:
     keys = sum(range(1, 13))
     by_hand = 2 * linear * 12 + 4 * t["hidden"] * t["layers"] * keys + 2 * head * 3
     assert (layer, linear, head, keys, by_hand) == (107_520, 430_080, 98_304, 78, 11_031_552)
-    assert budget.forward_flops(tiny_shape(), 10, 3) == by_hand
+    assert flops.forward_flops(tiny_shape(), 10, 3) == by_hand
 
 
 def test_the_formula_against_what_the_engine_and_training_run() -> None:
@@ -84,7 +85,7 @@ def test_the_formula_against_what_the_engine_and_training_run() -> None:
         assert abs(row.error) < EXACT, row
 
 
-@pytest.mark.parametrize("family", sorted(budget.FAMILIES))
+@pytest.mark.parametrize("family", sorted(flops.FAMILIES))
 def test_the_formula_against_every_family(family: str) -> None:
     for row in BENCH["family_rows"](family):
         assert abs(row.error) < EXACT, row
@@ -101,29 +102,29 @@ def test_the_formula_against_real_steps_of_trl(case: str, monkeypatch: pytest.Mo
 
 
 def test_every_family_of_the_formula_is_measured() -> None:
-    assert set(BENCH["FAMILY"]) == budget.FAMILIES
+    assert set(BENCH["FAMILY"]) == flops.FAMILIES
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.none() | st.integers(1, 50))
 def test_keys_that_attention_sees(start: int, tokens: int, window: int | None) -> None:
     by_hand = sum(min(p + 1, window or math.inf) for p in range(start, start + tokens))
-    assert budget.keys_seen(start, tokens, window) == by_hand
+    assert flops.keys_seen(start, tokens, window) == by_hand
 
 
 def test_a_prompt_in_pieces_costs_what_it_costs_at_once() -> None:
     model = shape(windows=(None, 5))
-    whole = budget.sequence_flops(model, 0, 20, 1)
-    assert whole == budget.sequence_flops(model, 0, 7, 0) + budget.sequence_flops(model, 7, 13, 1)
+    whole = flops.sequence_flops(model, 0, 20, 1)
+    assert whole == flops.sequence_flops(model, 0, 7, 0) + flops.sequence_flops(model, 7, 13, 1)
 
 
 def test_what_prompts_begin_with_is_read_once_unless_a_window_forbids_it() -> None:
     prompts = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7, 8)]
     model, narrow = shape(), shape(windows=(None, 9))
-    apart = sum(budget.sequence_flops(model, 0, len(p), 1) for p in prompts)
-    again, head = budget.sequence_flops(model, 0, 5, 0), 2 * model.head.numbers
-    assert budget.rollout_flops(model, prompts, [1, 1], None, 10) == apart - again + head
-    assert budget.rollout_flops(narrow, prompts, [1, 1], None, 10) == sum(
-        budget.sequence_flops(narrow, 0, len(p), 1) for p in prompts
+    apart = sum(flops.sequence_flops(model, 0, len(p), 1) for p in prompts)
+    again, head = flops.sequence_flops(model, 0, 5, 0), 2 * model.head.numbers
+    assert flops.rollout_flops(model, prompts, [1, 1], None, 10) == apart - again + head
+    assert flops.rollout_flops(narrow, prompts, [1, 1], None, 10) == sum(
+        flops.sequence_flops(narrow, 0, len(p), 1) for p in prompts
     )
 
 
@@ -133,7 +134,7 @@ def test_models_that_the_formula_does_not_know_are_refused(name: str) -> None:
 
     specs = specs_of(BENCH["small"]("llama"), lambda _: 0.0)
     with pytest.raises(ModelError, match=name):
-        budget.shape_of(AutoConfig.for_model(name), specs)
+        flops.shape_of(AutoConfig.for_model(name), specs)
 
 
 def test_experts_in_a_known_family_are_refused() -> None:
@@ -142,7 +143,7 @@ def test_experts_in_a_known_family_are_refused() -> None:
     model = BENCH["small"]("llama")
     experts = TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 8), "other", 0, 0.0)
     with pytest.raises(ModelError, match="experts"):
-        budget.shape_of(model.config, [*specs_of(model, lambda _: 0.0), experts])
+        flops.shape_of(model.config, [*specs_of(model, lambda _: 0.0), experts])
 
 
 def test_costs_add_up_and_what_is_not_known_stays_so() -> None:
@@ -193,16 +194,16 @@ def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> Non
     generation, row = seen[0], rows_of(tmp_path / "run")[0]
     first, second = generation.prompts
     common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    flops = 0
+    spent = 0
     for member in range(4):
         shared = common if common >= 4 else 0
-        flops += budget.sequence_flops(model, 0, shared, 1, adapted) if shared else 0
+        spent += flops.sequence_flops(model, 0, shared, 1, adapted) if shared else 0
         for request, prompt in enumerate(generation.prompts):
             n = next(len(r.token_ids) for r in generation.rollouts if (r.member.index, r.request) == (member, request))
-            flops += budget.sequence_flops(model, shared, len(prompt) - shared, 1, adapted)
-            flops += budget.sequence_flops(model, len(prompt), n - 1, n - 1, adapted)
+            spent += flops.sequence_flops(model, shared, len(prompt) - shared, 1, adapted)
+            spent += flops.sequence_flops(model, len(prompt), n - 1, n - 1, adapted)
     numbers = 2 * sum(m.rows for m in model.matrices)  # of B, which alone evolves
-    assert row["budget"]["forward_flops"] == flops + 2 * numbers * (4 + 4)
+    assert row["budget"]["forward_flops"] == spent + 2 * numbers * (4 + 4)
 
 
 @pytest.mark.parametrize(("space", "factors"), [("lora", True), ("lowrank", False)])
@@ -211,13 +212,13 @@ def test_the_mean_has_factors_where_it_is_an_adapter(space: str, factors: bool, 
     run(tmp_path / "run", space=space)
     model, tokenizer = tiny_shape(), AutoTokenizer.from_pretrained(tiny())
     adapted = Adapted(1, frozenset(m.name for m in model.matrices)) if factors else None
-    flops = 0
+    spent = 0
     for name in ("before", "after"):
         file: list[Any] = parquet.read(tmp_path / f"run/results/completions/{name}.parquet")
         asked = [[{"role": "user", "content": c["prompt"]}] for c in file]
         prompts = [tuple(tokenizer.apply_chat_template(a, add_generation_prompt=True)["input_ids"]) for a in asked]
-        flops += budget.rollout_flops(model, prompts, [c["tokens"] for c in file], adapted)
-    assert totals_of(tmp_path / "run")["evaluation"]["forward_flops"] == flops
+        spent += flops.rollout_flops(model, prompts, [c["tokens"] for c in file], adapted)
+    assert totals_of(tmp_path / "run")["evaluation"]["forward_flops"] == spent
 
 
 def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Pa
         for member in range(4):
             asked = [r for r in generation.rollouts if r.member.index == member]
             prompts = [generation.prompts[r.request] for r in asked]
-            answers += budget.rollout_flops(model, prompts, [len(r.token_ids) for r in asked], adapted)
+            answers += flops.rollout_flops(model, prompts, [len(r.token_ids) for r in asked], adapted)
         numbers = sum(m.rows for m in model.matrices)
         assert rows_of(tmp_path / folder)[0]["budget"]["forward_flops"] == answers + 2 * numbers * times
 
@@ -293,12 +294,12 @@ def test_a_step_of_grpo_is_its_parts() -> None:
     step = budget.grpo_cost(
         model, lengths, completions, prompts=2, reference=True, checkpointing=False, old_logprobs=True
     )
-    passes = [budget.sequence_flops(model, 0, p + c, c) for p, c in zip(lengths, completions, strict=True)]
-    drawn = [budget.forward_flops(model, p, c) for p, c in zip(lengths, completions, strict=True)]
+    passes = [flops.sequence_flops(model, 0, p + c, c) for p, c in zip(lengths, completions, strict=True)]
+    drawn = [flops.forward_flops(model, p, c) for p, c in zip(lengths, completions, strict=True)]
     assert (step.prompts, step.completions, step.prompt_tokens, step.generated_tokens) == (2, 3, 17, 8)
     assert step.forward_flops == sum(drawn) + 3 * sum(passes)
     head = 2 * model.head.numbers * sum(completions)
-    assert step.backward_flops == 2 * sum(passes) + head + budget.ADAM_FLOPS * model.parameters
+    assert step.backward_flops == 2 * sum(passes) + head + flops.ADAM_FLOPS * model.parameters
     elsewhere = budget.grpo_cost(
         model, lengths, completions, prompts=2, reference=False, checkpointing=False, old_logprobs=False,
         generation_flops=1000,
@@ -312,12 +313,12 @@ def test_factors_take_less_backward_and_the_reference_has_none() -> None:
     plain = budget.grpo_cost(model, [5], [3], reference=False, **kwargs)
     judged = budget.grpo_cost(model, [5], [3], reference=True, **kwargs)
     assert judged.forward_flops is not None and plain.forward_flops is not None
-    assert judged.forward_flops - plain.forward_flops == budget.sequence_flops(model, 0, 8, 3)
+    assert judged.forward_flops - plain.forward_flops == flops.sequence_flops(model, 0, 8, 3)
     # Attention of the upper layer, the head's input twice (its logits are not kept), and three products of factors:
     # the input of q_proj takes no gradient.
     attention, head = 2 * 4 * 8 * sum(range(1, 9)), 2 * 2 * model.head.numbers * 3
     factors = 8 * (4 * 2 * (6 + 10) - 2 * 2 * 10)
-    assert plain.backward_flops == attention + head + factors + budget.ADAM_FLOPS * 2 * (6 + 10)
+    assert plain.backward_flops == attention + head + factors + flops.ADAM_FLOPS * 2 * (6 + 10)
 
 
 def test_without_a_formula_a_step_of_grpo_counts_tokens_alone() -> None:

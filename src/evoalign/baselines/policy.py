@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from evoalign import budget, checkpoint, evaluation
+from evoalign import budget, checkpoint, evaluation, flops
 from evoalign.baselines import settings
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
-from evoalign.budget import Adapted, Cost, ModelShape
+from evoalign.budget import Cost, answers_cost, time_cost
 from evoalign.checkpoint import Mark
 from evoalign.config import Config, TransformersConfig, load
 from evoalign.engines import weights_hash
@@ -24,6 +24,7 @@ from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import CheckpointError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
+from evoalign.flops import Adapted, ModelShape
 from evoalign.rundir import RunDir, differences, method_of, saved_folders
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Task
@@ -167,7 +168,7 @@ class Policy:
         try:
             specs = [s for s in specs_of(bare, lambda _: 0.0) if ".lora_" not in s.name]
             named = [replace(s, name=s.name.replace(".base_layer.", ".")) for s in specs]
-            return budget.shape_of(bare.config, named)
+            return flops.shape_of(bare.config, named)
         except ModelError as error:
             self.note = str(error)
             return None
@@ -178,32 +179,20 @@ class Policy:
             return None
         room = max(map(len, prompts)) + self.longest
         if isinstance(self.source, EngineRollouts):
-            return budget.rollout_flops(self.shape, prompts, generated, self.adapted, room)
+            return flops.rollout_flops(self.shape, prompts, generated, self.adapted, room)
         assert isinstance(self.source, MemberRollouts)
         layout, group = self.source.layout, self.config.grpo.num_generations
         factors = Adapted(layout.rank, frozenset(t.module for t in layout.tensors))
-        noise = 2 * budget.noise_numbers(create_space(self.config), layout) * group
+        noise = 2 * flops.noise_numbers(create_space(self.config), layout) * group
         members = [(prompts[i::group], generated[i::group]) for i in range(group)]
-        return noise + sum(budget.rollout_flops(self.shape, p, n, factors, room) for p, n in members)
+        return noise + sum(flops.rollout_flops(self.shape, p, n, factors, room) for p, n in members)
 
     def _cost_of_evaluation(self, found: Evaluation, seconds: float) -> Cost:
         examples: Sequence[Example] = self.data.test
         encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
         prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
-        room = max(map(len, prompts)) + self.config.evaluation.max_tokens
-        known = self.shape is not None
-        flops = budget.rollout_flops(self.shape, prompts, generated, self.adapted, room) if self.shape else None
-        return Cost(
-            prompts=len(encoded),
-            completions=len(generated),
-            prompt_tokens=sum(map(len, prompts)),
-            generated_tokens=sum(generated),
-            forward_flops=None if flops is None else float(flops),
-            backward_flops=0.0 if known else None,
-            wall_seconds=seconds,
-            device_seconds=seconds,
-            peak_memory_bytes=budget.peak_memory(str(self.device)),
-        )
+        answers = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
+        return answers + time_cost(seconds, 1, budget.peak_memory(str(self.device)))
 
 
 def states(run: RunDir) -> Path:
