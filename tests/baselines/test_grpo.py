@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -492,6 +493,42 @@ def _prompts(folder: Path) -> Path:
     questions = [[{"role": "user", "content": f"What is {i} + 5?"}] for i in range(10)]
     file.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
     return file
+
+
+@pytest.mark.parametrize("rollouts", ["engine", "trl"])
+def test_two_processes_share_a_step_and_go_on_to_the_same_bits(rollouts: str, tmp_path: Path) -> None:
+    """Data parallel over gloo: each takes one of the two prompts, one of them writes, and both resume."""
+    grpo = {"rollouts": rollouts, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
+    launched(tmp_path / "straight", grpo={**grpo, "max_steps": 3})
+    launched(tmp_path / "run", grpo={**grpo, "max_steps": 2})
+    launched(tmp_path / "run", grpo={**grpo, "max_steps": 3})
+    ours, theirs = traces(tmp_path / "run"), traces(tmp_path / "straight")
+    for row in (*ours[0], *theirs[0]):
+        row["evaluation"] = None
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(ours[1][name], theirs[1][name]) for name in theirs[1])
+    assert ours[2] == theirs[2]
+    assert [row["budget"]["completions"] for row in rows(tmp_path / "straight")] == [8, 8, 8]
+    for number in range(3):
+        kept = parquet.read(tmp_path / f"straight/results/completions/generation_{number:04d}.parquet")
+        told: dict[str, list[str]] = {}
+        for completion in kept:
+            told.setdefault(completion["prompt"], []).append(completion["text"])
+        assert sorted(map(len, told.values())) == [4, 4]
+        assert ours[0][number]["mean"] == pytest.approx(sum(c["score"] for c in kept) / 8)
+
+
+def launched(output: Path, **sections: Any) -> None:
+    """A run by two processes, gone on with where there is one."""
+    file = output.with_suffix(".yaml")
+    file.write_text(to_yaml(from_dict(config(output, **sections))))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    command = [sys.executable, *launcher, "-m", "evoalign.cli", "grpo", str(file), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_run_of_other_settings_is_not_gone_on_with(straight: Path) -> None:
