@@ -133,7 +133,7 @@ class _Grpo:
             try:
                 self._train(trainer, steps, state[0] if state else None)
                 return self._finish(policy, steps, before)
-            except StoppedError:
+            except (StoppedError, ResumeError):
                 raise
             except (EvoalignError, OSError, torch.OutOfMemoryError) as error:
                 raise self._explained(error) from error
@@ -318,7 +318,17 @@ class _Grpo:
 
     def _train(self, trainer: Any, steps: Steps, state: Path | None) -> None:
         with steps.display if self.run is not None else nullcontext():
-            trainer.train(resume_from_checkpoint=None if state is None else str(state))
+            try:
+                trainer.train(resume_from_checkpoint=None if state is None else str(state))
+            except (EvoalignError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if state is None or steps.has_begun:
+                    raise
+                raise ResumeError(
+                    f"{state} cannot be read ({_first_sentence(error)}): put it back from a copy, or begin anew with "
+                    "--overwrite, which moves the run aside"
+                ) from error
         steps.draw()
         done = int(trainer.state.global_step)
         if self.stop.asked is not None and done < self.config.grpo.max_steps:
@@ -385,6 +395,12 @@ class _Grpo:
             error.args = (f"{error}; {kept}",)
             return error
         return EvoalignError(f"{line}{more}; {kept}")
+
+
+def _first_sentence(error: Exception) -> str:
+    """What torch's readers say goes on with advice to read files as code, which nobody should take."""
+    said = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 @contextmanager

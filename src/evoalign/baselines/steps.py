@@ -91,6 +91,11 @@ class Steps(TrainerCallback):
         self._score_seconds += time.perf_counter() - start
         return rewards
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has begun: all of a state that is gone on from is read by then."""
+        return self._began > 0.0
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The clock of training starts; it stands still between steps."""
         self.trainer.rollout_seconds = self._score_seconds = 0.0
