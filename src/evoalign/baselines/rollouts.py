@@ -46,17 +46,23 @@ def answering(model: Any, *, mixed: bool) -> Generator[None]:
 
 
 class EngineRollouts:
-    """Groups drawn from the policy at `grpo.temperature`: another seed for each completion of each step."""
+    """Groups drawn from the policy at `grpo.temperature`: another seed for each completion of each step.
+
+    A step may take several rounds, each asked for by itself; runs stop and go on between steps.
+    """
 
     def __init__(self, config: Config, engine: Engine, tokens: Tokens, model: Any, longest: int, mixed: bool) -> None:
         self.config, self.engine, self.tokens, self.model, self.mixed = config, engine, tokens, model, mixed
         self.sampling = Sampling(longest, config.grpo.temperature, config.grpo.top_p)
+        self._step, self._asked = -1, 0
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """What TRL's `rollout_func` returns for prompts that stand there once for each completion."""
         step, process = int(trainer.state.global_step), int(trainer.accelerator.process_index)
-        seeds = [stream(self.config.seed, "grpo", step, process, i) for i in range(len(prompts))]
+        first = self._asked if step == self._step else 0
+        self._step, self._asked = step, first + len(prompts)
         encoded = [self.tokens.encode(prompt) for prompt in prompts]
+        seeds = [stream(self.config.seed, "grpo", step, process, first + i) for i in range(len(prompts))]
         requests = [Request(i, ids, self.sampling, seeds[i]) for i, ids in enumerate(encoded)]
         with answering(self.model, mixed=self.mixed):
             found = sorted(self.engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
