@@ -22,7 +22,7 @@ from evoalign import evaluation, tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
-from evoalign.tasks import Data, Task, isolation
+from evoalign.tasks import Data, Task, connection
 from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
@@ -349,7 +349,7 @@ def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None
 
 
 def test_an_endless_answer_is_cut(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(connection, "LINE_LIMIT", 1000)
     error = refused(make("drips", retries=0), ["bomb"], row(log))
     assert "reward function drips died: an answer of more than" in str(error)
 

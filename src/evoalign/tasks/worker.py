@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which reward functions of the user's own run, so that it can be killed.
 
-It answers one request at a time over a socket, one line of JSON each, under the number of the request; `isolation.py`
-is the other end. What the user's
-code prints goes to stderr. A guard process beside it kills the whole process group once the trainer is gone, however
-it went and whatever the worker is doing. (Linux's parent-death signal would spare the processes that a reward function
-has started, and comes when the *thread* that started the worker ends.)
+It answers one request at a time over a socket, one line of JSON each, under the number of the request; `connection.py`
+is the other end. What the user's code prints goes to stderr. A guard process beside it kills the whole process group
+once the trainer is gone, however it went and whatever the worker is doing. (Linux's parent-death signal would spare the
+processes that a reward function has started, and comes when the *thread* that started the worker ends.)
 """
 
 from __future__ import annotations
