@@ -10,7 +10,7 @@ from evoalign import engines, estimate, evaluation, tracking
 from evoalign.baselines import planning, settings
 from evoalign.doctor import plan
 from evoalign.doctor.case import Case, Finding, IdleError, need
-from evoalign.doctor.work import TRIED_PROMPTS, seconds_text
+from evoalign.doctor.work import TRIED_PROMPTS, generated, seconds_text
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import EvoalignError
 from evoalign.estimate import gib
@@ -114,7 +114,4 @@ def check_generation(case: Case) -> Finding:
         f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "
         f"{seconds_text(time.perf_counter() - began)}; what a step of training takes beyond that was not tried"
     )
-    if all(not r.text.strip() for r in rollouts):
-        mend = "does the model fit the form of the prompts, task.prompt?"
-        return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
-    return Finding("generation", "ok", detail)
+    return generated(detail, rollouts)

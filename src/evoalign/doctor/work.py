@@ -79,6 +79,11 @@ def check_generation(case: Case) -> Finding:
         f"{scores_MP.size} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; a "
         f"generation of {work} takes about {estimated} at that pace, less where more rows share a batch"
     )
+    return generated(detail, rollouts)
+
+
+def generated(detail: str, rollouts: Sequence[Rollout]) -> Finding:
+    """What came of a generation; a warning where all texts are empty."""
     if all(not r.text.strip() for r in rollouts):
         mend = "does the model fit the form of the prompts, task.prompt?"
         return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
