@@ -424,12 +424,18 @@ def _search(tree: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
         f"with the most had {ratio:.3g} times as many as the one with the least."
         + (" The second round had runs of as many steps, on another machine than the first." if refined else ""),
         "",
-        *_bullets([*_better(tree["searches"], chosen), *_at_edge(tree["searches"], chosen)]),
+        *_bullets(
+            [
+                *_better(tree["searches"], chosen),
+                *_cut_off(tree["searches"], chosen),
+                *_at_edge(tree["searches"], chosen),
+            ]
+        ),
     ]
 
 
 def _better(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
-    """Where the search went on after the final runs and found a better cell than the one that they have."""
+    """Where a later round of the search found a better cell than the one that the final runs have."""
     lines: list[str] = []
     for name, found in chosen["methods"].items():
         cells = searches.get(name, ())
@@ -444,6 +450,18 @@ def _better(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]
                 f"have the settings that reached {found['validation']['mean']['reward']:.3g} there."
             )
     return lines
+
+
+def _cut_off(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
+    """Cells that lack a run; they cannot be chosen."""
+    return [
+        f"{LABELS[name]}: {', '.join(f'{key} {value:g}' for key, value in cell['settings'].items())} has "
+        f"{len(cell['rewards'])} of {len(chosen['seeds'])} runs, the others failed or were stopped: it could not "
+        "be chosen."
+        for name, cells in searches.items()
+        for cell in cells
+        if len(cell["rewards"]) < len(chosen["seeds"])
+    ]
 
 
 def _at_edge(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:

@@ -135,6 +135,21 @@ def test_words_name_a_winner_only_where_the_test_does() -> None:
     ]
 
 
+def test_what_the_search_found_and_the_final_runs_lack_is_told() -> None:
+    cells = [
+        {"settings": {"es.sigma": 0.01}, "rewards": [0.3, 0.5]},
+        {"settings": {"es.sigma": 0.02}, "rewards": [0.5, 0.7]},
+        {"settings": {"es.sigma": 0.03}, "rewards": [0.9]},
+    ]
+    found = {"settings": {"es.sigma": 0.01}, "validation": {"mean": {"reward": 0.4}}}
+    chosen = {"seeds": [1, 2], "methods": {"lora": found}}
+    (better,) = study_page._better({"lora": cells}, chosen)
+    assert better.startswith("**ES lora may do better than on this page**: es.sigma 0.02 reached 0.6 ")
+    (cut_off,) = study_page._cut_off({"lora": cells}, chosen)
+    assert cut_off.startswith("ES lora: es.sigma 0.03 has 1 of 2 runs")
+    assert not study_page._better({"lora": cells[:1]}, chosen) and not study_page._cut_off({"lora": cells[:2]}, chosen)
+
+
 def test_second_round_lies_beyond_an_edge_and_else_between_neighbours() -> None:
     grid = {"es.sigma": [1.0, 2.0], "es.learning_rate": [0.01, 0.02, 0.04]}
     tried = {rate: es_vs_grpo.further(grid, {"es.sigma": 2.0, "es.learning_rate": rate}) for rate in (0.01, 0.02, 0.04)}
