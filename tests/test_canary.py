@@ -15,7 +15,7 @@ import torch
 from evoalign import canary, engines
 from evoalign.engines import ABSENT
 from evoalign.engines.transformers import TransformersEngine
-from evoalign.errors import CanaryError, ModelError
+from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, Layout, Member, Plan, Request, Rollout, Sampling, Update
 from families import Bench, build, make_config
@@ -248,6 +248,25 @@ def test_noise_that_destroys_the_model_is_no_fault_of_the_engine(variant: str, s
     """What a norm makes of noise alone, or of an overflow, is the same for all members."""
     with (
         Bench(made("tiny", variant, es={"sigma": sigma, "learning_rate": sigma})) as bench,
+        pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
+    ):
+        sing(bench)
+
+
+class Overflows(TransformersEngine):
+    """What wide noise comes to on a CPU whose sums turn an overflow into no number, rather than infinity."""
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+        if plan.sigma > 1e20:
+            raise NotFiniteError("the model's logits are not numbers")
+        return super().rollout(plan, requests)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_noise_that_leaves_no_numbers_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    with_engine(monkeypatch, Overflows)
+    with (
+        Bench(made("tiny", variant, es={"sigma": 1e30, "learning_rate": 1e30})) as bench,
         pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
     ):
         sing(bench)

@@ -61,3 +61,7 @@ class StoppedError(EvoalignError):
 
 class CanaryError(EvoalignError):
     """Members do not answer with their own weights, or the mean does not stay what it was."""
+
+
+class NotFiniteError(EvoalignError):
+    """A model's logits are not numbers: its weights, or the noise on them, leave nothing to answer with."""

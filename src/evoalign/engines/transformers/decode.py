@@ -22,7 +22,7 @@ import torch
 from evoalign import noise
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.cache import RoomCache
-from evoalign.errors import EvoalignError
+from evoalign.errors import NotFiniteError
 from evoalign.types import FinishReason, Request, Sampling
 
 MIN_SHARED_PREFIX = 4
@@ -179,7 +179,7 @@ class Decoder:
 
     def _choose(self, logits: torch.Tensor, rows: _Rows, step: int, sampling: Sampling) -> torch.Tensor:
         if bool(logits.isnan().any()):
-            raise EvoalignError(
+            raise NotFiniteError(
                 "the model's logits are not numbers; lower es.sigma (GRPO: grpo.learning_rate), or use model.dtype "
                 "bfloat16 or float32"
             )
