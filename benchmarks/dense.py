@@ -27,7 +27,7 @@ import torch
 
 from evoalign import kernels, noise, spaces
 from evoalign.config import from_dict
-from evoalign.engines.base import weights_hash
+from evoalign.engines.hash import weights_hash
 from evoalign.spaces import LowRank, MeanPart, Slots, Space
 from evoalign.types import Layout, Plan, Slices, TensorSpec, Update, population
 

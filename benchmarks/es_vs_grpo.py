@@ -174,7 +174,7 @@ def _cells(task: str, method: str) -> list[dict[str, Any]]:
 
 def choose(*folders: Path) -> dict[str, Any]:
     """Of each method the cell with the best mean validation reward of all rounds, and what the search for it took."""
-    from evoalign.budget import Cost, cost_of
+    from evoalign.cost.budget import Cost, cost_of
 
     chosen: dict[str, Any] = {}
     for method in METHODS:
@@ -239,7 +239,7 @@ def write_validation(task: str, folder: Path) -> Path:
 
 
 def _more_problems(count: int) -> list[dict[str, Any]]:
-    from evoalign.tasks.generate import generate, held_out
+    from evoalign.tasks.countdown.generate import generate, held_out
 
     shipped = {_problem(row) for row in _shipped("countdown/countdown.json")}
 

@@ -27,11 +27,14 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from evoalign import checkpoint, parts, tokens
+from evoalign import setup as parts
+from evoalign import tokens
 from evoalign.config import Config, from_dict
-from evoalign.exporting import export
-from evoalign.rundir import saved_folders, versions
-from evoalign.training import train
+from evoalign.exporting.export import export
+from evoalign.rundir import checkpoint
+from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.manifest import versions
+from evoalign.training.train import train
 from evoalign.types import MEAN_PLAN, Request, Sampling
 
 FORMS = {"adapter": "lora", "merged": "lora", "lowrank": "lowrank", "full": "full"}

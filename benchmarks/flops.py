@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evoalign import budget, engines, flops, parts, tokens
+from evoalign import engines, tokens
+from evoalign import setup as parts
 from evoalign.config import Config, from_dict
+from evoalign.cost import budget, flops
+from evoalign.cost.flops import Adapted, ModelShape
 from evoalign.engines.specs import specs_of
-from evoalign.flops import Adapted, ModelShape
 from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, Update, population
 
 aten = torch.ops.aten

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from evoalign.baselines.grpo import grpo
+from evoalign.baselines.train import grpo
 from evoalign.config import load
 from evoalign.evaluation import paired_interval
-from evoalign.rundir import versions
-from evoalign.training import train
+from evoalign.rundir.manifest import versions
+from evoalign.training.train import train
 
 
 def run(config: str, measure: str, seed: int, overrides: list[str], output: Path) -> dict[str, Any]:

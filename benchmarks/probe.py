@@ -24,9 +24,9 @@ import torch
 from rich.console import Console
 
 from evoalign.config import load
-from evoalign.probe import ETA, ProbeResult, lines, probe, table
-from evoalign.rundir import versions
-from evoalign.training import train
+from evoalign.preflight.ladder import ETA, ProbeResult, lines, probe, table
+from evoalign.rundir.manifest import versions
+from evoalign.training.train import train
 
 SIGMAS = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064]
 

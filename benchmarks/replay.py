@@ -19,8 +19,9 @@ from rich.table import Table
 from transformers.utils import logging
 
 import evoalign
-from evoalign import journal, replaying
-from evoalign.rundir import saved_folders
+from evoalign.rundir import journal
+from evoalign.rundir.directory import saved_folders
+from evoalign.training import replay as replaying
 
 SIGMAS = {"lora": 0.05, "lowrank": 0.02, "full": 0.01}
 

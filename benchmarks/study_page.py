@@ -51,9 +51,9 @@ DIGITS = 6
 
 def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
     """All that the page says, small enough to commit; draws its figures. Raises EvoalignError."""
-    from evoalign.analysis.comparison import compare
-    from evoalign.report import comparison as report
-    from evoalign.report import comparison_figures
+    from evoalign.analysis.compare import figures as comparison_figures
+    from evoalign.analysis.compare import pages as report
+    from evoalign.analysis.compare.comparison import compare
 
     methods = [name for name in LABELS if any((folder / "final" / name).glob("*/seed_*/results/evaluation.json"))]
     paths = [path.parents[1] for name in methods
@@ -153,7 +153,7 @@ def _searches(folder: Path, task: str, figures: Path) -> dict[str, Any]:
 
 def _samples(folder: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
     """The first few test examples, as seed 0, or the lowest there is, of each method answers them."""
-    from evoalign import parquet
+    from evoalign.rundir import parquet
 
     samples: dict[int, dict[str, Any]] = {}
     for name in methods:

@@ -174,7 +174,7 @@ def _along(folder: Path, cell: Mapping[str, Any], run: Mapping[str, Any]) -> dic
 
 
 def _draw(name: str, sweep: Sweep, cells: Sequence[Mapping[str, Any]], figures: Path) -> None:
-    from evoalign.report import sweeps as report
+    from evoalign.sweeping import report as report
 
     points = [
         report.Point(
@@ -228,7 +228,7 @@ def page(tree: Mapping[str, Any]) -> str:
 
 def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the best cell is, and which cannot be told apart from it."""
-    from evoalign.analysis.statistics import adjust, compare
+    from evoalign.analysis.compare.statistics import adjust, compare
 
     sweep = SWEEPS[name]
     means = {_name(sweep, cell): mean(run["reward"] for run in cell["runs"]) for cell in cells}

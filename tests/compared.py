@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from evoalign.budget import Cost
+from evoalign.cost.budget import Cost
 
 Tree = dict[str, Any]
 DATA = Path(__file__).parents[1] / "data" / "tasks" / "conciseness"

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import killing
-from evoalign import checkpoint, journal, saving, training
 from evoalign.config import from_dict
 from evoalign.errors import CheckpointError, JournalError
-from evoalign.parts import Served, serve
-from evoalign.rundir import RunDir, saved_folders
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import RunDir, saved_folders
+from evoalign.setup import Served, serve
+from evoalign.training import saving
+from evoalign.training import train as training
 
 Damage = Callable[[random.Random, bytes], bytes | None]
 

@@ -8,7 +8,7 @@ The bits of a score depend on the machine, so the older release makes its runs w
     python tests/frozen_runs.py compare RUNS       # exit code 1, and a line for each difference
 
 Every run is small and has all that has a state: schedules, an optimizer, decay, batches, sampled texts, checkpoints.
-`done` was never stopped; `half` was, in its middle.
+`done` was never stopped; `half` was, in its middle; `resumed` is `half`, resumed by who made it.
 """
 
 from __future__ import annotations
@@ -76,14 +76,25 @@ def grpo_config(name: str, output: Path, steps: int) -> dict[str, Any]:
 
 
 def make(folder: Path) -> None:
-    """All runs, finished and half done."""
-    for name in ES:
-        evoalign.train(es_config(name, folder / name / "done"), console=_silent())
-        with contextlib.suppress(StoppedError):
-            evoalign.train(es_config(name, folder / name / "half"), on_generation=_stop, console=_silent())
-    for name in GRPO:
-        evoalign.grpo(grpo_config(name, folder / name / "done", 4), console=_silent())
-        evoalign.grpo(grpo_config(name, folder / name / "half", 2), console=_silent())
+    """All runs: finished, half done, and resumed."""
+    for name in (*ES, *GRPO):
+        finish(name, folder / name / "done")
+        half = folder / name / "half"
+        if name in ES:
+            with contextlib.suppress(StoppedError):
+                evoalign.train(es_config(name, half), on_generation=_stop, console=_silent())
+        else:
+            evoalign.grpo(grpo_config(name, half, 2), console=_silent())
+        shutil.copytree(half, folder / name / "resumed")
+        resume(folder / name / "resumed")
+
+
+def finish(name: str, output: Path) -> None:
+    """A run without a stop."""
+    if name in ES:
+        evoalign.train(es_config(name, output), console=_silent())
+    else:
+        evoalign.grpo(grpo_config(name, output, 4), console=_silent())
 
 
 def resume(run: Path) -> None:
@@ -100,18 +111,16 @@ def compare(folder: Path) -> list[str]:
     """What this release makes otherwise, in lines."""
     found: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        again = Path(scratch) / "again"
-        make(again)
         for name in (*ES, *GRPO):
-            gone_on = Path(scratch) / "gone_on" / name / "half"
-            shutil.copytree(folder / name / "half", gone_on)
-            resume(gone_on)
-            wanted = facts(folder / name / "done")
-            for how, run in (("made again", again / name / "done"), ("gone on with", gone_on)):
-                got = facts(run)
-                odd = sorted(key for key in {*wanted, *got} if wanted.get(key) != got.get(key))
-                found += [f"{name}, {how}: {key} differs" for key in odd]
-                print(f"{name:16} {how:13} {len(wanted)} facts, {len(odd)} differ", flush=True)
+            again, resumed = Path(scratch) / name / "done", Path(scratch) / name / "half"
+            finish(name, again)
+            shutil.copytree(folder / name / "half", resumed)
+            resume(resumed)
+            for wanted, got in ((folder / name / "done", again), (folder / name / "resumed", resumed)):
+                theirs, ours = facts(wanted), facts(got)
+                odd = sorted(key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key))
+                found += [f"{name}, {wanted.name}: {key} differs" for key in odd]
+                print(f"{name:16} {wanted.name:8} {len(theirs)} facts, {len(odd)} differ", flush=True)
     return found
 
 

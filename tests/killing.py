@@ -21,9 +21,11 @@ from rich.console import Console
 from transformers.utils import logging
 
 import evoalign
-from evoalign import checkpoint, evolve, journal, rundir
+from evoalign import evolve
 from evoalign.engines.transformers import TransformersEngine
-from evoalign.journal import Journal
+from evoalign.rundir import checkpoint, files, journal
+from evoalign.rundir import directory as rundir
+from evoalign.rundir.journal import Journal
 
 SPACES = ("lora", "lowrank", "full")
 GENERATIONS = 4
@@ -31,7 +33,7 @@ GENERATIONS = 4
 # threads.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["evoalign.training", "evoalign.engines.transformers", "matplotlib.figure", "peft", "pyarrow.parquet",
+    ["evoalign.training.train", "evoalign.engines.transformers", "matplotlib.figure", "peft", "pyarrow.parquet",
      "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
 )  # fmt: skip
 Patch = Callable[[int], None]
@@ -133,7 +135,7 @@ POINTS: dict[str, Patch] = {
     "mid-journal-line (seal)": lambda g: _at_call(Journal, "_write", 2 + 2 * g, _half_a_line),
     "mid-metrics-line": lambda g: _at_call(rundir.RunDir, "append_metrics", g, _half_a_row),
     "mid-save (weights)": _mid_save,
-    "mid-save (rename)": lambda g: _at_call(checkpoint.filled, "__exit__", g, _between_delete_and_rename),
+    "mid-save (rename)": lambda g: _at_call(files.filled, "__exit__", g, _between_delete_and_rename),
 }
 
 

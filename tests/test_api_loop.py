@@ -16,7 +16,7 @@ from evoalign.config import Config, from_dict
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.evaluation import paired_interval
 from evoalign.evolve import evolve
-from evoalign.journal import Journal, read
+from evoalign.rundir.journal import Journal, read
 from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Prompt, Request, Rollout, Update
 from families import JOURNAL_HEADER
 from test_api_train import Vowels

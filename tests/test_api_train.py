@@ -17,11 +17,13 @@ from pyarrow import parquet
 from rich.console import Console
 
 import evoalign
-from evoalign import Data, Generation, Result, Task, journal
+from evoalign import Data, Generation, Result, Task
 from evoalign.config import TaskConfig, load
 from evoalign.errors import ConfigError, EvoalignError, RunExistsError
-from evoalign.evolve import batch, sigma_at, step_at
+from evoalign.evolve import sigma_at, step_at
 from evoalign.models import tiny
+from evoalign.rollouts import batch
+from evoalign.rundir import journal
 from evoalign.types import Example, Prompt
 from families import Bench, next_logits
 

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from evoalign import budget, flops, parquet, train
-from evoalign.budget import Cost
+from evoalign import train
+from evoalign.cost import budget, flops
+from evoalign.cost.budget import Cost
+from evoalign.cost.flops import Adapted, Matrix, ModelShape
 from evoalign.engines.specs import specs_of
 from evoalign.errors import ModelError, StoppedError
-from evoalign.flops import Adapted, Matrix, ModelShape
 from evoalign.models import tiny
+from evoalign.rundir import parquet
 from evoalign.types import Generation
 from families import build
 

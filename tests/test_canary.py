@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from evoalign import canary, engines
+from evoalign import engines
+from evoalign.checks import canary
 from evoalign.engines import ABSENT
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
@@ -221,7 +222,7 @@ BROKEN = [
     (IgnoresSigns, "members of opposite sign answer alike", ["lora", "lowrank", "full"]),
     (LeavesTheLast, r"the engine serves what a member left behind", list(VARIANTS)),
     (Subtracts, "the mean was changed by members that only answered", ["lora", "lowrank", "full"]),
-    (DropsOddNames, "loads evoalign.canary.no_such_tensor without an error", list(VARIANTS)),
+    (DropsOddNames, "loads evoalign.checks.canary.no_such_tensor without an error", list(VARIANTS)),
     (BaseForTheAbsent, "a member that does not exist answers", list(VARIANTS)),
     (StaleWithoutNoise, "members without noise answer", list(VARIANTS)),
     (LosesOne, "no answer of member 2", list(VARIANTS)),

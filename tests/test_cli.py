@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from calling import Run, caller
-from evoalign import doctor
+from evoalign import preflight as doctor
 from evoalign.models import tiny
 
 ROOT = Path(__file__).resolve().parents[1]

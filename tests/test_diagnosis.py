@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from evoalign import evolve, saving
+from evoalign import evolve
+from evoalign.checks.control import Control, control, control_of
+from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share
 from evoalign.config import from_dict
-from evoalign.diagnosis import SAMPLE, Control, Diagnosis, changed_share, control, control_of
 from evoalign.engines.base import sampled_places
 from evoalign.engines.transformers import TransformersEngine
-from evoalign.journal import Journal
-from evoalign.parts import assemble
 from evoalign.report.rows import metrics_row
+from evoalign.rundir.journal import Journal
+from evoalign.setup import assemble
 from evoalign.testing import engines as contract
+from evoalign.training import saving
 from evoalign.types import EvolvedTensor, Generation, Layout, Member, Rollout, Update, population
 
 MEMBERS, PROMPTS, NUMBERS = 16, 8, 400

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from evoalign import cli, doctor
+from evoalign import cli
+from evoalign import preflight as doctor
 from evoalign.config import Config, load
-from evoalign.doctor import Finding
 from evoalign.models import tiny
+from evoalign.preflight import Finding
 from families import make_config
 
 ROOT = Path(__file__).resolve().parents[1]

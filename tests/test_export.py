@@ -24,12 +24,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import evoalign
-from evoalign import checkpoint, journal
 from evoalign.config import load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
-from evoalign.exporting import export
+from evoalign.exporting.export import export
 from evoalign.models import tiny
-from evoalign.rundir import saved_folders
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import saved_folders
 from evoalign.types import MEAN_PLAN, Request, Sampling
 from families import Bench
 
@@ -461,7 +461,7 @@ def test_the_card_says_what_the_run_was(tiny_run: Path, tmp_path: Path) -> None:
 
 
 def test_the_records_rebuild_the_mean(tiny_run: Path, tmp_path: Path) -> None:
-    from evoalign.replaying import replay
+    from evoalign.training.replay import replay
 
     folder = export(tiny_run, tmp_path / "out")
     found = replay(folder / "run/journal.jsonl", generation=2)

@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from evoalign import estimate
 from evoalign import optimizer as optimizers
-from evoalign import probe as module
+from evoalign.checks.control import Control
 from evoalign.cli import app
 from evoalign.config import from_dict
-from evoalign.diagnosis import Control
+from evoalign.cost import estimate
 from evoalign.errors import ConfigError
-from evoalign.probe import ETA, ProbeResult, Rung, lines, probe, recommend, table
+from evoalign.preflight import ladder as module
+from evoalign.preflight.ladder import ETA, ProbeResult, Rung, lines, probe, recommend, table
 
 DATA = Path(__file__).parent.parent / "data/tasks/countdown/countdown.json"
 START = Control(0.4, 0.4, 0.0)
@@ -83,7 +83,7 @@ def test_the_cost_is_told_before_and_nothing_is_written(wide):
 def test_the_figures_are_those_of_an_engine_asked_by_hand(tmp_path):
     """Spread, drop, changed share and gain of two rungs, computed here from the engine's own completions."""
     from evoalign import evolve
-    from evoalign.parts import assemble
+    from evoalign.setup import assemble
     from evoalign.types import MEAN_PLAN, Plan, population
 
     result = probe(tree(tmp_path), sigmas=[0.004, 0.012], members=6, examples=5)

@@ -20,17 +20,12 @@ from rich.console import Console
 import corrupting
 import evoalign
 import killing
-from evoalign import checkpoint, journal, replaying
 from evoalign.config import VllmConfig, from_dict
-from evoalign.errors import (
-    CheckpointError,
-    ConfigError,
-    JournalError,
-    ResumeError,
-    RunExistsError,
-    StoppedError,
-)
-from evoalign.rundir import differences, saved_folders
+from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RunExistsError, StoppedError
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.identity import differences
+from evoalign.training import replay as replaying
 
 Traces = dict[str, Any]
 
@@ -307,7 +302,7 @@ def test_another_base_model_is_refused(copy: Path, random_qwen2: Path) -> None:
 def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy: Path) -> None:
     text = (copy / "config.yaml").read_text().replace("name: conciseness", "name: somewhere:Task")
     (copy / "config.yaml").write_text(text)
-    from evoalign.targets import of_run
+    from evoalign.training.resolve import of_run
 
     with pytest.raises(ConfigError, match="names code of its own"):
         of_run(copy)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from evoalign.baselines import settings
+from evoalign.cli.scaffold import FILES, init
 from evoalign.config import load
 from evoalign.errors import ConfigError
-from evoalign.scaffold import FILES, init
 from evoalign.tasks import create
 
 

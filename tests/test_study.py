@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from evoalign.budget import Cost
 from evoalign.config import load
+from evoalign.cost.budget import Cost
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -88,7 +88,8 @@ def _top_level() -> list[dict[str, Any]]:
 def docstrings() -> dict[str, str]:
     """`Class` and `Class.field` to their docstrings; pydantic keeps those of fields only when a model asks it to."""
     found: dict[str, str] = {}
-    for node in ast.parse((SOURCE / "config.py").read_text(encoding="utf-8")).body:
+    sources = [*SOURCE.glob("*.py"), *SOURCE.parent.glob("engines/*/settings.py")]
+    for node in (node for file in sources for node in ast.parse(file.read_text(encoding="utf-8")).body):
         if not isinstance(node, ast.ClassDef):
             continue
         found[node.name] = ast.get_docstring(node) or ""

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from evoalign.version import __version__
 
 if TYPE_CHECKING:
-    from evoalign.analysis.comparison import compare
-    from evoalign.baselines.grpo import grpo
+    from evoalign.analysis.compare.comparison import compare
+    from evoalign.baselines.train import grpo
     from evoalign.config import Config
     from evoalign.config import load as load_config
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
-    from evoalign.exporting import export
-    from evoalign.outcome import Result
-    from evoalign.replaying import replay
+    from evoalign.exporting.export import export
     from evoalign.spaces import Space
     from evoalign.sweeping.sweep import sweep
-    from evoalign.targets import evaluate
     from evoalign.tasks import Data, Task
-    from evoalign.training import dry_run, train
+    from evoalign.training.replay import replay
+    from evoalign.training.resolve import evaluate
+    from evoalign.training.result import Result
+    from evoalign.training.train import dry_run, train
     from evoalign.types import Generation
 
 _HOMES = {
@@ -31,18 +31,18 @@ _HOMES = {
     "Evaluation": "evoalign.evaluation:Evaluation",
     "EvoalignError": "evoalign.errors:EvoalignError",
     "Generation": "evoalign.types:Generation",
-    "Result": "evoalign.outcome:Result",
+    "Result": "evoalign.training.result:Result",
     "Space": "evoalign.spaces:Space",
     "Task": "evoalign.tasks:Task",
-    "compare": "evoalign.analysis.comparison:compare",
-    "dry_run": "evoalign.training:dry_run",
-    "evaluate": "evoalign.targets:evaluate",
-    "export": "evoalign.exporting:export",
-    "grpo": "evoalign.baselines.grpo:grpo",
+    "compare": "evoalign.analysis.compare.comparison:compare",
+    "dry_run": "evoalign.training.train:dry_run",
+    "evaluate": "evoalign.training.resolve:evaluate",
+    "export": "evoalign.exporting.export:export",
+    "grpo": "evoalign.baselines.train:grpo",
     "load_config": "evoalign.config:load",
-    "replay": "evoalign.replaying:replay",
+    "replay": "evoalign.training.replay:replay",
     "sweep": "evoalign.sweeping.sweep:sweep",
-    "train": "evoalign.training:train",
+    "train": "evoalign.training.train:train",
 }
 
 __all__ = [

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,10 @@ from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
-from evoalign.errors import EvoalignError, RewardError
-from evoalign.plugins import FAILURES, described
+from evoalign.rollouts import rewards_of, sampling_of, stream
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, Rollout, Sampling
+from evoalign.types import MEAN_PLAN, Example, Request, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +42,6 @@ class Evaluation:
     completions: tuple[Scored, ...]
 
 
-def sampling_of(settings: EvaluationConfig) -> Sampling:
-    """The sampling settings a config names."""
-    return Sampling(settings.max_tokens, settings.temperature, settings.top_p)
-
-
-def stream(*parts: object) -> int:
-    """A 63-bit number that seeds the draws of one (run, prompt, sample)."""
-    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def evaluate(
     engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example], settings: EvaluationConfig
 ) -> Evaluation:
@@ -74,17 +61,6 @@ def evaluate(
         for key, rollout, reward in zip(keys, rollouts, rewards, strict=True)
     ]
     return summarise(task, examples, scored)
-
-
-def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    """`task.rewards`, whatever a task of the user's own makes of it. Raises RewardError."""
-    try:
-        rewards: Any = task.rewards(texts, examples)
-        return task.checked(rewards.tolist() if hasattr(rewards, "tolist") else rewards, texts, examples)
-    except EvoalignError:
-        raise
-    except FAILURES as error:  # also of values that have no length
-        raise RewardError(f"task {task.name} failed to score: {described(error)}; mend it") from error
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:

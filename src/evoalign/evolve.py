@@ -15,12 +15,11 @@ import numpy as np
 from evoalign import shaping
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.errors import EvoalignError
-from evoalign.evaluation import rewards_of, sampling_of, stream
-from evoalign.journal import Journal
+from evoalign.rollouts import batch, requests_of, score
+from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
-from evoalign.types import Example, Generation, Plan, Request, Rollout, Update, population
+from evoalign.types import Example, Generation, Plan, Update, population
 
 
 def evolve(
@@ -98,30 +97,6 @@ def step_at(config: Config, generation: int) -> float:
     return es.eta * es.width * _first(config, generation) * factor
 
 
-def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]:
-    """Rows of a generation: all, or `size` of them from epochs shuffled by the seed; no row twice in an epoch."""
-    if size is None or size >= total:
-        return list(range(total))
-    rows: list[int] = []
-    position = generation * size
-    while len(rows) < size:
-        epoch, offset = divmod(position + len(rows), total)
-        order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(total)
-        rows += [int(i) for i in order[offset : offset + size - len(rows)]]
-    return rows
-
-
-def score(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int) -> shaping.Scores:
-    """Rewards as float64 [members, prompts]. Raises EvoalignError where an engine left one out."""
-    cells = {(r.member.index, r.request): r for r in rollouts}
-    wanted = [(m, p) for m in range(members) for p in range(len(examples))]
-    missing = [cell for cell in wanted if cell not in cells]
-    if missing:
-        raise EvoalignError(f"the engine returned no completion for (member, prompt) {missing[0]}; nothing was scored")
-    rewards = rewards_of(task, [cells[c].text for c in wanted], [examples[p] for _, p in wanted])
-    return np.asarray(rewards, dtype=np.float64).reshape(members, len(examples))
-
-
 def is_due(config: Config, generation: int) -> bool:
     """Whether the mean is evaluated after this generation; the last one is evaluated by the caller."""
     every = config.evaluation.every
@@ -132,16 +107,6 @@ def _first(config: Config, generation: int) -> float:
     """`evolve: ab` widens the noise of generation 0, as the published LoRA-population code does."""
     widened = config.space.name == "lora" and config.lora.evolve == "ab" and generation == 0
     return config.lora.init_scale if widened else 1.0
-
-
-def requests_of(
-    config: Config, rows: Sequence[int], prompts: Sequence[tuple[int, ...]], generation: int
-) -> list[Request]:
-    """One request for each row of the training examples; all members draw with its seed."""
-    sampling = sampling_of(config.evaluation)
-    return [
-        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i)) for i, row in enumerate(rows)
-    ]
 
 
 class _Clock:

@@ -158,7 +158,7 @@ def row_blocks(shape: Sequence[int], elements: int = 1 << 22) -> Iterator[Slices
 @cache
 def table(device: torch.device | str = "cpu") -> torch.Tensor:
     """The 65,536 quantiles as float32, rotated so that a signed 16-bit index plus 32,768 addresses them."""
-    raw = files("evoalign").joinpath("noise_table.bin").read_bytes()
+    raw = files("evoalign.kernels").joinpath("noise_table.bin").read_bytes()
     if hashlib.sha256(raw).hexdigest() != TABLE_SHA256:
         raise EvoalignError("the installed noise table is damaged; reinstall evoalign")
     positive = np.frombuffer(raw, dtype="<f4")

@@ -16,14 +16,15 @@ import yaml
 from scipy import stats
 
 from compared import copy_run, edit, real_run, step_cost
-from evoalign import parquet
-from evoalign.analysis import comparison, hacking, statistics
-from evoalign.analysis.comparison import Comparison, Match, compare
-from evoalign.analysis.runs import find, read
-from evoalign.analysis.statistics import Pair, adjust, estimate
+from evoalign.analysis.compare import comparison, statistics
+from evoalign.analysis.compare import figures as figures
+from evoalign.analysis.compare import pages as report
+from evoalign.analysis.compare.comparison import Comparison, Match, compare
+from evoalign.analysis.compare.runs import find, read
+from evoalign.analysis.compare.statistics import Pair, adjust, estimate
+from evoalign.checks import hacking
 from evoalign.errors import ConfigError, DataError
-from evoalign.report import comparison as report
-from evoalign.report import comparison_figures as figures
+from evoalign.rundir import parquet
 
 Copy = Callable[..., Path]
 STEPS = 6

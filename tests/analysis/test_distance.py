@@ -22,7 +22,7 @@ from evoalign.analysis.distance import Distance, distance_of, distance_of_mean, 
 from evoalign.config import load
 from evoalign.errors import ModelError
 from evoalign.models import tiny
-from evoalign.parts import serve
+from evoalign.setup import serve
 from families import make_config
 
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
@@ -217,7 +217,7 @@ def test_a_run_goes_to_its_end_where_the_distance_is_unknown(tmp_path: Path, mon
     def unknown(*_: Any) -> Any:
         raise ModelError("the files of model tiny have other names")
 
-    monkeypatch.setattr("evoalign.training.distance_of_mean", unknown)
+    monkeypatch.setattr("evoalign.training.train.distance_of_mean", unknown)
     saved, found, told = train(tmp_path / "run", "lora")
     assert saved.is_dir() and found is None
     assert "distance from the base model: unknown; the files of model tiny have other names" in told

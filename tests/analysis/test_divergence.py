@@ -24,8 +24,8 @@ from evoalign.config import Config
 from evoalign.engines import weights_hash
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models import tiny
-from evoalign.parts import Served, serve
 from evoalign.report import figures
+from evoalign.setup import Served, serve
 from evoalign.spaces import Adapter
 from evoalign.types import MEAN_PLAN, Request, Sampling, Update, population
 from families import make_config, next_logits

@@ -24,16 +24,19 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import evoalign
-from evoalign import budget, engines, parquet, tokens
+from evoalign import engines, tokens
 from evoalign.baselines import planning, steps
 from evoalign.baselines.policy import Policy
 from evoalign.config import from_dict, to_yaml
+from evoalign.cost import budget
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
-from evoalign.evaluation import rewards_of
 from evoalign.models import tiny
-from evoalign.parts import start, task_and_data
-from evoalign.rundir import RunDir, differences
+from evoalign.rollouts import rewards_of
+from evoalign.rundir import parquet
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.identity import differences
+from evoalign.setup import start, task_and_data
 from evoalign.types import Plan, Request, Sampling, population
 
 pytest.importorskip("trl")

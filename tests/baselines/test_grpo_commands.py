@@ -22,15 +22,17 @@ from transformers import AutoModelForCausalLM
 
 import evoalign
 from calling import Run, caller
-from evoalign import checkpoint, doctor, parquet, targets
+from evoalign import preflight as doctor
 from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
+from evoalign.exporting import card
 from evoalign.models import tiny
-from evoalign.parts import serve
-from evoalign.report import card
-from evoalign.rundir import saved_folders
+from evoalign.rundir import checkpoint, parquet
+from evoalign.rundir.directory import saved_folders
+from evoalign.setup import serve
+from evoalign.training import resolve as targets
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -151,7 +153,8 @@ def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
 
 
 def test_evaluating_needs_no_trl() -> None:
-    code = "import sys, evoalign.targets, evoalign.exporting, evoalign.doctor; sys.exit('trl' in sys.modules)"
+    modules = "evoalign.training.resolve, evoalign.exporting.export, evoalign.preflight"
+    code = f"import sys, {modules}; sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 

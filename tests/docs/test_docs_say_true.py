@@ -167,8 +167,8 @@ def test_the_space_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
 
 
 def test_the_readers_of_the_file_formats_read_what_a_run_leaves(tmp_path: Path) -> None:
-    from evoalign.engines.base import weights_hash
-    from evoalign.journal import Journal
+    from evoalign.engines.hash import weights_hash
+    from evoalign.rundir.journal import Journal
     from evoalign.types import Update, population
 
     ours = {"b": torch.randn(3, 5), "a": torch.tensor([-0.0, 1.0, 3e38])}

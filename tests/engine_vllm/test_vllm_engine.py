@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import evoalign
-from evoalign import canary, engines, spaces, tokens
+from evoalign import engines, spaces, tokens
+from evoalign.checks import canary
 from evoalign.config import from_dict
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.engines.vllm import VllmEngine

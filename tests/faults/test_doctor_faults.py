@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from evoalign import doctor, engines
+from evoalign import engines
+from evoalign import preflight as doctor
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
 from evoalign.tasks.conciseness import Conciseness

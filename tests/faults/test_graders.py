@@ -22,7 +22,8 @@ from evoalign import evaluation, tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
-from evoalign.tasks import Data, Task, connection
+from evoalign.tasks import Data, Task
+from evoalign.tasks.isolated import connection
 from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")

@@ -21,10 +21,11 @@ from rich.console import Console
 
 import evoalign
 import killing
-from evoalign import checkpoint, journal, replaying
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ResumeError, RunExistsError
-from evoalign.rundir import RunDir, saved_folders
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
+from evoalign.training import replay as replaying
 
 
 def quiet() -> Console:
@@ -328,7 +329,7 @@ def test_out_of_memory_says_which_settings_help(tmp_path: Path) -> None:
 
 
 def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evoalign import rundir
+    from evoalign.rundir import directory as rundir
 
     before = killing.traces(copy)
 

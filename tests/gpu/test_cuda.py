@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evoalign import config, engines, noise, spaces, tokens
-from evoalign.engines.base import weights_hash
+from evoalign.engines.hash import weights_hash
 from evoalign.types import Plan, Request, Sampling, Update, population
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

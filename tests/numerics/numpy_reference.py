@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 MASK = 0xFFFFFFFF
-TABLE = Path(__file__).resolve().parents[2] / "src" / "evoalign" / "noise_table.bin"
+TABLE = Path(__file__).resolve().parents[2] / "src" / "evoalign" / "kernels" / "noise_table.bin"
 
 
 def philox(counter, key):

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign import journal
 from evoalign.errors import JournalError
-from evoalign.journal import Journal
+from evoalign.rundir import journal
+from evoalign.rundir.journal import Journal
 from evoalign.types import Update, population
 from families import JOURNAL_HEADER as HEADER
 

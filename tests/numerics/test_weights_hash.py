@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.engines import base
-from evoalign.engines.base import weights_hash
+from evoalign.engines.hash import weights_hash
 
 GOLDEN = 0x9E3779B97F4A7C15
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from evoalign.report import sweeps
-from evoalign.report.sweeps import Point
+from evoalign.sweeping import report as sweeps
+from evoalign.sweeping.report import Point
 
 
 def point(

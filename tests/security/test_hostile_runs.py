@@ -17,9 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calling import Run, caller
-from evoalign import checkpoint, engines, exporting, journal, parquet, parts, replaying, tokens
+from evoalign import engines, tokens
+from evoalign import setup as parts
 from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
+from evoalign.exporting import export as exporting
+from evoalign.rundir import checkpoint, files, journal, parquet
 from evoalign.spaces.lora import Lora
+from evoalign.training import replay as replaying
 from evoalign.types import Layout
 from families import build, make_config
 
@@ -287,7 +291,7 @@ MARK = checkpoint.Mark(1, "a" * 64, "b" * 64, 0.5)
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    with checkpoint.filled(tmp_path / "mean") as folder:
+    with files.filled(tmp_path / "mean") as folder:
         save_file({"w": torch.zeros(2)}, folder / checkpoint.ADAPTER)
         checkpoint.seal(folder, MARK)
     assert checkpoint.verify(tmp_path / "mean") == MARK and checkpoint.reward_of(tmp_path / "mean") == 0.5
@@ -375,7 +379,7 @@ def test_an_optimizers_state_of_another_shape_is_passed_over(slots: dict[str, to
 def test_saved_files_are_as_open_as_the_user_wants(umask: int, mode: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        with checkpoint.filled(tmp_path / "mean") as folder:
+        with files.filled(tmp_path / "mean") as folder:
             save_file({"w": torch.zeros(2)}, folder / "a.safetensors")
             (folder / "b.json").write_text("{}")
         assert os.umask(umask) == umask, "it is put back"
@@ -388,13 +392,13 @@ def test_a_full_disk_leaves_no_halves(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    checkpoint.write_text(tmp_path / "a", "old")
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    files.write_text(tmp_path / "a", "old")
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.write_text(tmp_path / "a", "new")
+        files.write_text(tmp_path / "a", "new")
     with pytest.raises(OSError, match="No space"):
         parquet.write(tmp_path / "b.parquet", [{"x": 1}])
-    with pytest.raises(OSError, match="No space"), checkpoint.filled(tmp_path / "c") as folder:
+    with pytest.raises(OSError, match="No space"), files.filled(tmp_path / "c") as folder:
         (folder / "d").write_text("e")
     assert [f.name for f in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign.tasks.arithmetic import MAX_DEPTH, MAX_LENGTH, MAX_NUMBERS, ExpressionError, evaluate
+from evoalign.rewards.arithmetic import MAX_DEPTH, MAX_LENGTH, MAX_NUMBERS, ExpressionError, evaluate
 
 
 @pytest.mark.parametrize(

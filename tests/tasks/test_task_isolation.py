@@ -23,8 +23,9 @@ from pyarrow import parquet
 from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.tasks import Data, Task, worker
-from evoalign.tasks.isolation import Isolated, is_exact
+from evoalign.tasks import Data, Task
+from evoalign.tasks.isolated import worker
+from evoalign.tasks.isolated.task import Isolated, is_exact
 from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
@@ -85,7 +86,7 @@ def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
 
 
 def test_where_nothing_forks_it_runs_in_place_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.tasks.isolation.SUPPORTED", False)
+    monkeypatch.setattr("evoalign.tasks.isolated.task.SUPPORTED", False)
     task = tasks.create(TaskConfig(name="custom"), [length])
     with pytest.warns(UserWarning, match="cannot isolate"):
         assert tasks.isolate(task, GraderConfig()) is task

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoalign import checkpoint
 from evoalign.config import Config
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ModelError
-from evoalign.parts import Served
+from evoalign.rundir import checkpoint
+from evoalign.setup import Served
 from evoalign.tokens import model_path, refuse_pickles
 from evoalign.types import MEAN, MEAN_PLAN
 

@@ -37,8 +37,8 @@ from evoalign.engines import Engine
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.engine import dtype_on, load_model
 from evoalign.errors import EvoalignError, ModelError
-from evoalign.evaluation import stream
-from evoalign.parts import Parts, Served
+from evoalign.rollouts import stream
+from evoalign.setup import Parts, Served
 from evoalign.spaces import Adapter
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens

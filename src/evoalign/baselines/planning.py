@@ -16,13 +16,14 @@ from evoalign.baselines import settings
 from evoalign.baselines.policy import died_early, finished, last_state, refuse_differences
 from evoalign.baselines.steps import save_every
 from evoalign.config import Config, SpaceConfig
+from evoalign.cost.estimate import gib
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
-from evoalign.estimate import gib
-from evoalign.parts import ConfigLike, as_config, layout_of, task_and_data, with_es
-from evoalign.rundir import RunDir, refuse_other
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.method import refuse_other
+from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data, with_es
 from evoalign.spaces import create as create_space
-from evoalign.targets import trained_dtype
+from evoalign.training.resolve import trained_dtype
 from evoalign.types import TensorSpec
 
 SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}

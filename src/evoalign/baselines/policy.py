@@ -13,25 +13,29 @@ from typing import Any
 
 import torch
 
-from evoalign import budget, checkpoint, evaluation, flops
+from evoalign import evaluation
 from evoalign.baselines import settings
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
-from evoalign.budget import Cost, answers_cost, time_cost
-from evoalign.checkpoint import Mark
 from evoalign.config import Config, TransformersConfig, load
+from evoalign.cost import budget, flops
+from evoalign.cost.budget import Cost, answers_cost, time_cost
+from evoalign.cost.flops import Adapted, ModelShape
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import CheckpointError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
-from evoalign.flops import Adapted, ModelShape
-from evoalign.rundir import RunDir, differences, method_of, saved_folders
+from evoalign.rundir import checkpoint
+from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
+from evoalign.rundir.directory import RunDir, saved_folders
+from evoalign.rundir.files import filled, write_text
+from evoalign.rundir.identity import differences
+from evoalign.rundir.method import method_of
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 from evoalign.types import Example
 
-NO_JOURNAL = "0" * 64
 SAVE_EVERY = 50
 """Steps between checkpoints where `checkpoint.every` leaves it open: no journal rebuilds a policy."""
 STATE = "whole.json"
@@ -127,7 +131,7 @@ class Policy:
         mark = Mark(done, self.fingerprint(), NO_JOURNAL, reward)
         if checkpoint.holds(folder, mark):
             return folder
-        with checkpoint.filled(folder, replace=True) as temporary:
+        with filled(folder, replace=True) as temporary:
             self.model.save_pretrained(temporary)
             if not self.is_adapter:
                 self.tokens.tokenizer.save_pretrained(temporary)
@@ -141,7 +145,7 @@ class Policy:
     def mark_state(self, run: RunDir, done: int) -> None:
         """The trainer's state after so many steps is whole on disk. Only now may the others go."""
         whole = states(run) / f"checkpoint-{done}"
-        checkpoint.write_text(whole / STATE, json.dumps({"step": done}) + "\n")
+        write_text(whole / STATE, json.dumps({"step": done}) + "\n")
         for folder in states(run).glob("checkpoint-*"):
             if folder != whole:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -22,8 +22,8 @@ from evoalign import evolve
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError
-from evoalign.evaluation import stream
-from evoalign.parts import layout_of
+from evoalign.rollouts import stream
+from evoalign.setup import layout_of
 from evoalign.spaces import Space
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling, population

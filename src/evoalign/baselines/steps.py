@@ -13,20 +13,24 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from evoalign import budget, parquet, saving, tracking
+from evoalign import tracking
 from evoalign.analysis import divergence
 from evoalign.analysis.divergence import Reference
 from evoalign.baselines.policy import SAVE_EVERY, Policy
 from evoalign.baselines.rollouts import answering
 from evoalign.baselines.settings import cycle
-from evoalign.budget import Cost
-from evoalign.evaluation import Evaluation, rewards_of
-from evoalign.outcome import Tell
+from evoalign.cost import budget
+from evoalign.cost.budget import Cost
+from evoalign.evaluation import Evaluation
 from evoalign.report import figures
 from evoalign.report.progress import Display
 from evoalign.report.rows import Row, spread
-from evoalign.rundir import RunDir
-from evoalign.signals import Stop
+from evoalign.rollouts import rewards_of
+from evoalign.rundir import parquet
+from evoalign.rundir.directory import RunDir
+from evoalign.training import saving
+from evoalign.training.result import Tell
+from evoalign.training.stop import Stop
 
 DRAW_SHARE = 10
 LOGGED = {

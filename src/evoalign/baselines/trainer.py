@@ -14,7 +14,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from evoalign.evaluation import stream
+from evoalign.rollouts import stream
 from evoalign.tokens import Tokens
 
 __all__ = ["GRPOConfig", "Trainer"]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 
 from evoalign.config import Config
-from evoalign.engines.base import ABSENT, Engine, weights_hash
+from evoalign.engines.base import ABSENT, Engine
+from evoalign.engines.hash import weights_hash
 from evoalign.tokens import Tokens
 
 __all__ = ["ABSENT", "ENGINES", "Engine", "create", "weights_hash"]

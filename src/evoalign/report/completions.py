@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evoalign import parquet
-from evoalign.parquet import read
+from evoalign.rundir import parquet
+from evoalign.rundir.parquet import read
 from evoalign.tasks.base import Task
 from evoalign.types import Example, Generation
 

@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from evoalign.journal import Header, Log, Recorded
 from evoalign.report.tables import visible
+from evoalign.rundir.journal import Header, Log, Recorded
 
 
 def journal_table(log: Log, console: Console) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign.journal import Recorded
+from evoalign.rundir.journal import Recorded
 from evoalign.types import Generation, Update
 
 Row = dict[str, Any]

@@ -19,7 +19,8 @@ import yaml
 
 from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
 from evoalign.errors import ConfigError
-from evoalign.rundir import Method, differences
+from evoalign.rundir.identity import differences
+from evoalign.rundir.method import Method
 
 Tree = dict[str, Any]
 Settings = dict[str, Any]

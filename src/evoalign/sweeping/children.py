@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evoalign.checkpoint import write_text
 from evoalign.config import to_yaml
 from evoalign.errors import ConfigError, RunExistsError
-from evoalign.rundir import RunDir
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.files import write_text
 from evoalign.sweeping.cells import Run
 
 COMMANDS = {"es": "train", "grpo": "grpo"}

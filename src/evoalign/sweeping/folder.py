@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from evoalign.checkpoint import write_text
 from evoalign.errors import ConfigError, RunExistsError
-from evoalign.rundir import Method, RunDir, differences
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.files import write_text
+from evoalign.rundir.identity import differences
+from evoalign.rundir.method import Method
 from evoalign.sweeping.cells import Cell, Run, Tree, make_run, read_json, resolve
 
 FORMAT_VERSION = 1

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from evoalign import budget, parquet
-from evoalign.analysis import hacking
-from evoalign.checkpoint import write_text
+from evoalign.checks import hacking
+from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
-from evoalign.report import sweeps as figures
-from evoalign.rundir import RunDir
+from evoalign.rundir import parquet
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.files import write_text
+from evoalign.sweeping import report as figures
 from evoalign.sweeping.cells import Run, Settings, Tree, read_json
 from evoalign.sweeping.children import Ended
 

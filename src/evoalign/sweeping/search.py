@@ -20,11 +20,11 @@ import yaml
 from rich.console import Console
 
 from evoalign import tracking
-from evoalign.checkpoint import write_text
 from evoalign.config import Config, to_yaml
 from evoalign.errors import ConfigError
-from evoalign.parts import ConfigLike
-from evoalign.rundir import Method
+from evoalign.rundir.files import write_text
+from evoalign.rundir.method import Method
+from evoalign.setup import ConfigLike
 from evoalign.sweeping import results
 from evoalign.sweeping.cells import Cell, Run, Settings, Tree, make_cells, make_run, product
 from evoalign.sweeping.children import Children, Ended, is_busy, last_rows

@@ -15,9 +15,9 @@ from rich.console import Console
 from evoalign import tracking
 from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
-from evoalign.parts import ConfigLike, task_and_data
-from evoalign.rundir import Method, command_line
-from evoalign.signals import Stop
+from evoalign.rundir.manifest import command_line
+from evoalign.rundir.method import Method
+from evoalign.setup import ConfigLike, task_and_data
 from evoalign.sweeping import results
 from evoalign.sweeping.cells import Run, Settings, Tree, make_cells, make_runs, product
 from evoalign.sweeping.children import Children, Ended, is_busy, visible_gpus
@@ -25,6 +25,7 @@ from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
 from evoalign.tasks import TASKS
 from evoalign.tasks.custom import Custom
+from evoalign.training.stop import Stop
 
 TICK_SECONDS = 0.2
 SHARED_MEASURES = ("reward", "empty_share", "truncated_share", "tokens")

@@ -11,11 +11,11 @@ from typing import Any
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
-from evoalign.tasks import isolation
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.tasks.countdown import Countdown
+from evoalign.tasks.countdown.task import Countdown
 from evoalign.tasks.custom import Custom
+from evoalign.tasks.isolated import task as isolation
 
 __all__ = ["TASKS", "Data", "Task", "create", "isolate"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, RewardError
-from evoalign.tasks.rewards import failure, finite, shown
+from evoalign.rewards.functions import failure, finite, shown
 from evoalign.types import Example, Prompt
 
 

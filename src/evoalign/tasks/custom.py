@@ -10,9 +10,9 @@ from typing import Any, cast
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import load_object
+from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all, failure
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
-from evoalign.tasks.rewards import Batch, Calling, Completion, RewardFunction, call_all, failure
 from evoalign.types import Example, Prompt
 
 

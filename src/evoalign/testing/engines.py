@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from evoalign import canary, optimizer, spaces, tokens
+from evoalign import optimizer, spaces, tokens
+from evoalign.checks import canary
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
 from evoalign.engines.base import sampled_places

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from evoalign.config import Config
-from evoalign.rundir import method_of
+from evoalign.rundir.method import method_of
 
 logger = logging.getLogger("evoalign.tracking")
 

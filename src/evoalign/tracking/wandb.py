@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evoalign.checkpoint import write_text
 from evoalign.config import Config
+from evoalign.rundir.files import write_text
 from evoalign.tracking.base import environment, run_name, step_and_values, values
 
 CACHE = "WANDB_CACHE_DIR"

@@ -17,7 +17,8 @@ from torch import nn
 
 from evoalign import noise
 from evoalign.config import Config, ModelConfig, TransformersConfig
-from evoalign.engines.base import sampled_places, weights_hash
+from evoalign.engines.base import sampled_places
+from evoalign.engines.hash import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import sampled_places, weights_hash_of_sums
+from evoalign.engines.base import sampled_places
+from evoalign.engines.hash import weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.settings import KERNEL_RANK, rank, room, settings, slots

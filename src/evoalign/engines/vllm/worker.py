@@ -18,7 +18,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from evoalign import noise
-from evoalign.engines.base import sampled_places, tensor_sum
+from evoalign.engines.base import sampled_places
+from evoalign.engines.hash import tensor_sum
 from evoalign.engines.specs import mean_abs
 from evoalign.engines.vllm import population
 from evoalign.engines.vllm.shards import Shard, shards

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of a comparison: a measure against each budget, and against the divergence from the base model.
+
+Drawn as `evoalign.report.figures` does. Colours are those of Okabe and Ito (2008), which people with any colour vision
+tell apart; groups also differ in the style of their lines and in their markers, and are named at their ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evoalign.analysis.compare.comparison import Comparison, Curve, Group, Match, Matching, curve
+from evoalign.analysis.compare.runs import Run
+from evoalign.report.figures import DPI, GRID, INK, SIZE_INCHES
+from evoalign.report.tables import shorten, visible
+from evoalign.rundir.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+AXES: dict[Matching, str] = {
+    "wall": "wall time of training (s)",
+    "completions": "completions",
+    "tokens": "tokens, generated and prompt",
+    "flops": "FLOPs, forward and backward",
+}
+LOG_SPAN = 30
+"""From so large a ratio of budgets on, the axis is logarithmic: the smaller runs would be a line at its edge."""
+LABEL = 34
+LEGEND_COLUMNS = 3
+NEAREST = 0.05
+"""Labels at line ends are kept so far apart, as a share of the axis."""
+
+
+def draw(comparison: Comparison, folder: Path) -> dict[str, Path]:
+    """One figure a matching that can be drawn, and one against the divergence; their paths by name."""
+    drawn: dict[str, Path] = {}
+    for match in comparison.matches:
+        assert match.by is not None
+        curves = [(i, g, curve(g, match.by, comparison.measure)) for i, g in enumerate(comparison.groups)]
+        known = [(i, group, found) for i, group, found in curves if found is not None]
+        if known:
+            drawn[match.by] = folder / f"{_file(comparison.measure)}_by_{match.by}.png"
+            _draw(drawn[match.by], _budget_painter(comparison, match, known), len(known) + 1)
+    if any(len(_trail(run, comparison.measure)) > 1 for group in comparison.groups for run in group.runs):
+        drawn["divergence"] = folder / f"{_file(comparison.measure)}_by_divergence.png"
+        _draw(drawn["divergence"], lambda axes: _divergence(axes, comparison), len(comparison.groups), right=0.97)
+    return drawn
+
+
+def _file(measure: str) -> str:
+    """A plain file name of a measure, which may be named by a run from elsewhere."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in measure)[:40] or "measure"
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index % len(LINES)]}
+
+
+def _name(group: Group) -> str:
+    return shorten(visible(group.label), LABEL)
+
+
+# --- against a budget -------------------------------------------------------------------------------------------------
+
+
+def _budget_painter(
+    comparison: Comparison, match: Match, curves: Sequence[tuple[int, Group, Curve]]
+) -> Callable[[Axes], None]:
+    def paint(axes: Axes) -> None:
+        by = match.by
+        assert by is not None
+        handles: list[Any] = []
+        handles += [_curve(axes, index, found) for index, _, found in curves]
+        if match.limit is not None:
+            handles.append(axes.axvline(match.limit, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1))
+        _scale(axes, [found for _, _, found in curves])
+        names = [
+            f"{_name(group)} ({len(group.runs)} seed{'s' if len(group.runs) > 1 else ''})" for _, group, _ in curves
+        ]
+        ends = [(found.x[-1], found.mean[-1], _name(group), index) for index, group, found in curves]
+        _label_ends(axes, ends)
+        _dress(
+            axes, f"{visible(comparison.measure)} on the test split", AXES[by], visible(comparison.measure), handles,
+            [*names, *(["matched budget"] if match.limit is not None else [])],
+        )  # fmt: skip
+
+    return paint
+
+
+def _curve(axes: Axes, index: int, found: Curve) -> Any:
+    """A group: each seed thin, the mean bold, and a band where seeds are enough for one."""
+    style = _style(index)
+    for steps in found.steps:
+        axes.plot(*zip(*steps, strict=True), drawstyle="steps-post", color=style["color"], linewidth=0.7, alpha=0.3)
+        axes.plot(*zip(*steps, strict=True), linestyle="", marker=MARKERS[index % len(MARKERS)], markersize=3,
+                  color=style["color"], alpha=0.45, markeredgewidth=0)  # fmt: skip
+    if found.low != found.mean:
+        axes.fill_between(found.x, found.low, found.high, step="post", color=style["color"], alpha=0.15, linewidth=0)
+    (line,) = axes.plot(found.x, found.mean, drawstyle="steps-post", linewidth=2.2, zorder=4, **style)
+    return line
+
+
+def _scale(axes: Axes, curves: Sequence[Curve]) -> None:
+    """As high as what was measured, and from 0; logarithmic beyond the first evaluation where budgets span orders."""
+    from matplotlib.ticker import EngFormatter
+
+    ends = [found.x[-1] for found in curves]
+    values = [value for found in curves for steps in found.steps for _, value in steps]
+    air = 0.08 * ((max(values) - min(values)) or abs(max(values)) or 1.0)
+    axes.set_ylim(min(values) - air, max(values) + air)  # a band of three seeds would dwarf what was measured
+    first = min((x for found in curves for steps in found.steps for x, _ in steps if x > 0), default=None)
+    if first is not None and max(ends) > LOG_SPAN * min(ends):
+        axes.set_xscale("symlog", linthresh=first, linscale=0.5)
+        axes.set_xlim(0, max(ends) * 1.15)
+    else:
+        axes.set_xlim(0, max(x for found in curves for steps in found.steps for x, _ in steps) * 1.02 or 1)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, int]]) -> None:
+    """Each name beside the end of its line, higher or lower where two would overlap."""
+    from matplotlib.patheffects import withStroke
+
+    low, high = axes.get_ylim()
+    places = _spread([(y - low) / (high - low) for _, y, _, _ in ends])
+    for (x, _, name, index), place in zip(ends, places, strict=True):
+        axes.annotate(
+            name, (x, low + place * (high - low)), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9,
+            fontweight="bold", color=_style(index)["color"], annotation_clip=False, zorder=6, parse_math=False,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
+
+
+def _spread(places: Sequence[float]) -> list[float]:
+    """The same places in the same order, at least `NEAREST` apart, and below the top where there is room for all."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = list(places)
+    for below, above in pairwise(order):
+        moved[above] = max(moved[above], moved[below] + NEAREST)
+    top = max(1.0, NEAREST * (len(places) - 1))
+    for i in reversed(order):
+        moved[i] = min(moved[i], top)
+        top = moved[i] - NEAREST
+    return moved
+
+
+# --- against the divergence -------------------------------------------------------------------------------------------
+
+
+def _trail(run: Run, measure: str) -> list[tuple[float, float]]:
+    """Divergence and measure of a run's points, from the start, which is 0 from itself."""
+    found: list[tuple[float, float]] = []
+    for point in run.points:
+        known = {"exact": 0.0} if point.step == 0 else (point.divergence or {})
+        nats = known.get("exact") if known.get("exact") is not None else known.get("k3")
+        if nats is not None and measure in point.measures:
+            found.append((nats, point.measures[measure]))
+    return found
+
+
+def _divergence(axes: Axes, comparison: Comparison) -> None:
+    """The way of each run, with a marker at its end."""
+    from matplotlib.lines import Line2D
+
+    handles: list[Any] = []
+    names: list[str] = []
+    for index, group in enumerate(comparison.groups):
+        style, marker = _style(index), MARKERS[index % len(MARKERS)]
+        trails = [trail for trail in (_trail(run, comparison.measure) for run in group.runs) if len(trail) > 1]
+        for trail in trails:
+            x, y = zip(*trail, strict=True)
+            axes.plot(x, y, linewidth=1.1, alpha=0.5, marker=".", markersize=4, **style)
+            axes.plot(x[-1], y[-1], linestyle="", marker=marker, markersize=8, zorder=5, color=style["color"],
+                      markeredgecolor="white")  # fmt: skip
+        if trails:
+            handles.append(Line2D([], [], marker=marker, markersize=8, linewidth=1.1, markeredgecolor="white", **style))
+            names.append(f"{_name(group)} (marker: its end)")
+    axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
+    measure = visible(comparison.measure)
+    _dress(axes, f"{measure} against the divergence from the base model", "KL (nats a token)", measure, handles, names)
+
+
+# --- all figures ------------------------------------------------------------------------------------------------------
+
+
+def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float = 0.78) -> None:
+    """One picture, the taller the more `entries` its legend has; `right` leaves room for names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width, height = SIZE_INCHES
+    legend = 0.22 * -(-entries // LEGEND_COLUMNS)
+    height += legend
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.09, right=right, top=1 - 0.45 / height, bottom=(0.75 + legend) / height)
+    paint(figure.add_subplot())
+    with replacing(path) as file:
+        figure.savefig(file, format="png", metadata={"Software": "evoalign"})
+
+
+def _dress(axes: Axes, title: str, x: str, y: str, handles: Sequence[Any], names: Sequence[str]) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12, parse_math=False)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y, parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(color=GRID, labelcolor=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    legend = axes.figure.legend(handles, names, loc="lower center", ncols=LEGEND_COLUMNS, frameon=False, fontsize=9,
+                                handlelength=3.2)  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)

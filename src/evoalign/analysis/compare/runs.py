@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs as they lie on disk, ES or GRPO, read as plain data: the mean model on the test split against what it cost.
+
+A run directory may come from anywhere. Nothing it names is imported or opened, every value is checked, and a file that
+is damaged is an error that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from evoalign.checks import hacking
+from evoalign.config import Config, load
+from evoalign.cost.budget import Cost
+from evoalign.errors import ConfigError, DataError
+from evoalign.rundir import parquet
+from evoalign.rundir.method import method_of
+
+Method = Literal["es", "grpo"]
+FILE_BYTES = 2**30
+"""A text file larger than this is no file of a run."""
+CONFIG_BYTES = 2**18
+CONFIG_DEPTH = 50
+"""Levels of a config that are read: the time a YAML reader takes grows with their square, and ours have five."""
+
+OPENING = (
+    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken
+)  # fmt: skip
+CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The mean model on the test split after `step` generations (ES) or optimizer steps (GRPO).
+
+    `cost` is what training took up to there, from the run's beginning; None where a row does not say it.
+    """
+
+    step: int
+    cost: Cost | None
+    measures: Mapping[str, float]
+    divergence: Mapping[str, float | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run. `points` are in the order of training; the first is the model before it, where that was measured.
+
+    `shares_before` and `shares_after` are those of `hacking.shares` over the completions of the test split, with
+    `hacked`; None where these are not there.
+    """
+
+    path: Path
+    method: Method
+    config: Config
+    points: tuple[Point, ...]
+    steps: int
+    finished: bool
+    cost: Cost | None
+    distance: Mapping[str, float | None] | None
+    shares_before: Mapping[str, float] | None
+    shares_after: Mapping[str, float] | None
+    hardware: str | None
+    task: str
+    """Name of the task, and what it was given as, where that was a Python object."""
+    questions: str | None
+    """SHA-256 over the prompts and targets of the test split."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.config.seed
+
+    @property
+    def on_the_way(self) -> int:
+        """How many evaluations there are between the start and the end."""
+        return sum(0 < point.step < self.steps for point in self.points)
+
+
+def find(paths: Iterable[str | Path]) -> list[Path]:
+    """The run directories among the paths and below them, sorted, each once. Links to folders are not followed.
+
+    Raises ConfigError for a path that neither is nor holds a run.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        runs = [path] if _is_run(path) else _below(path)
+        if not runs:
+            raise ConfigError(f"{path} is no run and holds none; give run directories, or a folder with some in it")
+        found.update({run.resolve(): run for run in runs})
+    return sorted(found.values())
+
+
+def _below(folder: Path) -> list[Path]:
+    runs: list[Path] = []
+    for where, names, _ in os.walk(folder):
+        if _is_run(Path(where)):
+            runs.append(Path(where))
+            names.clear()  # a run holds no runs
+    return runs
+
+
+def _is_run(path: Path) -> bool:
+    """Also where its manifest is damaged: such a run is to be named, not passed over."""
+    return (path / "config.yaml").exists() and any((path / n).exists() for n in ("journal.jsonl", "manifest.json"))
+
+
+def read(path: Path) -> Run:
+    """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
+    manifest = _json(path / "manifest.json", _Manifest) or _Manifest()
+    method = method_of(path)
+    if method is None:
+        raise DataError(f"{path / 'manifest.json'} does not say which method the run is of, and there is no journal")
+    config, rows = _config(path / "config.yaml"), _rows(path / "metrics.jsonl")
+    result = _json(path / "results" / "evaluation.json", _Result)
+    before, after = (_completions(path / "results" / "completions" / f"{n}.parquet") for n in ("before", "after"))
+    costs = _totals(rows)
+    end = len(rows) if result is None or result.generation is None else result.generation
+    if end > len(rows):
+        raise DataError(f"{path / 'metrics.jsonl'} has {len(rows)} rows and results/evaluation.json is of step {end}")
+    name = (manifest.task or {}).get("name") or config.task.name
+    given = (manifest.task or {}).get("given_as")
+    return Run(
+        path=path,
+        method=method,
+        config=config,
+        points=tuple(_points(rows, costs, result, end, before)),
+        steps=len(rows),
+        finished=result is not None and end == len(rows),
+        cost=costs[-1],
+        distance=result.distance if result else None,
+        shares_before=_shares(before),
+        shares_after=_shares(after),
+        hardware=_hardware(manifest.hardware),
+        task=f"{name} (a {given} object)" if given else name,
+        questions=_questions(before or after),
+    )
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def _no_negative(cost: Cost) -> Cost:
+    if not all(value is None or 0 <= value < float("inf") for value in asdict(cost).values()):
+        raise ValueError("a cost is a finite number that is not negative")
+    return cost
+
+
+class _Plain(BaseModel):
+    """Fields that are not known are not read."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+Measures = dict[str, FiniteFloat]
+Known = dict[str, FiniteFloat | None]
+
+
+class _Row(_Plain):
+    generation: Annotated[int, Field(ge=0)]
+    budget: Annotated[Cost, AfterValidator(_no_negative)] | None = None
+    evaluation: Measures | None = None
+    divergence: Known | None = None
+
+
+class _Result(_Plain):
+    generation: Annotated[int, Field(ge=0)] | None = None
+    before: Measures
+    after: Measures
+    divergence: Known | None = None
+    distance: Known | None = None
+
+
+class _Manifest(_Plain):
+    task: dict[str, str | None] | None = None
+    hardware: dict[str, str | int | list[str] | None] | None = None
+
+
+class _Completion(_Plain):
+    example: int
+    prompt: str
+    target: str | None
+    text: str
+    reward: FiniteFloat
+    finish_reason: str
+
+
+M = TypeVar("M", bound=_Plain)
+_COMPLETIONS = TypeAdapter(list[_Completion])
+
+
+def _checked_size(path: Path, limit: int) -> None:
+    """Raise DataError where a path is no plain file, or one that is far too long."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is not a file")
+    if path.is_file() and path.stat().st_size > limit:
+        raise DataError(f"{path} is larger than {limit // 2**10} KiB, which no run leaves")
+
+
+def _config(path: Path) -> Config:
+    """A run's config, without what lets a few lines of YAML stand for a page of millions."""
+    _checked_size(path, CONFIG_BYTES)
+    try:
+        if path.is_file():
+            _check_plain(path)
+        return load([path])
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise DataError(f"{path} is not YAML") from None
+
+
+def _check_plain(path: Path) -> None:
+    """Raise DataError at the first alias or too deep level; the rest is not looked at."""
+    depth = 0
+    for token in yaml.scan(path.read_bytes()):
+        if isinstance(token, yaml.AliasToken):
+            raise DataError(f"{path} has aliases (*name), which no run writes")
+        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+        if depth > CONFIG_DEPTH:
+            raise DataError(f"{path} is nested too deeply")
+
+
+def _json(path: Path, model: type[M]) -> M | None:
+    """A JSON file; None where there is none."""
+    _checked_size(path, FILE_BYTES)
+    if not path.is_file():
+        return None
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged ({_first(error)})") from None
+
+
+def _rows(path: Path) -> list[_Row]:
+    """Rows of metrics.jsonl. A last line without its end is that of a process that was stopped, and left out."""
+    _checked_size(path, FILE_BYTES)
+    if not path.is_file():
+        raise DataError(f"{path} is missing: the run has not done a generation")
+    *lines, _ = path.read_bytes().split(b"\n")
+    rows: list[_Row] = []
+    for number, line in enumerate(lines):
+        try:
+            rows.append(_Row.model_validate_json(line))
+        except ValidationError as error:
+            raise DataError(f"{path}, line {number + 1}, is damaged ({_first(error)})") from None
+        if rows[-1].generation != number:
+            raise DataError(f"{path}, line {number + 1}, is of generation {rows[-1].generation}, not {number}")
+    if not rows:
+        raise DataError(f"{path} has no row: the run has not done a generation")
+    return rows
+
+
+def _completions(path: Path) -> list[_Completion] | None:
+    if not path.is_file():
+        return None
+    try:
+        return _COMPLETIONS.validate_python(parquet.read(path))
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged ({_first(error)})") from None
+
+
+def _first(error: ValidationError) -> str:
+    """Where it is wrong and how, without the value: it may be of any length and hold anything."""
+    found = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    where = ".".join(str(part)[:40] for part in found["loc"])
+    return f"{where}: {found['msg'][:80]}" if where else found["msg"][:80]
+
+
+# --- what they come to ----------------------------------------------------------------------------------------------
+
+
+def _totals(rows: Sequence[_Row]) -> list[Cost | None]:
+    """Cost before the first row and after each; None from the first row on that does not say its own."""
+    totals: list[Cost | None] = [Cost()]
+    for row in rows:
+        last = totals[-1]
+        totals.append(None if last is None or row.budget is None else last + row.budget)
+    return totals
+
+
+def _points(
+    rows: Sequence[_Row],
+    costs: Sequence[Cost | None],
+    result: _Result | None,
+    end: int,
+    before: Sequence[_Completion] | None,
+) -> list[Point]:
+    points: dict[int, Point] = {}
+    if result is not None:
+        points[0] = Point(0, costs[0], result.before)
+    elif before:  # of a run that has not come to its end, which writes the other measures
+        points[0] = Point(0, costs[0], {"reward": sum(c.reward for c in before) / len(before)})
+    for step, row in enumerate(rows, start=1):
+        if row.evaluation:
+            points[step] = Point(step, costs[step], row.evaluation, row.divergence)
+    if result is not None:
+        divergence = result.divergence or (rows[end - 1].divergence if end else None)
+        points[end] = Point(end, costs[end], result.after, divergence)
+    return [points[step] for step in sorted(points)]
+
+
+def _shares(completions: Sequence[_Completion] | None) -> dict[str, float] | None:
+    if not completions:
+        return None
+    texts, prompts = [c.text for c in completions], [c.example for c in completions]
+    shares = hacking.shares(texts, [c.finish_reason for c in completions], prompts)
+    return {"hacked": hacking.hacked_share(texts, prompts), **shares}
+
+
+def _questions(completions: Sequence[_Completion] | None) -> str | None:
+    if not completions:
+        return None
+    asked = sorted({(c.example, c.prompt, c.target or "") for c in completions})
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def _hardware(found: Mapping[str, Any] | None) -> str | None:
+    """The GPUs, or the cores where there is none."""
+    if not found:
+        return None
+    gpus = found.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        return ", ".join(sorted(map(str, gpus)))
+    return f"{found.get('cores')} CPU cores"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The A/A control: the unperturbed model scored twice on the same prompts, the noise floor of a generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from evoalign import evolve
+from evoalign.config import Config
+from evoalign.engines import Engine
+from evoalign.rollouts import rewards_of, stream
+from evoalign.tasks import Task
+from evoalign.tokens import Tokens
+from evoalign.types import MEAN_PLAN, Example, Request, Rollout
+
+
+class Control(NamedTuple):
+    """The unperturbed model's fitness, twice on the same prompts. `floor` is the standard deviation of one of them."""
+
+    first: float
+    second: float
+    floor: float
+
+
+def control(
+    config: Config, engine: Engine, task: Task, tokens: Tokens, examples: Sequence[Example], generation: int
+) -> Control:
+    """Score the unperturbed model twice on a generation's examples, in the order of its requests.
+
+    The first time with the draws that the members had. Where sampling is on, the second time has other draws; greedy,
+    it is the same requests again, and a difference shows an engine that does not repeat.
+    """
+    prompts = [tokens.encode(task.prompt(example)) for example in examples]
+    requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
+    first, second = (
+        rewards_of(task, [r.text for r in answers(engine, asked)], examples)
+        for asked in (requests, redrawn(config, requests, generation))
+    )
+    return control_of(first, second)
+
+
+def answers(engine: Engine, requests: Sequence[Request]) -> list[Rollout]:
+    """The unperturbed model's completions, in the order of the requests."""
+    return sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+
+
+def redrawn(config: Config, requests: Sequence[Request], generation: int) -> list[Request]:
+    """The same requests with other draws."""
+    return [dataclasses.replace(r, seed=stream(config.seed, "control", generation, r.index)) for r in requests]
+
+
+def control_of(first_P: Sequence[float], second_P: Sequence[float]) -> Control:
+    """From rewards by prompt: the variance of one score of a prompt is half the mean square of its differences."""
+    difference_P = np.asarray(first_P, dtype=np.float64) - np.asarray(second_P, dtype=np.float64)
+    floor = math.sqrt(float((difference_P**2).mean()) / 2 / len(difference_P))
+    return Control(float(np.mean(first_P)), float(np.mean(second_P)), floor)

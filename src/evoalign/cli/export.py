@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evoalign.cli.options import Debug, quiet
+
+if TYPE_CHECKING:
+    pass
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
+    to: Annotated[Path, typer.Option(help="The new folder.")],
+    generation: Annotated[
+        int | None, typer.Option("--generation", "-g", min=0, help="After so many generations; default: latest saved.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Put the adapter into its base model.")] = False,
+    push: Annotated[str | None, typer.Option(metavar="USER/NAME", help="Upload to the Hugging Face hub.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Whom a new repository is for; default: you alone.")] = False,
+    shard_size: Annotated[str, typer.Option(help="Largest file of a checkpoint.")] = "5GB",
+    model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a run's mean as PEFT and transformers load it, with a model card."""
+    quiet()
+    from evoalign.exporting.export import export as write
+
+    folder = write(
+        run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model
+    )
+    typer.echo(f"exported to {folder}" + (f" and to {push}" if push else ""))

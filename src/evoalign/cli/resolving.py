@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config that a training command was given: a file, or with --resume the directory of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evoalign.cli.options import quiet
+from evoalign.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evoalign.config import Config
+    from evoalign.rundir.method import Method
+
+METHODS: dict[str, Method] = {"train": "es", "grpo": "grpo"}
+
+
+def resolved(
+    command: str, config: Path, more: Sequence[Path], sets: Sequence[str], *, resume: bool, overwrite: bool
+) -> Config:
+    """The checked config, its output_dir where the run is now. Raises ConfigError. `command`: train or grpo."""
+    from evoalign.config import load
+
+    method = METHODS[command]
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
+    moved = _run_of(config) if resume else None
+    if moved is not None or config.is_dir():
+        quiet()
+        from evoalign.rundir.method import how_to_go_on, refuse_other
+
+        if moved is not None:
+            refuse_other(moved, method)
+        elif not resume and _run_of(config):
+            raise ConfigError(f"{config} is a run directory; go on with: {how_to_go_on(config)}")
+    if config.is_dir():
+        if resume and not (config / "config.yaml").is_file():
+            raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
+        from evoalign.training.resolve import of_run
+
+        if moved is not None:
+            of_run(config, f"give its config itself: evoalign {command} {config / 'config.yaml'} --resume")
+        config = config / "config.yaml" if resume else config
+    found = load([config, *more], sets)
+    if moved is not None and not any(text.startswith("output_dir=") for text in sets):
+        found = found.model_copy(update={"output_dir": str(moved)})
+    return found
+
+
+def _run_of(config: Path) -> Path | None:
+    """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
+    folder = config if config.is_dir() else config.parent
+    inside = config.is_dir() or config.name == "config.yaml"
+    return folder if inside and any((folder / n).is_file() for n in ("manifest.json", "journal.jsonl")) else None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from evoalign.cli.options import Debug, More, Sets, integers, quiet
+
+Value = TypeVar("Value")
+Grid = Annotated[
+    list[str] | None, typer.Option("--grid", "-g", metavar="a.b=v,w", help="A setting and its values; repeat it.")
+]
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="A YAML config, of which every run is a variation.")],
+    more: More = None,
+    set_: Sets = None,
+    grid: Grid = None,
+    cells: Annotated[Path | None, typer.Option("--cells", help="A YAML list of cells, for what is no product.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated, such as 0,1,2,3; default: the config's.")] = None,
+    method: Annotated[str, typer.Option(help="es or grpo.")] = "es",
+    to: Annotated[Path | None, typer.Option(help="The sweep's folder; default: output_dir with _sweep.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at once; default: one a GPU.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs to use in turn, such as 0,1; default: all.")] = None,
+    search: Annotated[
+        list[str] | None, typer.Option("--search", metavar="a.b=LOW..HIGH[:log]", help="Let Optuna choose; repeat it.")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of a search, earlier ones counted.")] = 20,
+    prune: Annotated[bool, typer.Option("--prune", help="Stop trials whose evaluations lag the median.")] = False,
+    axes: Annotated[str | None, typer.Option(metavar="X,Y", help="Settings that the heat map lies over.")] = None,
+    measure: Annotated[str, typer.Option(help="What figures show and a search maximises.")] = "reward",
+    debug: Debug = False,
+) -> None:
+    """Train a grid of settings with several seeds, each run a process. Exit code 1 where one failed."""
+    from evoalign.config import read
+    from evoalign.errors import ConfigError
+
+    tree = read([config, *(more or [])], set_ or [])
+    if method not in ("es", "grpo"):
+        raise ConfigError(f"--method {method}: use es or grpo")
+    quiet()
+    from evoalign.sweeping import cells as parts
+    from evoalign.sweeping.sweep import sweep as run
+
+    common: dict[str, Any] = {
+        "seeds": integers(seeds),
+        "method": method,
+        "jobs": jobs,
+        "gpus": gpus.split(",") if gpus is not None else None,
+        "to": to,
+        "measure": measure,
+    }
+    if search:
+        if grid or cells is not None:
+            raise ConfigError("--search chooses the cells itself: give it alone, or --grid and --cells")
+        from evoalign.sweeping.search import domain
+        from evoalign.sweeping.search import search as look
+
+        done = look(tree, once("--search", map(domain, search)), trials=trials, prune=prune, **common)
+    else:
+        done = run(
+            tree,
+            grid=once("--grid", map(parts.axis, grid or [])),
+            cells=parts.read_cells(cells) if cells is not None else (),
+            axes=[name.strip() for name in axes.split(",")] if axes is not None else None,
+            **common,
+        )
+    raise typer.Exit(1 if done.failed else 0)
+
+
+def once(option: str, pairs: Iterable[tuple[str, Value]]) -> dict[str, Value]:
+    """Settings and their values. Raises ConfigError for a setting that is given twice."""
+    from evoalign.errors import ConfigError
+
+    found: dict[str, Value] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"{option} names {key} twice; give all its values at once")
+        found[key] = value
+    return found

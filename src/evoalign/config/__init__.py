@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting, in one nested, typed tree. Imports no torch, so that reading and checking a config is instant.
+
+A config is YAML. Later files win over earlier ones, `--set a.b=c` wins over files. A key that does not exist is
+refused with the nearest name that does; every section that is present is checked, used or not.
+"""
+
+from evoalign.config.base import FORMAT_VERSION, Section
+from evoalign.config.engines import ENGINES, EngineConfig, TransformersConfig, VllmConfig
+from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
+from evoalign.config.grpo import GrpoConfig
+from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml
+from evoalign.config.model import ModelConfig
+from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, EvaluationConfig, TrackingConfig
+from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
+from evoalign.config.task import GraderConfig, TaskConfig
+
+__all__ = [
+    "ENGINES",
+    "FORMAT_VERSION",
+    "NO_ES",
+    "CheckpointConfig",
+    "ChecksConfig",
+    "Config",
+    "EngineConfig",
+    "EsConfig",
+    "EvaluationConfig",
+    "FullConfig",
+    "GraderConfig",
+    "GrpoConfig",
+    "LoraConfig",
+    "LowrankConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "Section",
+    "SpaceConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "TransformersConfig",
+    "VllmConfig",
+    "code_of",
+    "from_dict",
+    "load",
+    "parse_overrides",
+    "read",
+    "to_yaml",
+]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A config from its files: read, merged, checked, written."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from evoalign.config.base import named
+from evoalign.config.engines import ENGINES
+from evoalign.config.es import EsConfig
+from evoalign.config.run import Config
+from evoalign.errors import ConfigError
+
+
+def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Read YAML files, later ones winning, then `a.b=c` overrides. Raises ConfigError."""
+    return from_dict(read(files, overrides))
+
+
+def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What `load` checks: the settings of all files and overrides together. Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    for file in files:
+        tree = _merge(tree, _read(Path(file)))
+    return parse_overrides(tree, overrides)
+
+
+def code_of(config: Config) -> list[str]:
+    """The import paths that a config names: code that runs with it."""
+    return [name for name in (config.space.name, config.task.name, *config.task.rewards) if ":" in name]
+
+
+def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A nested mapping with `a.b=c` overrides put in. Raises ConfigError."""
+    merged = dict(tree)
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override))
+    return merged
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """Check a nested mapping. Raises ConfigError naming each wrong value."""
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(cast(Mapping[str, Any], e)) for e in error.errors())) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, all defaults written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; `evoalign init DIR` writes one to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give the YAML file in it") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")
+    return cast(dict[str, Any], tree)
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text!r}: expected key=value, such as es.sigma=0.003")
+    try:
+        leaf: object = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text!r}: {value!r} is not a YAML value; quote it") from None
+    if isinstance(leaf, str):  # YAML 1.1 reads 1e-3 (no dot) as a string
+        leaf = _number(leaf)
+    for part in reversed(key.split(".")):
+        leaf = {part: leaf}
+    return cast(dict[str, Any], leaf)
+
+
+def _number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        if isinstance(value, Mapping):  # `optimizer: adam`, then `optimizer.beta1`: the name stays
+            old = named(old)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
+    if "sigma" in high and "noise_multiplier" not in high:  # the later width replaces the earlier one
+        merged.pop("noise_multiplier", None)
+    if "noise_multiplier" in high and "sigma" not in high:
+        merged.pop("sigma", None)
+    return merged
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    where, engine = _without_tag(error["loc"])
+    location = ".".join(str(part) for part in where)
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {location}{_nearest(where, engine)}"
+    if error["type"] == "missing":
+        return f"missing setting {location}"
+    if error["type"] == "union_tag_invalid":
+        return f"{location}.name: unknown engine {error['ctx']['tag']!r}; use {' or '.join(ENGINES)}"
+    message = error["msg"].removeprefix("Value error, ")
+    given = error["input"]
+    shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
+    return f"{location}: {message}{shown}" if location else message
+
+
+def _without_tag(location: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], str]:
+    """A place as the user wrote it, and the engine meant: pydantic puts the engine's name after `engine`."""
+    if len(location) > 1 and location[0] == "engine" and location[1] in ENGINES:
+        return (location[0], *location[2:]), str(location[1])
+    return location, "transformers"
+
+
+def _nearest(location: tuple[str | int, ...], engine: str) -> str:
+    names = _names(Config, "", engine)
+    wanted = ".".join(str(part) for part in location)
+    leaf = str(location[-1])
+    siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
+    near = difflib.get_close_matches(leaf, siblings, n=1)
+    if near:
+        return f"; did you mean {siblings[near[0]]}?"
+    others = [other for other, section in ENGINES.items() if leaf in section.model_fields]
+    if location[0] == "engine" and others:
+        return f"; it belongs to engine {others[0]}, and engine.name is {engine}"
+    elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; known here: {', '.join(sorted(siblings))}"
+
+
+def _names(section: type[BaseModel], prefix: str, engine: str) -> list[str]:
+    found: list[str] = []
+    for name, info in section.model_fields.items():
+        name = info.alias or name
+        found.append(prefix + name)
+        below = ENGINES[engine] if prefix + name == "engine" else EsConfig if name == "es" else info.annotation
+        if isinstance(below, type) and issubclass(below, BaseModel):
+            found += _names(below, f"{prefix}{name}.", engine)
+    return found

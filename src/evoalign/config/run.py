@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from evoalign.config.base import FORMAT_VERSION, Section, named
+from evoalign.config.engines import EngineConfig, TransformersConfig
+from evoalign.config.es import NO_ES, EsConfig
+from evoalign.config.grpo import GrpoConfig
+from evoalign.config.model import ModelConfig
+from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
+from evoalign.config.task import GraderConfig, TaskConfig
+from evoalign.errors import ConfigError
+
+
+class EvaluationConfig(Section):
+    """How completions are drawn, in training and in evaluation, and what the evaluation repeats."""
+
+    max_tokens: PositiveInt = 128
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    samples: PositiveInt = 1
+    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate the mean on the test split each so many generations; 0: only before and after."""
+
+    @model_validator(mode="after")
+    def _draws(self) -> EvaluationConfig:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"evaluation.seeds {self.seeds} names a seed twice")
+        if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
+            raise ValueError("samples and seeds only repeat a greedy completion; set evaluation.temperature above 0")
+        return self
+
+
+class CheckpointConfig(Section):
+    """What is saved on the way. The journal alone rebuilds the mean; a checkpoint makes that faster."""
+
+    every: Annotated[int, Field(ge=0)] | None = None
+    """Generations between checkpoints; 0: only at a stop and at the end. None: 10 for `lora`, whose checkpoints are
+    small, and 0 for the other spaces."""
+    keep_last: PositiveInt = 2
+    """The latest so many stay."""
+    keep_best: bool = True
+    """The best mean by `evaluation.every` is saved and stays too."""
+
+
+class TrackingConfig(Section):
+    """Who else is told what metrics.jsonl records, and which completions are kept."""
+
+    backends: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Each needs the extra of its name."""
+    project: str = "evoalign"
+    name: str | None = None
+    """The run's name there; None is the last part of `output_dir`."""
+    completions_every: Annotated[int, Field(ge=0)] = 10
+    """Generations between parquet files with the completions of the best, median and worst member; 0: none."""
+
+
+class ChecksConfig(Section):
+    """What a run asks of itself while it trains."""
+
+    canary_every: Annotated[int, Field(ge=0)] = 25
+    """Generations between canaries, which prove that members differ; one runs at the start. 0: only that one."""
+    control_every: Annotated[int, Field(ge=0)] = 10
+    """Generations between A/A controls, which score the unperturbed model twice: the noise floor. 0: none."""
+    kl_every: Annotated[int, Field(ge=0)] = 0
+    """Generations, or steps of GRPO, between measurements of the divergence from the base model. 0: none. It takes a
+    second copy of the model."""
+    kl_prompts: PositiveInt = 32
+    """Prompts of the test split that such a measurement answers, at temperature 1."""
+
+
+class Config(Section):
+    """The whole of a run."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    output_dir: str = "runs/evoalign"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    deterministic: bool | None = None
+    """None: true on the CPU, false on a GPU."""
+    space: Annotated[SpaceConfig, BeforeValidator(named)] = Field(default_factory=SpaceConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    lowrank: LowrankConfig = Field(default_factory=LowrankConfig)
+    full: FullConfig = Field(default_factory=FullConfig)
+    es_: EsConfig | None = Field(default=None, alias="es")
+    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
+    engine: EngineConfig = Field(default_factory=TransformersConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    grader: GraderConfig = Field(default_factory=GraderConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    checks: ChecksConfig = Field(default_factory=ChecksConfig)
+
+    @property
+    def es(self) -> EsConfig:
+        """The section `es`. Raises ConfigError where there is none: a config for GRPO alone needs none."""
+        if self.es_ is None:
+            raise ConfigError(NO_ES)
+        return self.es_
+
+    @model_validator(mode="after")
+    def _together(self) -> Config:
+        if self.es_ is None:
+            if "grpo" not in self.model_fields_set:
+                raise ValueError(NO_ES)
+            return self
+        if self.es.optimizer.name != "sgd" and self.space.name in ("lowrank", "full"):
+            raise ValueError(
+                f"es.optimizer {self.es.optimizer.name} keeps state of the size of the model with space "
+                f"{self.space.name}; use sgd, or space lora"
+            )
+        if self.space.name == "lora" and self.lora.evolve == "ab" and self.es.antithetic:
+            raise ValueError(
+                "es.antithetic with lora.evolve ab can never learn: from A = B = 0 the two members of a pair are the "
+                "same model, since (-B)(-A) = B A; set es.antithetic false, or lora.evolve b"
+            )
+        return self

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked, and how rewards of the user's own are run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from evoalign.config.base import PositiveFloat, Section
+
+
+class TaskConfig(Section):
+    """What is asked and what counts as good. `name` may be `package.module:Class`."""
+
+    name: str = "conciseness"
+    train_data: str | None = None
+    test_data: str | None = None
+    """A JSON, JSONL or parquet file, or (for `custom`) a hub data set as `hub:NAME` or `hub:NAME:SPLIT`."""
+    split: Literal["seeded", "first_last"] = "seeded"
+    """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
+    train_size: PositiveInt | None = None
+    test_size: PositiveInt | None = None
+    prompt: Literal["raw", "chat", "short"] | None = None
+    """The form of the prompt; None is the task's own default."""
+    batch_size: PositiveInt | None = None
+    """Training examples a generation; None takes all of them."""
+    strip: bool = True
+    """Strip white space around a completion before it is scored."""
+    rewards: list[str] = Field(default_factory=list)
+    """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
+    reward_weights: list[float] | None = None
+
+
+class GraderConfig(Section):
+    """How reward functions of the user's own are run. The rewards of built-in tasks are pure and run in place."""
+
+    isolated: bool = True
+    """In a worker process that can be killed. false: in this process, without a time limit."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that one call of the reward functions may take."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often a call that timed out, died or raised is made again before the run stops."""

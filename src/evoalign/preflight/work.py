@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that load the model: the engine, the canary, a small generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from evoalign import engines, evolve, setup, shaping
+from evoalign.checks import canary
+from evoalign.errors import EvoalignError
+from evoalign.preflight.case import Case, Finding, need
+from evoalign.types import Example, Plan, Rollout, population
+
+PROMPT = "Solve: 3 + 5 ="
+"""What the canary asks where there is no task."""
+TRIED_PROMPTS = 2
+
+
+def check_engine(case: Case) -> Finding:
+    """Load the model, and the population at its start."""
+    tokens_ = need(case.tokens, "tokenizer")
+    need(case.planned, "targets")
+    need(case.fits or None, "memory")
+    began = time.perf_counter()
+    case.engine = engines.create(case.config, tokens_)
+    case.served = setup.start(case.config, case.engine)
+    facts = case.served[2]
+    promise = (
+        "deterministic: scores can be repeated to the bit"
+        if facts.deterministic
+        else "not deterministic: a replay from the journal is exact, texts may differ"
+    )
+    ready = seconds_text(time.perf_counter() - began)
+    note = f"; {facts.note}" if facts.note else ""
+    detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}{note}"
+    return Finding("engine", "ok", detail)
+
+
+def check_canary(case: Case) -> Finding:
+    """Whether members answer as themselves: see evoalign.checks.canary."""
+    space, layout, facts = need(case.served, "engine")
+    engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
+    prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
+    began = time.perf_counter()
+    canary.check(
+        engine, space, layout, tokens_.encode(prompt), generation=0, width=case.config.es.width,
+        exact=facts.deterministic,
+    )  # fmt: skip
+    took = seconds_text(time.perf_counter() - began)
+    return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")
+
+
+def check_generation(case: Case) -> Finding:
+    """Two members on a prompt or two, scored by the task: a small generation end to end, with noise no run uses.
+
+    The test split is scored too, as a run does before its first generation: its rows may lack a column.
+    """
+    need(case.served, "engine")
+    engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
+    task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
+    members = population(2, antithetic=config.es.antithetic)
+    plan = Plan(canary.address(0), evolve.sigma_at(config, 0), members)
+
+    def scored(examples: Sequence[Example]) -> tuple[list[Rollout], shaping.Scores]:
+        prompts = [tokens_.encode(task.prompt(e)) for e in examples]
+        rollouts = list(engine.rollout(plan, evolve.requests_of(config, range(len(prompts)), prompts, 0)))
+        return rollouts, evolve.score(task, examples, rollouts, len(members))
+
+    try:
+        scored(data.test[:TRIED_PROMPTS])
+    except EvoalignError as error:
+        return Finding("generation", "failed", f"the test split: {error}")
+    began = time.perf_counter()
+    rollouts, scores_MP = scored(data.train[:TRIED_PROMPTS])
+    took = time.perf_counter() - began
+    work = config.es.population_size * min(config.task.batch_size or len(data.train), len(data.train))
+    estimated = seconds_text(took * max(1.0, work / scores_MP.size))
+    detail = (
+        f"{scores_MP.size} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; a "
+        f"generation of {work} takes about {estimated} at that pace, less where more rows share a batch"
+    )
+    return generated(detail, rollouts)
+
+
+def generated(detail: str, rollouts: Sequence[Rollout]) -> Finding:
+    """What came of a generation; a warning where all texts are empty."""
+    if all(not r.text.strip() for r in rollouts):
+        mend = "does the model fit the form of the prompts, task.prompt?"
+        return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
+    return Finding("generation", "ok", detail)
+
+
+def seconds_text(seconds: float) -> str:
+    """`12 s`, or `1.23 s` below ten."""
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that appear whole or not at all: text, PEFT adapters, Hugging Face checkpoints. Safetensors and JSON only.
+
+A saved mean is a plain PEFT adapter (`lora`, float32) or a Hugging Face checkpoint in the served dtype (`lowrank`,
+`full`), which any library loads. Beside it lie
+
+    evoalign.json            which generation, its weights_hash, its place in the journal, SHA-256 of each file
+    mean-NNNNN.safetensors   the mean in float32, where the plain form has rounded it
+    optimizer.safetensors    state of momentum or Adam
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from evoalign.config import FORMAT_VERSION, Config
+from evoalign.errors import CheckpointError, ModelError
+from evoalign.rundir.files import filled
+from evoalign.types import Layout
+
+PEFT_PREFIX = "base_model.model."
+ADAPTER = "adapter_model.safetensors"
+RECORD = "evoalign.json"
+OPTIMIZER = "optimizer.safetensors"
+MEAN = "mean-*.safetensors"
+OWN = (RECORD, OPTIMIZER, MEAN)
+"""Patterns of the files that only evoalign reads."""
+SHARD_BYTES = 5 * 10**9
+NO_JOURNAL = "0" * 64
+"""In place of a journal line's hash: what a run without a journal has saved."""
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+PlainName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=255)]
+"""Of a file in the folder itself."""
+State = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it.
+
+    `reward` is that of its evaluation on the test split, where there was one: by it the best is kept.
+    """
+
+    generation: int
+    weights_hash: str
+    journal: str
+    reward: float | None = None
+
+
+class _Record(BaseModel):
+    """What evoalign.json may hold: it comes from anywhere."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    format_version: Literal[1]
+    generation: Annotated[int, Field(ge=0, lt=2**32)]
+    weights_hash: Hash
+    journal: Hash
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None
+    files: dict[PlainName, Hash]
+    hash: Hash
+
+
+def save(
+    folder: Path,
+    mark: Mark,
+    config: Config,
+    layout: Layout,
+    base: str,
+    state: Callable[[], State],
+    optimizer: State = (),
+    *,
+    adapter: bool,
+    replace: bool = True,
+) -> None:
+    """Save the mean that `state` gives. `base` is the folder or hub name of the model it started from.
+
+    `replace` takes the place of a folder that is there; otherwise that has to be empty.
+    """
+    with filled(folder, replace=replace) as temporary:
+        if adapter:
+            _write_adapter(temporary, config, layout, base, state())
+        else:
+            _write_model(temporary, config, layout, base, state())
+            if not _is_exact(temporary, layout):
+                _write_mean(temporary, state())
+        slots = dict(optimizer)
+        if slots:
+            _save_file(slots, temporary / OPTIMIZER)
+        seal(temporary, mark)
+
+
+def verify(folder: Path) -> Mark:
+    """What a saved mean says of itself. Raises CheckpointError naming the file that is missing or was altered."""
+    record = _record_of(folder)
+    digests = record.files
+    for found in folder.glob("*.safetensors"):
+        if found.name not in digests:
+            raise CheckpointError(f"{found} does not belong there")
+    for name, digest in digests.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing")
+        if _file_digest(folder / name) != digest:
+            raise CheckpointError(f"{folder / name} was altered")
+    return Mark(record.generation, record.weights_hash, record.journal, record.reward)
+
+
+def holds(folder: Path, mark: Mark) -> bool:
+    """Whether a mean is saved there already, whole."""
+    try:
+        return verify(folder) == mark
+    except CheckpointError:
+        return False
+
+
+def reward_of(folder: Path) -> float | None:
+    """The reward that a saved mean was marked with; None where there is none to be read."""
+    try:
+        return _record_of(folder).reward
+    except CheckpointError:
+        return None
+
+
+def _record_of(folder: Path) -> _Record:
+    """What evoalign.json says, unaltered. Raises CheckpointError."""
+    file = folder / RECORD
+    try:
+        text = file.read_text(encoding="utf-8")
+        found: Any = json.loads(text)
+        record = _Record.model_validate(found)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
+    if text != _record_text({name: value for name, value in found.items() if name != "hash"}):
+        raise CheckpointError(f"{file} was altered, or is of another release")
+    return record
+
+
+def load(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The mean and the optimizer's state, float32 by name. `verify` the folder first. Raises CheckpointError."""
+    files = sorted(folder.glob(MEAN)) or sorted(folder.glob("*model*.safetensors"))
+    wanted = [t.name for t in (*layout.tensors, *layout.frozen)]
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in _load_file(file).items()}
+        state.update({name: named[name] for name in wanted if name in named})
+    missing = [name for name in wanted if name not in state]
+    if missing:
+        raise CheckpointError(f"{folder} has no {missing[0]}; was it saved by a run with other settings?")
+    slots = _load_file(folder / OPTIMIZER) if (folder / OPTIMIZER).is_file() else {}
+    _check_shapes(folder, layout, state, slots)
+    return state, slots
+
+
+def _check_shapes(
+    folder: Path, layout: Layout, state: Mapping[str, torch.Tensor], slots: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise CheckpointError for a tensor, or an optimizer's `slot:tensor`, of another shape than the layout's."""
+    shapes = {t.name: t.shape for t in (*layout.tensors, *layout.frozen)}
+    for name, tensor in (*state.items(), *slots.items()):
+        slot, _, of = name.rpartition(":")
+        if tuple(tensor.shape) != (() if slot == "count" else shapes.get(of)):
+            raise CheckpointError(f"{folder} holds {name!r} of shape {tuple(tensor.shape)}, which cannot be")
+
+
+def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a PEFT adapter under evoalign's names. Raises ModelError naming a file that does not load."""
+    try:
+        return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in _load_file(folder / ADAPTER).items()}
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+
+
+def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
+    """A plain PEFT adapter in float32, as `PeftModel.from_pretrained` loads it."""
+    from peft import LoraConfig, TaskType
+
+    modules = [t.module.removesuffix(".weight") for t in layout.tensors]
+    peft_config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        inference_mode=True,
+        r=layout.rank,
+        lora_alpha=layout.scaling * layout.rank,  # pyright: ignore[reportArgumentType]  # PEFT accepts a float
+        target_modules=sorted({m.rsplit(".", 1)[-1] for m in modules}),
+        layers_to_transform=config.lora.target_layers,
+        base_model_name_or_path=base,
+        revision=config.model.revision,
+    )
+    peft_config.save_pretrained(str(folder))
+    _save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state}, folder / ADAPTER)
+
+
+def _write_model(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
+    """The base model with the evolved tensors in place, in the served dtype, with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    revision = config.model.revision
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        base, revision=revision, dtype=layout.torch_dtype, trust_remote_code=False, use_safetensors=True
+    )
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in state:
+            parameters[name].copy_(tensor)
+    tokenizer: Any = AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=False)
+    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
+    tokenizer.save_pretrained(folder)
+
+
+def _is_exact(folder: Path, layout: Layout) -> bool:
+    """Whether the plain checkpoint holds the float32 mean under the names it evolves by."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return layout.dtype == "float32" and all(t.name in names for t in layout.tensors)
+
+
+def _write_mean(folder: Path, state: State) -> None:
+    """Float32 tensors, in files of at most SHARD_BYTES or one tensor."""
+    shard: dict[str, torch.Tensor] = {}
+    count = size = 0
+    for name, tensor in state:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            _save_file(shard, folder / MEAN.replace("*", f"{count:05d}"))
+            shard, size, count = {}, 0, count + 1
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    _save_file(shard, folder / MEAN.replace("*", f"{count:05d}"))
+
+
+def seal(folder: Path, mark: Mark) -> None:
+    """Write down what is in a folder, last of all."""
+    files = {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
+    record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
+    (folder / RECORD).write_text(_record_text(record), encoding="utf-8")
+
+
+def _record_text(record: Mapping[str, Any]) -> str:
+    """The one way to write a record down, with its own hash."""
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**record, "hash": digest}, indent=2, sort_keys=True) + "\n"
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _save_file(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+
+
+def _load_file(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} does not load: {error}") from error

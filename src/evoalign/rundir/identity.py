@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a run what it is: the settings that count, their hash, and how two configs differ in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from evoalign.config import Config, TransformersConfig
+from evoalign.rundir.method import Method
+
+RESOURCES = (
+    "engine.device", "engine.memory_gib", "engine.max_rows", "engine.threads",
+    "engine.tensor_parallel_size", "engine.gpu_memory_utilization", "engine.kv_cache_gib", "engine.max_num_seqs",
+    "engine.max_num_batched_tokens", "engine.max_model_len", "engine.enforce_eager", "engine.attention_backend",
+    "engine.population", "engine.members", "engine.master",
+)  # fmt: skip
+"""Settings that a run may have to change to fit where it goes on. They decide the shapes of batches and the kernels."""
+
+
+def identity(config: Config, method: Method = "es") -> dict[str, Any]:
+    """The settings that make a run what it is: those that only say what is kept, shown or told are left out.
+
+    So are those of the other method. The number of generations, or steps, is one of these too, unless a schedule
+    depends on it: a longer run of the same settings begins as the shorter one.
+    """
+    told = {"output_dir", "grader", "checkpoint", "tracking", "checks"}
+    if method == "grpo":
+        return _identity_of_grpo(config, told)
+    tree = config.model_dump(mode="json", exclude={*told, "grpo"})
+    del tree["evaluation"]["every"]
+    if config.es.sigma_schedule.name == config.es.learning_rate_schedule.name == "constant":
+        del tree["es"]["num_generations"]
+    return tree
+
+
+def _identity_of_grpo(config: Config, told: set[str]) -> dict[str, Any]:
+    unused = {"full"}
+    if config.grpo.rollouts != "es":
+        unused |= {"es_", "space", "lowrank"}
+        unused |= {"lora"} if config.grpo.tune == "full" else set()
+    tree = config.model_dump(mode="json", exclude={*told, *unused})
+    del tree["evaluation"]["every"]
+    if config.grpo.lr_scheduler_type == "constant":
+        del tree["grpo"]["max_steps"]
+    return tree
+
+
+def config_hash(config: Config, method: Method = "es") -> str:
+    """SHA-256 of what makes a run what it is."""
+    return hashlib.sha256(json.dumps(identity(config, method), sort_keys=True).encode()).hexdigest()
+
+
+def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[list[str], list[str]]:
+    """In words, what makes two configs different runs, and what may only move the last bits of a score."""
+    found = _differ(identity(ours, method), identity(theirs, method), "")
+    # What only one of them counts, as the steps of a schedule, is shown as it is, and not named where it is the same:
+    # then another setting, which is named, is why it counts. Nothing that differs may be lost here.
+    here, there = ours.model_dump(mode="json"), theirs.model_dump(mode="json")
+    raw = {key: (_at(here, key, mine), _at(there, key, other)) for key, (mine, other) in found.items()}
+    odd = {key: pair for key, pair in raw.items() if pair[0] != pair[1]} or found
+    words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
+    return (
+        [line for key, line in words.items() if key not in RESOURCES],
+        [line for key, line in words.items() if key in RESOURCES],
+    )
+
+
+def _at(tree: Any, key: str, otherwise: Any) -> Any:
+    """The value of a dotted key, where it is there."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return otherwise
+        tree = tree[part]
+    return tree
+
+
+def room(config: Config) -> str:
+    """What of `RESOURCES` frees memory, as advice to a run that ran out of it."""
+    engine = config.engine
+    if isinstance(engine, TransformersConfig):
+        return "lower engine.memory_gib or engine.max_rows"
+    host = config.space.name != "lora" and engine.master == "device"
+    mean = ", or set engine.master host" if host else ""
+    return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
+
+
+def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in {*ours, *theirs}:
+            found |= _differ(ours.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
+        return found
+    return {} if ours == theirs else {name: (ours, theirs)}

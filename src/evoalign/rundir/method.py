@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What made a run, and the command that resumes it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from evoalign.errors import ResumeError
+
+Method: TypeAlias = Literal["es", "grpo"]
+COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
+"""The command that makes a run of each method, and goes on with it."""
+NAMES: dict[Method, str] = {"es": "ES", "grpo": "GRPO"}
+
+
+def method_of(path: Path) -> Method | None:
+    """By what a run directory was made; None where it holds no run. Only a run of ES has a journal."""
+    if (path / "journal.jsonl").is_file():
+        return "es"
+    try:
+        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        return "grpo" if found["method"] == "grpo" else "es"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def how_to_go_on(path: Path) -> str:
+    """The command that goes on with the run in a directory, whatever made it."""
+    return f"evoalign {COMMANDS[method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
+
+
+def refuse_other(path: Path, method: Method) -> None:
+    """Raise ResumeError where a directory holds a run of the other method: neither can go on with the other's."""
+    found = method_of(path)
+    if found not in (None, method):
+        raise ResumeError(f"{path} holds a run of {NAMES[found]}; go on with: {how_to_go_on(path)}")

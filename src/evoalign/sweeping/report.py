@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a sweep: a heat map over two settings, and lines over one.
+
+A heat map shows the measure and the hacked share side by side. Both axes have the values that were run, in their order
+and evenly spaced, so that settings that grow by factors lie as on a log axis. A cell that was not run is hatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evoalign.report.figures import BEST, DPI, GRID, INK, MEAN, TEST
+from evoalign.rundir.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SAFE_HACKED = 0.01
+"""A cell is in the safe band where, in every seed, no more than this share of the final test completions is hacked
+(nothing at all for a hundred completions or fewer), and the mean reward over the seeds is above the start's."""
+BAND = "#0a7d33"
+HATCH = "#b8bec5"
+LOG_RATIO = 8.0
+"""A line plot has a log axis where the largest value is so many times the smallest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A cell: its settings, and of each seed that is done the measure and the hacked share.
+
+    `start` is the measure before training, `gain` the mean change of the reward.
+    """
+
+    settings: Mapping[str, Any]
+    values: Sequence[float]
+    hacked: Sequence[float]
+    start: float | None = None
+    gain: float | None = None
+
+    @property
+    def is_safe(self) -> bool:
+        """See `SAFE_HACKED`."""
+        return bool(self.hacked) and max(self.hacked) <= SAFE_HACKED and self.gain is not None and self.gain > 0
+
+
+def heat_map(
+    points: Sequence[Point], path: str | Path, *, x: str, y: str, measure: str = "reward", title: str = ""
+) -> None:
+    """The measure and the hacked share over two settings, with the safe band's outline."""
+    xs, ys = (ordered([point.settings.get(key) for point in points]) for key in (x, y))
+    figure = _figure(max(9.0, 2 * (1.5 + 0.95 * len(xs))), max(3.6, 1.9 + 0.72 * len(ys)))
+    left, right = figure.subplots(1, 2)
+    at = {(xs.index(p.settings.get(x)), ys.index(p.settings.get(y))): p for p in points}
+    for axes, name, kind in ((left, measure, "values"), (right, "hacked share", "hacked")):
+        _tiles(axes, {place: getattr(p, kind) for place, p in at.items()}, len(xs), len(ys), kind == "hacked")
+        _outline(axes, {place for place, p in at.items() if p.is_safe})
+        axes.set_xticks(range(len(xs)), [shown(v) for v in xs])
+        axes.set_yticks(range(len(ys)), [shown(v) for v in ys])
+        axes.set_xlabel(x, color=INK)
+        axes.set_title(name, loc="left", fontsize=10, color=INK)
+        axes.tick_params(length=0, labelcolor=INK)
+        axes.spines[:].set_visible(False)
+    left.set_ylabel(y, color=INK)
+    _heading(figure, title)
+    _key(figure, any(p.is_safe for p in points), len(at) < len(xs) * len(ys) or any(not p.values for p in points))
+    _save(figure, Path(path))
+
+
+def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "reward", title: str = "") -> None:
+    """The measure, each seed a dot, the mean a line with one standard deviation around it; below, the hacked share."""
+    values = ordered([point.settings.get(x) for point in points])
+    by_value = {shown(point.settings.get(x)): point for point in points}
+    ran = [by_value[shown(value)] for value in values]
+    numeric = _is_number(values)
+    places = [float(v) for v in values] if numeric else [float(i) for i in range(len(values))]
+    figure = _figure(9.0, 5.6)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
+    _spread(top, places, [point.values for point in ran], MEAN)
+    starts = [point.start for point in ran if point.start is not None]
+    if starts:
+        top.axhline(float(np.mean(starts)), color=TEST, linestyle=":", linewidth=1.3, label="before training")
+    _spread(bottom, places, [point.hacked for point in ran], BEST)
+    bottom.set_ylim(-0.06, 1.06)
+    if numeric and min(places) > 0 and max(places) / min(places) >= LOG_RATIO:
+        bottom.set_xscale("log")
+    bottom.set_xticks(places, [shown(v) for v in values], minor=False)
+    bottom.set_xticks([], minor=True)
+    for axes, name in ((top, measure), (bottom, "hacked share")):
+        axes.set_ylabel(name, color=INK)
+        _dress(axes)
+    bottom.set_xlabel(x, color=INK)
+    top.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=4)
+    _heading(figure, title)
+    _save(figure, Path(path))
+
+
+def scatter(
+    points: Sequence[Point], path: str | Path, *, keys: Sequence[str], measure: str = "reward", title: str = ""
+) -> None:
+    """The trials of a search over each setting: the mean over seeds, the best one marked."""
+    columns = min(3, len(keys))
+    rows = -(-len(keys) // columns)
+    figure = _figure(max(5.0, 3.6 * columns), 0.6 + 3.0 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    means = [float(np.mean(point.values)) for point in points]
+    best = int(np.argmax(means))
+    for place, axes in enumerate(panels.flat):
+        if place >= len(keys):
+            axes.set_visible(False)
+            continue
+        given = [point.settings[keys[place]] for point in points]
+        values = given if _is_number(given) else [shown(value) for value in given]
+        axes.scatter(values, means, s=26, color=MEAN, alpha=0.6, linewidths=0)
+        axes.scatter([values[best]], [means[best]], s=90, facecolors="none", edgecolors=TEST, linewidths=2)
+        if _is_number(given) and min(given) > 0 and max(given) / min(given) >= LOG_RATIO:
+            axes.set_xscale("log")
+        axes.margins(x=0.05 if _is_number(given) else 0.25)
+        axes.set_xlabel(keys[place], color=INK)
+        _dress(axes)
+    for row in panels:
+        row[0].set_ylabel(measure, color=INK)
+    _heading(figure, title)
+    _save(figure, Path(path))
+
+
+def ordered(values: Sequence[Any]) -> list[Any]:
+    """Without repetition: numbers by size, and the rest by name after them."""
+    unique = {shown(value): value for value in values}
+    numbers = [value for value in unique.values() if _is_number([value])]
+    return [*sorted(numbers), *(unique[name] for name in sorted(unique) if not _is_number([unique[name]]))]
+
+
+def shown(value: Any) -> str:
+    """A setting's value on an axis."""
+    return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
+
+
+def _is_number(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _dress(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(color=GRID, labelcolor=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: int, height: int, share: bool) -> None:
+    """Colour and write the mean over seeds into each cell."""
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize
+    from matplotlib.patches import Rectangle
+
+    means = {place: float(np.mean(values)) for place, values in seeds.items() if values}
+    low, high = (0.0, 1.0) if share else (min(means.values(), default=0.0), max(means.values(), default=1.0))
+    colours, scale = colormaps["Oranges" if share else "Blues"], Normalize(low, high if high > low else low + 1)
+    axes.set_xlim(-0.5, width - 0.5)
+    axes.set_ylim(-0.5, height - 0.5)
+    for place in ((i, j) for i in range(width) for j in range(height)):
+        corner = (place[0] - 0.5, place[1] - 0.5)
+        if place not in means:
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", edgecolor=HATCH, hatch="///", linewidth=0))
+            continue
+        depth = 0.08 + 0.8 * float(scale(means[place]))
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colours(depth), edgecolor="white", linewidth=1.5))
+        values = seeds[place]
+        text = f"{means[place]:.0%}" if share else f"{means[place]:.3g}"
+        if len(values) > 1 and not share:
+            text += f"\n± {np.std(values, ddof=1):.2g}"
+        ink = "white" if depth > 0.6 else INK
+        axes.text(*place, text, ha="center", va="center", fontsize=9, color=ink, linespacing=1.1)
+        axes.text(place[0] + 0.45, place[1] - 0.46, f"n {len(values)}", ha="right", va="bottom", fontsize=6, color=ink)
+
+
+def _outline(axes: Axes, safe: set[tuple[int, int]]) -> None:
+    """The edges between a cell of the safe band and one that is not."""
+    for i, j in safe:
+        for (di, dj), (xs, ys) in {
+            (-1, 0): ((i - 0.5, i - 0.5), (j - 0.5, j + 0.5)),
+            (1, 0): ((i + 0.5, i + 0.5), (j - 0.5, j + 0.5)),
+            (0, -1): ((i - 0.5, i + 0.5), (j - 0.5, j - 0.5)),
+            (0, 1): ((i - 0.5, i + 0.5), (j + 0.5, j + 0.5)),
+        }.items():
+            if (i + di, j + dj) not in safe:
+                axes.plot(xs, ys, color=BAND, linewidth=3, solid_capstyle="projecting", clip_on=False, zorder=5)
+
+
+def _spread(axes: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], color: str) -> None:
+    """Each seed a dot; the mean a line, with one standard deviation around it where there are two seeds or more."""
+    ran = [(place, values) for place, values in zip(x, seeds, strict=True) if values]
+    if not ran:
+        return
+    places = [place for place, _ in ran]
+    means = np.array([np.mean(values) for _, values in ran])
+    widths = np.array([np.std(values, ddof=1) if len(values) > 1 else 0.0 for _, values in ran])
+    if widths.any():
+        label = "one standard deviation over seeds"
+        axes.fill_between(places, means - widths, means + widths, color=color, alpha=0.15, linewidth=0, label=label)
+    axes.plot(places, means, color=color, linewidth=2, marker="o", markersize=4, label="mean over seeds")
+    dots = [(place, value) for place, values in ran for value in values]
+    axes.plot(
+        [place for place, _ in dots],
+        [value for _, value in dots],
+        linestyle="",
+        marker="o",
+        markersize=5,
+        markerfacecolor="none",
+        markeredgecolor=color,
+        alpha=0.7,
+        label="a seed",
+    )
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _heading(figure: Figure, title: str) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK, parse_math=False)
+
+
+def _key(figure: Figure, has_band: bool, has_gaps: bool) -> None:
+    """What the outline and the hatching mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    rule = f"safe band: at most {SAFE_HACKED:.0%} hacked in each seed, reward above the start"
+    safe = Line2D([], [], color=BAND, linewidth=3, label=rule)
+    gap = Patch(facecolor="white", edgecolor=HATCH, hatch="///", linewidth=0, label="not run, or not done")
+    handles = [*([safe] if has_band else []), *([gap] if has_gaps else [])]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", metadata={"Software": "evoalign"})

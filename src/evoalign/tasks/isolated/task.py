@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks whose scoring is the user's own code, run in a process that can be killed.
+
+A call that hangs, dies or raises is made again `grader.retries` times, in a new worker where the old one is gone; then
+RewardError stops the run and names the completion that does it. A wrong value (NaN, the wrong length) is a mistake of
+the function and stops at once. Nothing of this is ever a score.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from evoalign.config import GraderConfig
+from evoalign.errors import DataError, EvoalignError, RewardError
+from evoalign.rewards.functions import failure
+from evoalign.tasks.base import Data, Task
+from evoalign.tasks.custom import Custom
+from evoalign.tasks.isolated.connection import START_LIMIT, NoAnswerError, Worker
+from evoalign.types import Example, Prompt
+
+logger = logging.getLogger("evoalign.grader")
+
+SUPPORTED = hasattr(os, "fork")
+"""Everywhere but on Windows."""
+
+
+class Isolated(Task):
+    """A task that scores in a worker process. `load_data` starts it: call that before the engine is loaded.
+
+    Data and prompts are made here, as before. `close` it; it also ends with the object, and with this process.
+    """
+
+    def __init__(self, task: Task, grader: GraderConfig) -> None:
+        super().__init__(task.config)
+        self.name = task.name
+        self.from_config = task.from_config
+        self.task = task
+        self._grader = grader
+        self._worker = Worker(task)
+        self._lock = threading.Lock()
+        self._place: dict[int, tuple[str, int]] = {}
+        weakref.finalize(self, self._worker.close)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "task":  # asked by copy, before there is one
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+    @property
+    def max_reward(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride] (here it is only read)
+        """The task's own, which it may learn from its data."""
+        return self.task.max_reward
+
+    def load_data(self, seed: int) -> Data:
+        """The task's own, in this process, as lists: a row has to stay the same object. Starts the worker."""
+        loaded = self.task.load_data(seed)
+        data = Data(list(loaded.train), list(loaded.test))
+        splits = (("train", data.train), ("test", data.test))
+        self._place = {id(row): (split, i) for split, rows in splits for i, row in enumerate(rows)}
+        # A Task may keep what it loads, and some rows do not fit JSON: then the worker loads the data as well.
+        wanted = type(self.task) is not Custom or any(
+            len(_exact_columns(row)) < len(row) for _, rows in splits for row in rows
+        )
+        self._worker.load(data, seed if wanted else None)
+        return data
+
+    def prompt(self, example: Example) -> Prompt:
+        """The task's own, in this process."""
+        return self.task.prompt(example)
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        """The task's own, in the worker. Raises RewardError."""
+        return self._ask("compute_reward", [text], [example])
+
+    def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        """All completions in one call in the worker. Raises RewardError."""
+        return self._ask("rewards", texts, examples) if texts else []
+
+    def gold(self, example: Example) -> str | None:
+        """The task's own; in the worker where the task defines it."""
+        return self._ask("gold", [""], [example]) if self._defines("gold") else super().gold(example)
+
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """The task's own; in the worker where the task defines them."""
+        return (
+            self._ask("measures", [text], [example]) if self._defines("measures") else super().measures(text, example)
+        )
+
+    def clean(self, text: str) -> str:
+        """The task's own; in the worker where the task defines it."""
+        return self._ask("clean", [text], []) if self._defines("clean") else super().clean(text)
+
+    def self_check(self, examples: Sequence[Example]) -> None:
+        """The task's own in one call, where it defines one; else each example's gold and reward are calls."""
+        if self._defines("self_check"):
+            self._ask("self_check", [], examples, max(START_LIMIT, self._grader.timeout))
+        else:
+            super().self_check(examples)
+
+    def close(self) -> None:
+        """End the worker. Scoring again would start another."""
+        with self._lock:
+            self._worker.close()
+        self.task.close()
+
+    def _defines(self, method: str) -> bool:
+        return getattr(type(self.task), method) is not getattr(Task, method)
+
+    def _ask(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float | None = None) -> Any:
+        """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError."""
+        limit = self._grader.timeout if limit is None else limit
+        started = time.monotonic()
+        attempt = 0
+        with self._lock:
+            while True:
+                attempt += 1
+                try:
+                    return self._attempt(op, texts, examples, limit)
+                except RewardError as error:  # a wrong value: no use to ask again
+                    error.failed = (error.failed or {}) | _effort(attempt, started)
+                    raise
+                except NoAnswerError as problem:
+                    if attempt > self._grader.retries:
+                        effort = _effort(attempt, started)
+                        self._refuse(problem, effort, lambda t, e: self._attempt(op, t, e, limit), texts, examples)
+                    total = self._grader.retries + 1
+                    logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
+                    if problem.reason == "raised":
+                        time.sleep(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
+
+    def _attempt(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float) -> Any:
+        unique = {id(example): example for example in examples}
+        number = {key: i for i, key in enumerate(unique)}
+        request = {
+            "op": op,
+            "texts": list(texts),
+            "rows": [self._sent(row) for row in unique.values()],
+            "row_of": [number[id(example)] for example in examples],
+        }
+        return self._worker.ask(request, limit)
+
+    def _sent(self, example: Example) -> dict[str, Any]:
+        """An example as JSON has it, or its place in the data where JSON would change it. Raises DataError."""
+        exact = _exact_columns(example)
+        if len(exact) == len(example):
+            return {"columns": exact}
+        if id(example) in self._place:
+            return {"at": self._place[id(example)], "columns": exact}
+        column, value = next(item for item in example.items() if item[0] not in exact)
+        raise DataError(
+            f"column {column!r} holds a {type(value).__name__}, which cannot be sent to the reward's own process; "
+            "score rows that load_data gave, convert the column, or set grader.isolated to false"
+        )
+
+    def _refuse(
+        self,
+        problem: NoAnswerError,
+        effort: dict[str, Any],
+        attempt: Callable[[Sequence[str], Sequence[Example]], Any],
+        texts: Sequence[str],
+        examples: Sequence[Example],
+    ) -> NoReturn:
+        """Find the completion that does it, and stop."""
+        if len(texts) > 1:
+            logger.warning("%s; looking for the completion among %d that does it", problem, len(texts))
+        if problem.function is None or not texts:
+            blame, where = "", None
+        elif (found := culprit(problem, attempt, texts, examples)) is None:
+            blame, where = f"; none of the {len(texts)} completions does it alone, only the batch as a whole", None
+        else:
+            row, problem, others = found
+            example = examples[row] if examples else {}
+            where = (self.task.prompt(example) if examples else "", texts[row], example)
+            blame = f"; the completion {texts[row][:80]!r} does it alone" + (", and so do others" if others else "")
+        tries = "1 attempt" if effort["attempts"] == 1 else f"{effort['attempts']} attempts"
+        asked = texts if problem.function else ()
+        failed = failure(problem.reason, problem.function or "worker", where, problem.trace, asked) | effort
+        mend = " or raise grader.timeout" if problem.reason == "hung" else ""
+        if not self.from_config:
+            mend += ", or let it run in this process with grader.isolated: false"
+        raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; mend it{mend}", failed)
+
+
+def culprit(
+    problem: NoAnswerError,
+    attempt: Callable[[Sequence[str], Sequence[Example]], Any],
+    texts: Sequence[str],
+    examples: Sequence[Example],
+) -> tuple[int, NoAnswerError, bool] | None:
+    """The completion that fails alone, how it did, and whether the rest fails too; None where only the whole does.
+
+    Halves the batch that failed, so it takes at most two calls a halving, each under the time limit.
+    """
+
+    def failing(rows: Sequence[int]) -> NoAnswerError | None:
+        try:
+            attempt([texts[i] for i in rows], [examples[i] for i in rows if examples])
+        except NoAnswerError as found:
+            return found
+        except EvoalignError:
+            return None
+        return None
+
+    suspects = range(len(texts))
+    while len(suspects) > 1:
+        half = len(suspects) // 2
+        for part in (suspects[:half], suspects[half:]):
+            if found := failing(part):
+                suspects, problem = part, found
+                break
+        else:
+            return None
+    rest = [i for i in range(len(texts)) if i != suspects[0]]
+    return suspects[0], problem, bool(rest) and failing(rest) is not None
+
+
+def is_exact(value: object) -> bool:
+    """Whether JSON gives the value back as it was: no tuples, numpy numbers, bytes, dates or keys but strings."""
+    if isinstance(value, dict):
+        return type(value) is dict and all(type(k) is str and is_exact(v) for k, v in value.items())
+    if isinstance(value, list):
+        return type(value) is list and all(map(is_exact, value))
+    if isinstance(value, int):  # Python refuses to read integers of more than 4300 digits
+        return type(value) in (int, bool) and value.bit_length() < 10_000
+    return value is None or type(value) in (str, float)
+
+
+def _exact_columns(example: Example) -> dict[str, Any]:
+    return {name: value for name, value in example.items() if is_exact(name) and is_exact(value)}
+
+
+def _effort(attempts: int, started: float) -> dict[str, Any]:
+    return {"attempts": attempts, "seconds": time.monotonic() - started}

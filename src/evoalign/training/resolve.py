@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `evaluate` and the other commands are pointed at: a run, a model's folder, a PEFT adapter, a hub name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from evoalign import engines, evaluation, tokens
+from evoalign.config import Config, SpaceConfig, TransformersConfig, code_of, from_dict, load
+from evoalign.errors import CheckpointError, ConfigError, ModelError
+from evoalign.evaluation import Evaluation
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
+from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.method import method_of
+from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_es
+from evoalign.tasks import Task
+from evoalign.training import saving
+from evoalign.types import Example, Layout
+
+NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+"""Settings of PEFT that change what an adapter means."""
+
+
+def evaluate(
+    target: str | Path,
+    *,
+    config: ConfigLike | None = None,
+    task: Task | None = None,
+    reward: Rewards | None = None,
+    split: Literal["train", "test"] = "test",
+    overrides: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Score a finished run, a model folder, a PEFT adapter or a hub model on a split.
+
+    A run brings its own config; for a model, `config` says the task (its `model` section is replaced by `target`).
+    `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds.
+    """
+    config, adapter = resolve_target(target, config)
+    if task is None and reward is None:
+        _refuse_lost_task(Path(target))
+    settings = {**config.evaluation.model_dump(), **(overrides or {})}
+    config = from_dict({**config.model_dump(), "evaluation": settings})
+    chosen, data = task_and_data(config, task, reward)
+    with closing(chosen):
+        return _evaluate(config, adapter, chosen, data.test if split == "test" else data.train)
+
+
+def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequence[Example]) -> Evaluation:
+    config, tokens_ = with_es(config), tokens.load(config.model)
+    engine = engines.create(config, tokens_)
+    try:
+        if adapter is not None:
+            space, layout, _ = start(config, engine)
+            if space.evolves_model:
+                raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
+            engine.load(_checked(adapter, layout))
+        return evaluation.evaluate(engine, tokens_, task, examples, config.evaluation)
+    finally:
+        engine.close()
+
+
+def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Config, Path | None]:
+    """The config to evaluate with, and the adapter to load, if any. Raises ConfigError or ModelError."""
+    path = Path(target)
+    method = method_of(path) if (path / "config.yaml").is_file() else None
+    if method is not None:
+        own = of_run(path) if config is None else as_config(config)
+        saved = last_saved(path)
+        if method == "grpo":
+            of_grpo(saved)
+            own = as_grpo_answers(own, adapter=saved.parent.name == "loras", given=config is not None)
+        else:
+            saving.checked(saved, journal.read(path / "journal.jsonl").whole())
+        return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
+    if config is None:
+        raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
+    own = as_config(config)
+    if (path / "adapter_config.json").is_file():
+        peft = _peft_config(path / "adapter_config.json")
+        layers = peft.get("layers_to_transform")
+        lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_modules": sorted(peft["target_modules"]),
+                "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
+        tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
+        model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
+        return from_dict({**tree, "model": model}), path
+    return _with_model(own, str(target)), None
+
+
+def of_grpo(folder: Path) -> Mark:
+    """What a saved policy of GRPO says of itself. Raises CheckpointError where it is damaged, or of a run of ES."""
+    mark = checkpoint.verify(folder)
+    if mark.journal != NO_JOURNAL:
+        raise CheckpointError(f"{folder} is not of a run of GRPO: it belongs to a journal")
+    return mark
+
+
+def as_grpo_answers(config: Config, *, adapter: bool, given: bool = False) -> Config:
+    """As a run of GRPO evaluates itself: in the dtype it trains in and, unless a config is `given`, its own engine.
+
+    The section `space` is of no matter to it: an adapter is what the section `lora` says.
+    """
+    changes: dict[str, Any] = {"model": config.model.model_copy(update={"dtype": trained_dtype(config)})}
+    if adapter:
+        changes |= {"space": SpaceConfig(name="lora"), "es_": None}
+    if not given and not isinstance(config.engine, TransformersConfig):
+        changes["engine"] = TransformersConfig()
+    return config.model_copy(update=changes)
+
+
+def trained_dtype(config: Config) -> str:
+    """The dtype of the weights that GRPO trains: float32 where the config leaves it open."""
+    return "float32" if config.model.dtype == "auto" else config.model.dtype
+
+
+def of_run(path: Path, mend: str | None = None) -> Config:
+    """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
+    own = load([path / "config.yaml"])
+    code = code_of(own)
+    if code:
+        mend = mend or f"pass it with --config {path / 'config.yaml'}"
+        raise ConfigError(
+            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {mend}"
+        )
+    return own
+
+
+def _refuse_lost_task(path: Path) -> None:
+    """A run that was given a Python object knows its name only; its config would score something else."""
+    try:
+        given = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["task"]["given_as"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if given is not None:
+        raise ConfigError(f"{path} was trained with a {given} object; pass the same one as {given}=")
+
+
+def last_saved(path: Path) -> Path:
+    """The latest saved mean of a run. Raises ModelError."""
+    found = saved_folders(path)
+    if not found:
+        raise ModelError(f"{path} holds a run that saved no weights; nothing to evaluate")
+    return found[-1]
+
+
+def _peft_config(file: Path) -> dict[str, Any]:
+    """A plain LoRA's settings. Raises ModelError for a form of PEFT that would be read wrongly."""
+    try:
+        peft = json.loads(file.read_text(encoding="utf-8"))
+        plain = (
+            peft["peft_type"] == "LORA"
+            and "lora_alpha" in peft
+            and isinstance(peft["target_modules"], list)
+            and bool(peft["r"])
+        )
+        odd = [name for name in NOT_PLAIN if peft.get(name)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
+    if not plain or odd or peft.get("bias", "none") != "none":
+        raise ModelError(f"{file} is not a plain LoRA ({', '.join(odd) or 'peft_type, target_modules or bias'}); "
+                         "merge it into the model and give the model's folder")  # fmt: skip
+    return peft
+
+
+def _with_model(config: Config, name: str | Path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(name)})})
+
+
+def _checked(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """An adapter's tensors, a frozen A among them; all that the layout has."""
+    state = checkpoint.load_adapter(adapter)
+    missing = [t.name for t in (*layout.tensors, *layout.frozen) if t.name not in state]
+    if missing:
+        raise ModelError(f"{adapter} lacks {missing[0]}; its lora settings differ from the config's")
+    return state

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run came to, whatever the method: the test split before and after, told and written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from evoalign import evaluation
+from evoalign.config import EvaluationConfig
+from evoalign.errors import DataError
+from evoalign.evaluation import Evaluation, Scored
+from evoalign.report.tables import Interval, Sample, before_after
+from evoalign.rundir import parquet
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.files import write_text
+from evoalign.tasks import Data, Task
+
+SHOWN_SAMPLES = 4
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to. `saved` is a PEFT adapter or a Hugging Face checkpoint."""
+
+    path: Path
+    saved: Path
+    before: Evaluation
+    after: Evaluation
+
+
+def gold_lines(task: Task, data: Data) -> list[str]:
+    """A warning where gold answers do not earn the maximum: published data has such rows, so it is no error."""
+    try:
+        task.self_check([*data.train, *data.test])
+    except DataError as error:
+        return [f"warning: {error}"]
+    return []
+
+
+def write_completions(run: RunDir, name: str, result: Evaluation) -> None:
+    """The completions of an evaluation, in results/completions."""
+    parquet.write(run.completions(name), [dataclasses.asdict(s) for s in result.completions])
+
+
+def read_completions(run: RunDir, name: str, task: Task, data: Data) -> Evaluation | None:
+    """An evaluation of the test split as it was written; None where it is not there or damaged."""
+    try:
+        scored = [Scored(**row) for row in parquet.read(run.completions(name))]
+        return evaluation.summarise(task, data.test, scored)
+    except (DataError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def conclude(
+    run: RunDir,
+    settings: EvaluationConfig,
+    mean: Mapping[str, Any],
+    before: Evaluation,
+    after: Evaluation,
+    console: Console,
+    tell: Tell,
+) -> None:
+    """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
+    write_completions(run, "after", after)
+    _write_evaluation(run, settings, mean, before, after, _change(before, after))
+    show(before, after, console, tell)
+
+
+def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell) -> None:
+    """Both with the change between them, and whether that is sure."""
+    change = _change(before, after)
+    before_after(before.measures, after.measures, console, _samples(before, after), change)
+    mean_change, low, high = change["reward"]
+    if low <= 0 <= high:
+        interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
+        tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: {interval}")
+
+
+def shown(path: Path) -> Path:
+    """Relative to the working directory, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
+    """Change of each measure and its paired 95 % interval over examples."""
+    return {
+        name: evaluation.paired_interval(values, after.measures_E[name])
+        for name, values in before.measures_E.items()
+        if name in after.measures_E
+    }
+
+
+def _write_evaluation(
+    run: RunDir,
+    settings: EvaluationConfig,
+    mean: Mapping[str, Any],
+    before: Evaluation,
+    after: Evaluation,
+    change: Mapping[str, Interval],
+) -> None:
+    tree = {
+        "format_version": 1,
+        **mean,
+        "split": "test",
+        "examples": len(next(iter(before.measures_E.values()))),
+        "settings": settings.model_dump(mode="json"),
+        "before": before.measures,
+        "after": after.measures,
+        "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
+    }
+    write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
+
+
+def _samples(before: Evaluation, after: Evaluation) -> list[Sample]:
+    pairs = list(zip(before.completions, after.completions, strict=True))[:SHOWN_SAMPLES]
+    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in pairs]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean of a run on disk and back: what is saved when, which folders stay, and how the mean is rebuilt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evoalign import noise, tokens
+from evoalign.config import Config
+from evoalign.engines import Engine, weights_hash
+from evoalign.errors import CheckpointError, ResumeError
+from evoalign.rundir import checkpoint
+from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.directory import RunDir, remove_saved, saved_folders
+from evoalign.rundir.identity import config_hash, identity
+from evoalign.rundir.journal import Header, Log, Recorded
+from evoalign.rundir.manifest import versions
+from evoalign.setup import Parts, Served
+from evoalign.tasks import Data
+
+LORA_EVERY = 10
+Tell = Callable[[str], None]
+
+
+def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
+    """What the first line of a run's journal says. `given_as`: what was handed over as a Python object."""
+    return {
+        **_facts(parts),
+        "config": identity(parts.config),
+        "config_hash": config_hash(parts.config),
+        "data_hash": data_hash(parts.data),
+        "given_as": given_as,
+        "space": parts.space.name,
+        "evolved_parameters": parts.layout.parameters,
+    }
+
+
+def _facts(served: Served) -> dict[str, Any]:
+    """What the weights follow from, beside the config."""
+    return {
+        "versions": versions(),
+        "device": _device(served.facts.device),
+        "dtype": served.layout.dtype,
+        "noise_table": noise.TABLE_SHA256,
+        "tokenizer_hash": served.tokens.fingerprint(),
+        "model_hash": served.facts.model_hash,
+        "weights_hash": served.engine.fingerprint(),
+    }
+
+
+def data_hash(data: Data) -> str:
+    """SHA-256 of the rows of both splits, in order."""
+    digest = hashlib.sha256()
+    for split in (data.train, data.test):
+        for row in split:
+            digest.update(json.dumps(dict(row), sort_keys=True, default=repr).encode() + b"\n")
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def every(config: Config) -> int:
+    """Generations between checkpoints; 0 is never."""
+    set_ = config.checkpoint.every
+    return set_ if set_ is not None else LORA_EVERY if config.space.name == "lora" else 0
+
+
+def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> Path:
+    """Save the engine's mean in the form that belongs to the space."""
+    checkpoint.save(
+        folder,
+        mark,
+        served.config,
+        served.layout,
+        tokens.model_path(served.config.model),
+        served.engine.state,
+        served.engine.optimizer_state(),
+        adapter=not served.space.evolves_model,
+        replace=replace,
+    )
+    return folder
+
+
+def retain(run: RunDir, config: Config) -> None:
+    """Delete saved means beyond the latest `keep_last` and the best one."""
+    best = best_saved(run) if config.checkpoint.keep_best else None
+    for folder in saved_folders(run.path)[: -config.checkpoint.keep_last]:
+        if folder != best:
+            remove_saved(folder)
+
+
+def best_saved(run: RunDir) -> Path | None:
+    """The saved mean whose evaluation was best, the earliest of equals; None where none was evaluated."""
+    rewards = [(folder, checkpoint.reward_of(folder)) for folder in saved_folders(run.path)]
+    known = [(folder, reward) for folder, reward in rewards if reward is not None]
+    return max(known, key=lambda pair: pair[1])[0] if known else None
+
+
+def check_start(served: Served, recorded: Header) -> None:
+    """Raise ResumeError where this model, tokenizer or noise is not the one that a journal began with."""
+    ours = _facts(served)
+    causes = {
+        "noise_table": "another noise table: another release of evoalign",
+        "dtype": f"the model is served in {ours['dtype']}: set model.dtype: {recorded.dtype}",
+        "model_hash": f"other base weights: model.name {served.config.model.name} is not the model of the run",
+        "tokenizer_hash": "another tokenizer or chat template than that of the run",
+        "weights_hash": "another starting mean: the settings of the space differ",
+    }
+    for name, cause in causes.items():
+        if getattr(recorded, name) != ours[name]:
+            raise ResumeError(f"{cause} ({name} is {ours[name][:12]} here and {getattr(recorded, name)[:12]} there)")
+
+
+def restore(served: Served, run: RunDir, log: Log, seal: Callable[[int, str], None], tell: Tell) -> None:
+    """Bring the engine, which is at the start, to the end of the journal: the latest good checkpoint, then updates.
+
+    An update that was written down but not sealed is applied and sealed. Raises ResumeError.
+    """
+    done = _from_checkpoint(served, run, log, tell)
+    for recorded in log.generations[done:]:
+        found = apply(served.engine, log, recorded)
+        if recorded.weights_hash is None:
+            seal(recorded.update.index, found)
+
+
+def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
+    """Repeat one recorded update; its weights_hash. Raises ResumeError where it is not the recorded one."""
+    engine.apply(recorded.update)
+    found = engine.fingerprint()
+    if recorded.weights_hash not in (None, found):
+        raise ResumeError(
+            f"{log.path}: generation {recorded.update.generation + 1} comes out as {found[:12]} and was "
+            f"{str(recorded.weights_hash)[:12]}; {elsewhere(log.header)}"
+        )
+    return found
+
+
+def _device(name: str) -> str:
+    """What the numbers may depend on: the model of the GPU, or the kind of CPU."""
+    return torch.cuda.get_device_name(name) if name.startswith("cuda") else f"cpu {platform.machine()}"
+
+
+def elsewhere(recorded: Header) -> str:
+    """Where a journal was made, as far as it differs from here."""
+    ours = versions()
+    odd = [f"{k} {v} (here {ours.get(k, 'none')})" for k, v in recorded.versions.items() if ours.get(k) != v]
+    made = f"it was made on {recorded.device}"
+    return f"{made} with {', '.join(odd)}; use those versions" if odd else f"{made} with the same versions"
+
+
+def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Tell) -> int:
+    """Load the latest saved mean that is whole and belongs to this journal; how many generations it holds."""
+    for folder in reversed(saved_folders(run.path)):
+        try:
+            mark = checked(folder, log)
+            state, optimizer = checkpoint.load(folder, served.layout)
+            if weights_hash(_float32(state.items())) != mark.weights_hash:
+                raise CheckpointError(f"{folder} does not hold the weights it says")
+            served.engine.load(state, optimizer)
+        except CheckpointError as error:
+            tell(f"warning: {error}; set aside as {set_aside(folder).name}, the journal rebuilds the weights")
+            continue
+        return mark.generation
+    return 0
+
+
+def checked(folder: Path, log: Log) -> Mark:
+    """What a saved mean says of itself. Raises CheckpointError where it is damaged or not of this journal."""
+    mark = checkpoint.verify(folder)
+    sealed = log.generations[: log.sealed]
+    place = sealed[mark.generation - 1] if 0 < mark.generation <= len(sealed) else None
+    if place is None or (place.hash, place.weights_hash) != (mark.journal, mark.weights_hash):
+        raise CheckpointError(f"{folder} is not of this journal")
+    return mark
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a saved mean that is of no use, so that nothing takes it for one; whoever knows what it is may look."""
+    count = 1
+    while (aside := folder.with_name(f"{folder.name}.unusable{count if count > 1 else ''}")).exists():
+        count += 1
+    return folder.rename(aside)
+
+
+def _float32(state: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    return ((name, tensor.float()) for name, tensor in state)
