@@ -369,6 +369,8 @@ def test_from_dict_leaves_its_argument_alone() -> None:
 def test_importing_the_config_imports_no_torch() -> None:
     code = (
         "import sys, evoalign.config\n"
+        "for engine in evoalign.config.ENGINES:\n"
+        "    evoalign.config.from_dict({'es': {'sigma': 1}, 'engine': engine})\n"
         "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

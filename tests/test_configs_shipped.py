@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from evoalign.baselines.settings import round_size
-from evoalign.config import Config, VllmConfig, load
-from evoalign.engines.vllm.settings import form, slots
+from evoalign.config import Config, load
+from evoalign.engines.vllm.settings import VllmConfig, form, slots
 
 REPOSITORY = Path(__file__).parents[1]
 EXPERIMENTS = sorted((REPOSITORY / "configs" / "experiments").glob("*.yaml"))

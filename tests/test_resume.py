@@ -20,7 +20,8 @@ from rich.console import Console
 import corrupting
 import evoalign
 import killing
-from evoalign.config import VllmConfig, from_dict
+from evoalign.config import from_dict
+from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RunExistsError, StoppedError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders

@@ -66,18 +66,19 @@ def _walk(
 ) -> Iterator[dict[str, Any]]:
     for name, field in schema["properties"].items():
         key = prefix + name
-        for below in _below(field):
-            yield from _walk(definitions[below], below, f"{key}.", definitions)
-        if _below(field):
+        for below, inner in _below(field, definitions):
+            yield from _walk(inner, below, f"{key}.", definitions)
+        if _below(field, definitions):
             continue
         text = docstrings().get(f"{section}.{name}") or more().get(f"{section}.{name}", "")
         yield {"key": key, "schema": field, "section": section, "text": text}
 
 
-def _below(field: Mapping[str, Any]) -> list[str]:
-    """The section classes that a field holds: one, one of several that its `name` tells apart, or one or null."""
+def _below(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The section classes that a field holds and their schemas: one, one of several engines', or one or null."""
     parts = field.get("oneOf") or field.get("anyOf") or [field]
-    return [part["$ref"].rsplit("/", 1)[-1] for part in parts if "$ref" in part]
+    named = [part["$ref"].rsplit("/", 1)[-1] for part in parts if "$ref" in part]
+    return [(name, definitions[name]) for name in named] + [(p["title"], p) for p in parts if "properties" in p]
 
 
 def _top_level() -> list[dict[str, Any]]:

@@ -59,10 +59,10 @@ class Parts(Served):
 
 
 def as_config(config: ConfigLike) -> Config:
-    """A checked Config from any of its forms. Raises ConfigError."""
-    if isinstance(config, Config):
-        return config
-    return load([config]) if isinstance(config, str | Path) else from_dict(config)
+    """A checked Config from any of its forms, with what an engine of the user's own says of it. Raises ConfigError."""
+    if isinstance(config, str | Path):
+        config = load([config])
+    return engines.read(config if isinstance(config, Config) else from_dict(config))
 
 
 def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:

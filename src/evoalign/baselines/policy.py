@@ -16,7 +16,7 @@ import torch
 from evoalign import evaluation
 from evoalign.baselines import settings
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
-from evoalign.config import Config, TransformersConfig, load
+from evoalign.config import Config, load
 from evoalign.cost import budget, flops
 from evoalign.cost.budget import Cost, answers_cost, time_cost
 from evoalign.cost.flops import Adapted, ModelShape
@@ -152,9 +152,7 @@ class Policy:
 
     def _engine(self) -> TransformersEngine:
         """It answers with the model as it is at the time."""
-        own = self.config.engine
-        chosen = own if isinstance(own, TransformersConfig) else TransformersConfig()
-        config = self.config.model_copy(update={"engine": chosen})
+        config = self.config.model_copy(update={"engine": self.config.engine.in_process()})
         return TransformersEngine(config, self.tokens, self.model)
 
     def _source(self) -> Source | None:

@@ -107,7 +107,7 @@ def _splits_weights(more: Mapping[str, Any]) -> bool:
 
 def trains_on_cpu(config: Config) -> bool:
     """Whether the policy trains on the CPU. Raises ConfigError for a device that is not there, or not the first."""
-    wanted = config.engine.device
+    wanted = config.engine.where
     if wanted == "auto":
         return not torch.cuda.is_available()
     index = re.fullmatch(r"cuda:(\d+)", wanted)

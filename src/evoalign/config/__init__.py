@@ -5,11 +5,13 @@ A config is YAML. Later files win over earlier ones, `--set a.b=c` wins over fil
 refused with the nearest name that does; every section that is present is checked, used or not.
 """
 
+from typing import Any
+
 from evoalign.config.base import FORMAT_VERSION, Section
-from evoalign.config.engines import ENGINES, EngineConfig, TransformersConfig, VllmConfig
+from evoalign.config.engines import ENGINES, EngineConfig, EngineSettings
 from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
 from evoalign.config.grpo import GrpoConfig
-from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml
+from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml, with_engine
 from evoalign.config.model import ModelConfig
 from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, EvaluationConfig, TrackingConfig
 from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
@@ -23,6 +25,7 @@ __all__ = [
     "ChecksConfig",
     "Config",
     "EngineConfig",
+    "EngineSettings",
     "EsConfig",
     "EvaluationConfig",
     "FullConfig",
@@ -37,12 +40,19 @@ __all__ = [
     "SpaceConfig",
     "TaskConfig",
     "TrackingConfig",
-    "TransformersConfig",
-    "VllmConfig",
     "code_of",
     "from_dict",
     "load",
     "parse_overrides",
     "read",
     "to_yaml",
+    "with_engine",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """An engine's section by its class's name, such as `VllmConfig`."""
+    for section in ENGINES.values():
+        if section.__name__ == name:
+            return section
+    raise AttributeError(f"module {__name__} has no attribute {name!r}")

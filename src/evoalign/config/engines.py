@@ -1,77 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine answers, and its own settings."""
+"""Which engine answers, and what one may ask of its settings before it is made.
+
+An engine brings its section along, in `evoalign/engines/<name>/settings.py`; the table below says where. One of one's
+own is named `package.module:Class`, and `Class.settings` is its section. That is code: a config is read without it, and
+`evoalign.engines.read` looks it up, for a config that the user wrote.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, GetJsonSchemaHandler, SerializeAsAny
+from pydantic_core import PydanticCustomError
 
-from evoalign.config.base import PositiveFloat, Section, named
+from evoalign.config.base import Section, named
 
+if TYPE_CHECKING:
+    import torch
 
-class TransformersConfig(Section):
-    """The in-process engine, on the CPU or one GPU."""
+    from evoalign.config.run import Config
+    from evoalign.types import Layout, TensorSpec
 
-    name: Literal["transformers"] = "transformers"
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:K."""
-    memory_gib: PositiveFloat | None = None
-    """Room for the cache and logits of one chunk of rows. None: 2; half the free memory on a GPU that is not
-    `deterministic`."""
-    max_rows: PositiveInt | None = None
-    """At most this many sequences in one batch; None leaves it to `memory_gib`."""
-    threads: PositiveInt | None = None
-    """CPU threads; None leaves torch's own choice."""
+DEFAULT = "transformers"
+_SECTIONS = {
+    "transformers": "evoalign.engines.transformers.settings:TransformersConfig",
+    "vllm": "evoalign.engines.vllm.settings:VllmConfig",
+}
 
 
-class VllmConfig(Section):
-    """vLLM in this process, which all members share; needs the extra `vllm`. It takes the GPUs it finds."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that an engine holds beside weights and mean.
 
-    name: Literal["vllm"]
-    tensor_parallel_size: PositiveInt = 1
-    """GPUs over which each matrix is split."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for the weights, the float32 master, the adapters and the cache together."""
-    kv_cache_gib: PositiveFloat | None = None
-    """Room for keys and values. None: what `gpu_memory_utilization` leaves; 1 on the CPU."""
-    max_num_seqs: PositiveInt = 1024
-    """At most this many sequences in one batch; more wait their turn."""
-    max_num_batched_tokens: PositiveInt | None = None
-    """At most this many tokens in one step; None leaves vLLM's own choice."""
-    max_model_len: PositiveInt | None = None
-    """Longest prompt and completion together; None: as many positions as the model has."""
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
-    """dummy: random weights of the model's shapes, to measure with."""
-    enforce_eager: bool = False
-    """No CUDA graphs: a faster start and slower steps."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    """vLLM's own seed, of dummy weights. None: the run's. Completions are seeded by prompt and sample."""
-    attention_backend: str | None = None
-    """One of vLLM's, such as FLASH_ATTN or TRITON_ATTN; None leaves vLLM's own choice."""
-    population: Literal["auto", "deep", "generic", "stock"] = "auto"
-    """How rows get their members' terms. `deep`: inside the kernels of norm, rotation and activation (Qwen2, Qwen3,
-    Llama). `generic`: one kernel a layer, any model. `stock`: vLLM's own multi-LoRA. auto: the first that fits."""
-    members: PositiveInt | None = None
-    """Adapters on the GPU at once; None: the population. A larger population takes its turns."""
-    master: Literal["device", "host"] = "device"
-    """Where the float32 mean of `lowrank` and `full` lies; `host` frees 4 bytes a weight and makes updates slower."""
+    `cache` is at most (`bound` up to) or at least what keys, values and logits take, as the setting `setting` says;
+    `note` is what else there is to say of that. `adapters` are the members'; `host` is what of the mean lies in the
+    host's memory though the model is on a GPU.
+    """
+
+    cache: float = 0.0
+    bound: str = "up to"
+    setting: str = ""
+    note: str = ""
+    adapters: int = 0
+    host: int = 0
+
+
+class EngineSettings(Section):
+    """Base of the sections of all engines; the defaults are those of an engine that holds little of its own."""
+
+    name: str
+    path: ClassVar[str] = ""
+    """Where the engine's class is, `module:Class`. Empty: `name` itself says so."""
+    resources: ClassVar[frozenset[str]] = frozenset()
+    """Settings that a run may have to change to fit where it resumes. They decide the shapes of batches and the
+    kernels, and with them at most the last bits of a score."""
+    lighter: ClassVar[str] = ""
+    """What of the settings makes weights and mean take less memory, as advice to who has too little."""
 
     @property
-    def device(self) -> str:
-        """vLLM is built for one kind of device and takes it."""
+    def where(self) -> str:
+        """auto (a GPU if there is one), cpu, cuda or cuda:K."""
         return "auto"
 
+    @property
+    def devices(self) -> int:
+        """Devices that it keeps busy."""
+        return 1
 
-def _engine(value: object) -> object:
-    """`vllm` is short for `{name: vllm}`, and no name means transformers."""
+    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+        """What it holds beside the weights and a mean of `mean` bytes, the start's copy among them."""
+        return Held()
+
+    def limit(self) -> tuple[str, int] | None:
+        """The setting that bounds a prompt and its completion together, and the tokens; None: the model alone does."""
+        return None
+
+    def smaller(self, config: Config) -> str:
+        """What of the resources frees memory, as advice to a run that ran out of it."""
+        return "end what else uses the memory"
+
+    def in_process(self) -> EngineSettings:
+        """What answers for a model that is being trained in this process: these settings where they can."""
+        return ENGINES[DEFAULT].model_validate({})
+
+
+class UnreadEngine(EngineSettings):
+    """Settings of an engine of one's own as they are written, not checked: that takes its code."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _Engines(Mapping[str, type[EngineSettings]]):
+    """Sections by the engine's name, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[EngineSettings]:
+        module, _, attribute = _SECTIONS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_SECTIONS)
+
+    def __len__(self) -> int:
+        return len(_SECTIONS)
+
+
+ENGINES: Mapping[str, type[EngineSettings]] = _Engines()
+"""The sections of the engines that are shipped, by name."""
+
+
+def section_of(value: object) -> type[EngineSettings]:
+    """The class for what a config has under `engine`; none of a code's. Raises PydanticCustomError."""
+    value = named({} if value is None else value)
+    name = cast(Mapping[str, Any], value).get("name", DEFAULT) if isinstance(value, Mapping) else DEFAULT
+    if not isinstance(name, str) or (":" not in name and name not in ENGINES):
+        told = f"unknown engine {name!r}; use {', '.join(ENGINES)} or package.module:Class"
+        raise PydanticCustomError("unknown_engine", "{told}", {"told": told})
+    return UnreadEngine if ":" in name else ENGINES[name]
+
+
+def _read(value: object) -> object:
+    """`vllm` is short for `{name: vllm}`, and no name means transformers. What is checked already stays."""
     value = named(value)
-    return {"name": "transformers", **cast(Mapping[str, Any], value)} if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return section_of(value).model_validate({"name": DEFAULT, **cast(Mapping[str, Any], value)})
 
 
-ENGINES: dict[str, type[Section]] = {"transformers": TransformersConfig, "vllm": VllmConfig}
-EngineConfig = Annotated[
-    Annotated[TransformersConfig | VllmConfig, Field(discriminator="name")], BeforeValidator(_engine)
-]
+class _OneOf:
+    """The JSON schema of the field: one of the sections that are shipped."""
+
+    def __get_pydantic_json_schema__(self, _: object, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"oneOf": [handler(section.__pydantic_core_schema__) for section in ENGINES.values()]}
+
+
+EngineConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read), _OneOf()]
 """Which engine answers the prompts, and its own settings."""

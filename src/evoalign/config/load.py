@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from evoalign.config.base import named
-from evoalign.config.engines import ENGINES
+from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
 from evoalign.config.es import EsConfig
 from evoalign.config.run import Config
 from evoalign.errors import ConfigError
@@ -33,7 +34,8 @@ def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str
 
 def code_of(config: Config) -> list[str]:
     """The import paths that a config names: code that runs with it."""
-    return [name for name in (config.space.name, config.task.name, *config.task.rewards) if ":" in name]
+    named = (config.space.name, config.engine.name, config.task.name, *config.task.rewards)
+    return [name for name in named if ":" in name]
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -49,7 +51,16 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(dict(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(cast(Mapping[str, Any], e)) for e in error.errors())) from None
+        raise _refused(error, _section(tree)) from None
+
+
+def with_engine(config: Config, section: type[EngineSettings]) -> Config:
+    """The config with its engine's settings checked by another section than its own. Raises ConfigError."""
+    try:
+        engine = section.model_validate(config.engine.model_dump())
+    except ValidationError as error:
+        raise _refused(error, section, ("engine",)) from None
+    return config.model_copy(update={"engine": engine})
 
 
 def to_yaml(config: Config) -> str:
@@ -108,29 +119,35 @@ def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(error: Mapping[str, Any]) -> str:
-    where, engine = _without_tag(error["loc"])
+def _section(tree: Mapping[str, Any]) -> type[EngineSettings]:
+    """The engine's section that a tree asks for; the default one where that is no engine."""
+    try:
+        return section_of(tree.get("engine"))
+    except PydanticCustomError:
+        return ENGINES[DEFAULT]
+
+
+def _refused(error: ValidationError, engine: type[EngineSettings], prefix: tuple[str | int, ...] = ()) -> ConfigError:
+    """Each wrong value on a line of its own."""
+    return ConfigError("\n".join(_explain(cast(Mapping[str, Any], e), engine, prefix) for e in error.errors()))
+
+
+def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tuple[str | int, ...]) -> str:
+    where = (*prefix, *error["loc"])
     location = ".".join(str(part) for part in where)
     if error["type"] == "extra_forbidden":
         return f"unknown setting {location}{_nearest(where, engine)}"
     if error["type"] == "missing":
         return f"missing setting {location}"
-    if error["type"] == "union_tag_invalid":
-        return f"{location}.name: unknown engine {error['ctx']['tag']!r}; use {' or '.join(ENGINES)}"
+    if error["type"] == "unknown_engine":
+        return f"{location}.name: {error['msg']}"
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
     shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
     return f"{location}: {message}{shown}" if location else message
 
 
-def _without_tag(location: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], str]:
-    """A place as the user wrote it, and the engine meant: pydantic puts the engine's name after `engine`."""
-    if len(location) > 1 and location[0] == "engine" and location[1] in ENGINES:
-        return (location[0], *location[2:]), str(location[1])
-    return location, "transformers"
-
-
-def _nearest(location: tuple[str | int, ...], engine: str) -> str:
+def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> str:
     names = _names(Config, "", engine)
     wanted = ".".join(str(part) for part in location)
     leaf = str(location[-1])
@@ -140,19 +157,20 @@ def _nearest(location: tuple[str | int, ...], engine: str) -> str:
         return f"; did you mean {siblings[near[0]]}?"
     others = [other for other, section in ENGINES.items() if leaf in section.model_fields]
     if location[0] == "engine" and others:
-        return f"; it belongs to engine {others[0]}, and engine.name is {engine}"
+        own = next((name for name, section in ENGINES.items() if section is engine), "another")
+        return f"; it belongs to engine {others[0]}, and engine.name is {own}"
     elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     return f"; known here: {', '.join(sorted(siblings))}"
 
 
-def _names(section: type[BaseModel], prefix: str, engine: str) -> list[str]:
+def _names(section: type[BaseModel], prefix: str, engine: type[EngineSettings]) -> list[str]:
     found: list[str] = []
     for name, info in section.model_fields.items():
         name = info.alias or name
         found.append(prefix + name)
-        below = ENGINES[engine] if prefix + name == "engine" else EsConfig if name == "es" else info.annotation
+        below = engine if prefix + name == "engine" else EsConfig if name == "es" else info.annotation
         if isinstance(below, type) and issubclass(below, BaseModel):
             found += _names(below, f"{prefix}{name}.", engine)
     return found

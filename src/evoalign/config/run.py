@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from evoalign.config.base import FORMAT_VERSION, Section, named
-from evoalign.config.engines import EngineConfig, TransformersConfig
+from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.model import ModelConfig
@@ -91,7 +91,7 @@ class Config(Section):
     full: FullConfig = Field(default_factory=FullConfig)
     es_: EsConfig | None = Field(default=None, alias="es")
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
-    engine: EngineConfig = Field(default_factory=TransformersConfig)
+    engine: EngineConfig = Field(default_factory=lambda: ENGINES[DEFAULT].model_validate({}))
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

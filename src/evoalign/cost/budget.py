@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from evoalign.config import Config, VllmConfig
+from evoalign.config import Config
 from evoalign.cost.flops import (
     ADAM_FLOPS,
     Adapted,
@@ -243,7 +243,7 @@ class Meter:
     """The costs of an ES run's generations and evaluations. `note` says why FLOPs are not known."""
 
     def __init__(self, config: Config, specs: Sequence[TensorSpec], space: Space, layout: Layout, device: str) -> None:
-        self.devices = config.engine.tensor_parallel_size if isinstance(config.engine, VllmConfig) else 1
+        self.devices = config.engine.devices
         self.shape: ModelShape | None = None
         self.note = ""
         self._max_tokens, self._space, self._layout, self._device = config.evaluation.max_tokens, space, layout, device

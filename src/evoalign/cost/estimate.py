@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from evoalign.config import Config, TransformersConfig, VllmConfig
-from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB
-from evoalign.engines.vllm.settings import room, slot_rank
+from evoalign.config import Config
+from evoalign.config.engines import Held
+from evoalign.engines.specs import on_gpu
 from evoalign.optimizer import reach
-from evoalign.spaces.base import module_of
 from evoalign.types import Layout, TensorSpec
 
 ETA_USUAL = (0.05, 2.0)
@@ -58,12 +57,6 @@ def _effective(config: Config, layout: Layout) -> str:
     return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
 
 
-def on_gpu(config: Config) -> bool:
-    """Whether the engine will serve from a GPU."""
-    device = config.engine.device
-    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
 def served_dtype(config: Config) -> torch.dtype:
     """The dtype that `model.dtype` comes to on this machine."""
     automatic = "bfloat16" if on_gpu(config) else "float32"
@@ -72,46 +65,24 @@ def served_dtype(config: Config) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by what they hold. `start`: the starting weights, for decay; `cache`: at most, with one chunk's logits;
-    `host`: of these, what lies in the host's memory though the model is on a GPU."""
+    """Bytes by what they hold. `start`: the starting weights, for decay; `own`: what the engine adds."""
 
     weights: int
     master: int
     start: int
-    cache: float
-    adapters: int = 0
-    host: int = 0
+    own: Held
 
     @property
     def kept(self) -> int:
         """What is held on the device from the start of a run to its end."""
-        return self.weights + self.master + self.start + self.adapters - self.host
+        return self.weights + self.master + self.start + self.own.adapters - self.own.host
 
 
 def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> Memory:
     """What a run holds on its device."""
-    engine = config.engine
     master, start = _master_bytes(config, layout, dtype), 4 * layout.parameters if config.es.decay else 0
-    if isinstance(engine, TransformersConfig):
-        cache, adapters, host = (engine.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, 0, 0
-    else:
-        cache, adapters = _vllm_cache(engine), _slot_bytes(config, layout, specs, dtype)
-        host = master + start if engine.master == "host" and on_gpu(config) else 0
-    return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, cache, adapters, host)
-
-
-def _vllm_cache(engine: VllmConfig) -> float:
-    """vLLM takes all that `gpu_memory_utilization` leaves; this is the least that is worth starting with."""
-    return (engine.kv_cache_gib or 1.0) * 2**30
-
-
-def _slot_bytes(config: Config, layout: Layout, specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
-    """vLLM keeps room for every member's factors, at a rank of its own choice and on every layer."""
-    if not layout.rank or not isinstance(config.engine, VllmConfig):
-        return 0
-    modules = {module_of(t.module) for t in layout.tensors}
-    sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
-    return room(config) * slot_rank(layout.rank) * sides * dtype.itemsize
+    own = config.engine.held(config, specs, layout, dtype, master + start)
+    return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, own)
 
 
 def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> list[str]:
@@ -120,20 +91,17 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dt
     return [
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
-        f"memory {gib(need.kept + need.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
-        f"starting weights for decay {gib(need.start)}, {_cache_words(config, need)}",
+        f"memory {gib(need.kept + need.own.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
+        f"starting weights for decay {gib(need.start)}, {_own_words(need.own)}",
         *_left_out(config, specs, layout),
     ]  # fmt: skip
 
 
-def _cache_words(config: Config, need: Memory) -> str:
-    if isinstance(config.engine, TransformersConfig):
-        return (
-            f"cache up to {gib(need.cache)} "
-            "(engine.memory_gib; unset, half the free memory of a GPU that is not deterministic)"
-        )
-    host = f"; {gib(need.host)} of it in host memory" if need.host else ""
-    return f"adapters {gib(need.adapters)}, cache at least {gib(need.cache)} (engine.kv_cache_gib){host}"
+def _own_words(own: Held) -> str:
+    adapters = f"adapters {gib(own.adapters)}, " if own.adapters else ""
+    setting = f" ({own.setting}{own.note})" if own.setting else ""
+    host = f"; {gib(own.host)} of it in host memory" if own.host else ""
+    return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 
 def _left_out(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:

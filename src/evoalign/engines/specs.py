@@ -30,6 +30,12 @@ def model_config(config: Config) -> Any:
         raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
 
 
+def on_gpu(config: Config) -> bool:
+    """Whether the engine will serve from a GPU."""
+    where = config.engine.where
+    return where.startswith("cuda") or (where == "auto" and torch.cuda.is_available())
+
+
 def specs_of_config(config: Config) -> list[TensorSpec]:
     """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
     from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.preflight import grpo, machine, plan, work
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, run_check
-from evoalign.rundir.identity import room
+from evoalign.setup import as_config
 
 
 def examine(config: Config | None) -> list[Finding]:
@@ -24,11 +24,11 @@ def examine(config: Config | None) -> list[Finding]:
 def findings(config: Config | None) -> Iterator[Finding]:
     """As `examine`, each as soon as it is known."""
     yield from environment()
-    case = Case(config or from_dict({"es": {"sigma": 0.001}}))
+    case = Case(as_config(config or from_dict({"es": {"sigma": 0.001}})))
     checks = CONFIGURED if case.method == "es" else CONFIGURED_FOR_GRPO
     try:
         for name, check in SHIPPED if config is None else checks:
-            yield run_check(name, lambda check=check: check(case), room(case.config))
+            yield run_check(name, lambda check=check: check(case), case.config.engine.smaller(case.config))
     finally:
         case.close()
 

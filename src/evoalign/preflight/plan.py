@@ -15,7 +15,7 @@ import torch
 
 from evoalign import setup, spaces, tokens, tracking
 from evoalign.baselines import settings
-from evoalign.config import Config, VllmConfig
+from evoalign.config import Config
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import model_config, specs_of_config
@@ -196,9 +196,9 @@ def _limit(config: Config) -> tuple[int | None, str]:
     """How long a prompt and its completion may be together, and what says so."""
     text = model_config(config).get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
-    own = config.engine.max_model_len if isinstance(config.engine, VllmConfig) else None
-    if own is not None and (limit is None or own < limit):
-        return own, f"engine.max_model_len {own}"
+    own = config.engine.limit()
+    if own is not None and (limit is None or own[1] < limit):
+        return own[1], f"{own[0]} {own[1]}"
     return limit, f"the model's {limit or 'unbounded'} positions"
 
 
@@ -220,20 +220,19 @@ def check_memory(case: Case) -> Finding:
     config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
     wanted = estimate.memory(config, specs, layout, estimate.served_dtype(config))
     free = free_memory(config)
-    in_vllm = isinstance(config.engine, VllmConfig)
-    cache = f"at least {gib(wanted.cache)} for the" if in_vllm else f"up to {gib(wanted.cache)} for a chunk's"
-    detail = f"{gib(wanted.kept)} for weights and mean, {cache} cache and logits"
-    if free is None:
+    own, spare = wanted.own, None if free is None else free - wanted.kept
+    detail = f"{gib(wanted.kept)} for weights and mean, {own.bound} {gib(own.cache)} for the cache and logits"
+    if free is None or spare is None:
         return Finding("memory", "ok", f"{detail}; how much is free is not known")
     detail = f"{detail}; {gib(free)} free"
-    if wanted.kept > free:
+    if spare < 0:
         case.fits = False  # to load it may have the whole process killed, and the verdict with it
         mend = "choose space lora, model.dtype bfloat16 or a smaller model"
-        own = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host, " if in_vllm else ""
-        return Finding("memory", "failed", detail, own + mend)
-    if wanted.kept + wanted.cache > free:
-        setting = "kv_cache_gib" if in_vllm else "memory_gib"
-        mend = f"set engine.{setting} to at most {0.8 * (free - wanted.kept) / 2**30:.2g}"
+        return Finding("memory", "failed", detail, ", ".join(filter(None, (config.engine.lighter, mend))))
+    if own.cache > spare:
+        mend = (
+            f"set {own.setting} to at most {0.8 * spare / 2**30:.2g}" if own.setting else config.engine.smaller(config)
+        )
         return Finding("memory", "warning", detail, mend)
     return Finding("memory", "ok", detail)
 
@@ -245,10 +244,10 @@ def free_memory(config: Config) -> int | None:
     if not torch.cuda.is_available():
         return None
     engine = config.engine
-    if isinstance(engine, VllmConfig):
-        used = min(engine.tensor_parallel_size, torch.cuda.device_count())
+    if engine.devices > 1:
+        used = min(engine.devices, torch.cuda.device_count())
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(used))
-    return torch.cuda.mem_get_info("cuda" if engine.device == "auto" else engine.device)[0]
+    return torch.cuda.mem_get_info("cuda" if engine.where == "auto" else engine.where)[0]
 
 
 def _free_on_host() -> int | None:

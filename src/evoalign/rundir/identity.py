@@ -7,16 +7,8 @@ import hashlib
 import json
 from typing import Any
 
-from evoalign.config import Config, TransformersConfig
+from evoalign.config import Config
 from evoalign.rundir.method import Method
-
-RESOURCES = (
-    "engine.device", "engine.memory_gib", "engine.max_rows", "engine.threads",
-    "engine.tensor_parallel_size", "engine.gpu_memory_utilization", "engine.kv_cache_gib", "engine.max_num_seqs",
-    "engine.max_num_batched_tokens", "engine.max_model_len", "engine.enforce_eager", "engine.attention_backend",
-    "engine.population", "engine.members", "engine.master",
-)  # fmt: skip
-"""Settings that a run may have to change to fit where it goes on. They decide the shapes of batches and the kernels."""
 
 
 def identity(config: Config, method: Method = "es") -> dict[str, Any]:
@@ -53,7 +45,11 @@ def config_hash(config: Config, method: Method = "es") -> str:
 
 
 def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[list[str], list[str]]:
-    """In words, what makes two configs different runs, and what may only move the last bits of a score."""
+    """In words, what makes two configs different runs, and what may only move the last bits of a score.
+
+    The second are what the engine calls its `resources`.
+    """
+    free = {f"engine.{name}" for name in ours.engine.resources}
     found = _differ(identity(ours, method), identity(theirs, method), "")
     # What only one of them counts, as the steps of a schedule, is shown as it is, and not named where it is the same:
     # then another setting, which is named, is why it counts. Nothing that differs may be lost here.
@@ -62,8 +58,8 @@ def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[li
     odd = {key: pair for key, pair in raw.items() if pair[0] != pair[1]} or found
     words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
     return (
-        [line for key, line in words.items() if key not in RESOURCES],
-        [line for key, line in words.items() if key in RESOURCES],
+        [line for key, line in words.items() if key not in free],
+        [line for key, line in words.items() if key in free],
     )
 
 
@@ -74,16 +70,6 @@ def _at(tree: Any, key: str, otherwise: Any) -> Any:
             return otherwise
         tree = tree[part]
     return tree
-
-
-def room(config: Config) -> str:
-    """What of `RESOURCES` frees memory, as advice to a run that ran out of it."""
-    engine = config.engine
-    if isinstance(engine, TransformersConfig):
-        return "lower engine.memory_gib or engine.max_rows"
-    host = config.space.name != "lora" and engine.master == "device"
-    mean = ", or set engine.master host" if host else ""
-    return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
 
 
 def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:

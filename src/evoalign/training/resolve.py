@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, SpaceConfig, TransformersConfig, code_of, from_dict, load
+from evoalign.config import Config, SpaceConfig, code_of, from_dict, load
 from evoalign.errors import CheckpointError, ConfigError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint, journal
@@ -109,8 +109,8 @@ def as_grpo_answers(config: Config, *, adapter: bool, given: bool = False) -> Co
     changes: dict[str, Any] = {"model": config.model.model_copy(update={"dtype": trained_dtype(config)})}
     if adapter:
         changes |= {"space": SpaceConfig(name="lora"), "es_": None}
-    if not given and not isinstance(config.engine, TransformersConfig):
-        changes["engine"] = TransformersConfig()
+    if not given:
+        changes["engine"] = config.engine.in_process()
     return config.model_copy(update=changes)
 
 

@@ -36,7 +36,7 @@ from evoalign.report.rows import LATER, is_whole, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.identity import differences, room
+from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import command_line, make_manifest, versions
 from evoalign.rundir.method import refuse_other
@@ -372,7 +372,7 @@ class _Training:
             if not isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError):
                 raise
             kept = f"{len(self.run.rows)} generations are kept; {self._how_to_go_on()}"
-            raise _with(error, kept, room(self.config)) from error
+            raise _with(error, kept, self.config.engine.smaller(self.config)) from error
 
 
 def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str, smaller: str) -> EvoalignError:

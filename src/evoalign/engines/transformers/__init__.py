@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The in-process engine on Hugging Face transformers."""
 
-from evoalign.engines.transformers.engine import TransformersEngine
+from typing import Any
 
-__all__ = ["TransformersEngine"]
+
+def __getattr__(name: str) -> Any:
+    """`TransformersEngine`, imported when it is asked for, so that its settings need no torch."""
+    if name != "TransformersEngine":
+        raise AttributeError(f"module {__name__} has no attribute {name!r}")
+    from evoalign.engines.transformers.engine import TransformersEngine
+
+    return TransformersEngine

@@ -16,19 +16,19 @@ from safetensors import SafetensorError
 from torch import nn
 
 from evoalign import noise
-from evoalign.config import Config, ModelConfig, TransformersConfig
+from evoalign.config import Config, ModelConfig
 from evoalign.engines.base import sampled_places
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
+from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, model_path, refuse_pickles, why_not
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorSpec, Update
 
-DEFAULT_MEMORY_GIB = 2.0
 CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer whose whole past is keys and values."""
 

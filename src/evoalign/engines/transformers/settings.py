@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the in-process engine, and what follows from them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import PositiveInt
+
+from evoalign.config.base import PositiveFloat
+from evoalign.config.engines import EngineSettings, Held
+
+if TYPE_CHECKING:
+    import torch
+
+    from evoalign.config import Config
+    from evoalign.types import Layout, TensorSpec
+
+DEFAULT_MEMORY_GIB = 2.0
+
+
+class TransformersConfig(EngineSettings):
+    """The in-process engine, on the CPU or one GPU."""
+
+    name: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:K."""
+    memory_gib: PositiveFloat | None = None
+    """Room for the cache and logits of one chunk of rows. None: 2; half the free memory on a GPU that is not
+    `deterministic`."""
+    max_rows: PositiveInt | None = None
+    """At most this many sequences in one batch; None leaves it to `memory_gib`."""
+    threads: PositiveInt | None = None
+    """CPU threads; None leaves torch's own choice."""
+
+    path = "evoalign.engines.transformers.engine:TransformersEngine"
+    resources = frozenset({"device", "memory_gib", "max_rows", "threads"})
+
+    @property
+    def where(self) -> str:
+        """The device as it is set."""
+        return self.device
+
+    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+        """The cache and logits of one chunk."""
+        note = "; unset, half the free memory of a GPU that is not deterministic"
+        return Held((self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, setting="engine.memory_gib", note=note)
+
+    def smaller(self, config: Config) -> str:
+        """Smaller chunks."""
+        return "lower engine.memory_gib or engine.max_rows"
+
+    def in_process(self) -> EngineSettings:
+        """These settings."""
+        return self
