@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
-from evoalign.rollouts import rewards_of, sampling_of, stream
+from evoalign.rollouts import collect, derive_seed, rewards_of, sampling_of
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout
@@ -52,9 +52,9 @@ def evaluate(
     keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     requests = [
-        Request(i, prompts[e], sampling, stream("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
+        Request(i, prompts[e], sampling, derive_seed("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
     ]
-    rollouts = sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+    rollouts = collect(engine, MEAN_PLAN, requests)
     rewards = rewards_of(task, [r.text for r in rollouts], [examples[e] for e, _, _ in keys])
     scored = [
         _scored(task, examples, key, rollout, reward)

@@ -15,7 +15,7 @@ import numpy as np
 from evoalign import shaping
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.rollouts import batch, requests_of, score
+from evoalign.rollouts import batch, collect, requests_of, score
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
@@ -44,7 +44,7 @@ def evolve(
         clock.start()
         rows = batch(len(examples), config.task.batch_size, config.seed, generation)
         plan = Plan(generation, sigma_at(config, generation), members)
-        rollouts = list(engine.rollout(plan, requests_of(config, rows, prompts, generation)))
+        rollouts = collect(engine, plan, requests_of(config, rows, prompts, generation))
         clock.mark("rollout")
         scores_MP = score(task, [examples[i] for i in rows], rollouts, len(members))
         clock.mark("score")

@@ -10,19 +10,48 @@ from typing import Any
 import numpy as np
 
 from evoalign import shaping
-from evoalign.config import Config, EvaluationConfig
+from evoalign.config import Config, SamplingConfig
+from evoalign.engines.base import Engine, pairs_of
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.plugins import FAILURES, described
 from evoalign.tasks.base import Task
-from evoalign.types import Example, Request, Rollout, Sampling
+from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
 
-def sampling_of(settings: EvaluationConfig) -> Sampling:
-    """The sampling settings a config names."""
-    return Sampling(settings.max_tokens, settings.temperature, settings.top_p)
+def sampling_of(settings: SamplingConfig) -> Sampling:
+    """How tokens are drawn, as a section of a config has it."""
+    return Sampling(settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop))
 
 
-def stream(*parts: object) -> int:
+class LostError(EvoalignError):
+    """An engine returned no completion of a member, or one of nobody who was asked."""
+
+    def __init__(self, message: str, member: Member) -> None:
+        super().__init__(message)
+        self.member = member
+
+
+def collect(engine: Engine, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+    """All completions of a plan, member by member and each in the order of the requests: the one door to an engine.
+
+    Raises LostError where a completion is missing or was not asked for; nothing is scored then.
+    """
+    asked = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
+    found: dict[tuple[int, int], Rollout] = {}
+    for rollout in engine.rollout(plan, requests):
+        key = (rollout.member.index, rollout.request)
+        if key not in asked or key in found:
+            raise LostError(f"the engine returned {key} (member, request), which nobody asked for", rollout.member)
+        found[key] = rollout
+    for key, member in asked.items():
+        if key not in found:
+            raise LostError(
+                f"the engine returned no completion for (member, request) {key}; nothing was scored", member
+            )
+    return [found[key] for key in asked]
+
+
+def derive_seed(*parts: object) -> int:
     """A 63-bit number that seeds the draws of one (run, prompt, sample)."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -67,7 +96,8 @@ def requests_of(
     config: Config, rows: Sequence[int], prompts: Sequence[tuple[int, ...]], generation: int
 ) -> list[Request]:
     """One request for each row of the training examples; all members draw with its seed."""
-    sampling = sampling_of(config.evaluation)
+    sampling = sampling_of(config.sampling)
     return [
-        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i)) for i, row in enumerate(rows)
+        Request(i, prompts[row], sampling, derive_seed(config.seed, "training", generation, i))
+        for i, row in enumerate(rows)
     ]

@@ -75,6 +75,11 @@ class Tokens:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """A completion as far as the first of the texts that end it."""
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
+
+
 def load(config: ModelConfig) -> Tokens:
     """The tokenizer of a model and its stop tokens. Raises ModelError."""
     from transformers import AutoTokenizer, GenerationConfig

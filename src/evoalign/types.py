@@ -68,18 +68,23 @@ MEAN_PLAN = Plan(generation=0, sigma=0.0, members=(MEAN,))
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1]."""
+    """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1].
+
+    A completion ends where one of the texts `stop` comes up, which its own text leaves out.
+    """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion wanted of every member of a plan.
+    """One completion wanted of every member of a plan, or of the one that it names.
 
-    `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers.
+    `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers, whether
+    they share a request or each have their own of the same seed.
     """
 
     index: int
@@ -87,6 +92,8 @@ class Request:
     sampling: Sampling
     seed: int = 0
     logprobs: bool = False
+    member: Member | None = None
+    """Who answers; None: every member."""
 
 
 @dataclass(frozen=True, slots=True)

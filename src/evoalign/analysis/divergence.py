@@ -37,7 +37,7 @@ from evoalign.engines import Engine
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.engine import dtype_on, load_model
 from evoalign.errors import EvoalignError, ModelError
-from evoalign.rollouts import stream
+from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import Parts, Served
 from evoalign.spaces import Adapter
 from evoalign.tasks import Task
@@ -102,10 +102,10 @@ def draw(engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example]
     """
     sampling = Sampling(config.evaluation.max_tokens, temperature=1.0, top_p=1.0)
     requests = [
-        Request(i, tokens.encode(task.prompt(example)), sampling, stream("divergence", config.seed, i))
+        Request(i, tokens.encode(task.prompt(example)), sampling, derive_seed("divergence", config.seed, i))
         for i, example in enumerate(examples[: config.checks.kl_prompts])
     ]
-    rollouts = sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+    rollouts = collect(engine, MEAN_PLAN, requests)
     return [Sample(requests[r.request].prompt_ids, r.token_ids) for r in rollouts]
 
 

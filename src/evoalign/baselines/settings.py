@@ -85,6 +85,8 @@ def check(config: Config) -> None:
             raise ConfigError(f"grpo.trl.{name} is set elsewhere here: by {SET[name]}; take it out of grpo.trl")
         if name in GrpoConfig.model_fields:
             raise ConfigError(f"grpo.trl.{name} has a place of its own: grpo.{name}")
+    if config.sampling.stop:
+        raise ConfigError("sampling.stop: GRPO's completions end at the model's stop tokens alone; take it out")
     if _splits_weights(config.grpo.trl):
         raise ConfigError(f"grpo.trl: {SPLIT}")
     if config.grpo.rollouts == "es" and config.es.antithetic and config.grpo.num_generations % 2:
@@ -138,7 +140,7 @@ def fields_of(kind: type) -> dict[str, Any]:
 
 def longest(config: Config) -> int:
     """Tokens of a completion at most."""
-    return config.grpo.max_completion_length or config.evaluation.max_tokens
+    return config.grpo.max_completion_length or config.sampling.max_tokens
 
 
 def mixed(config: Config, *, on_cpu: bool) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from evoalign.engines import ABSENT, Engine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
+from evoalign.rollouts import LostError, collect
 from evoalign.spaces import Space
 from evoalign.types import MEAN, MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling
 
@@ -56,7 +57,7 @@ def check(
     `width` is the sigma of a plan of this generation. `exact` (`Facts.deterministic`) wants the mean to answer to the
     last bit as it did before. Cost: at best 8 completions of `TOKENS` tokens and two fingerprints.
     """
-    sampling = Sampling(min(TOKENS, space.config.evaluation.max_tokens))
+    sampling = Sampling(min(TOKENS, space.config.sampling.max_tokens))
     request = Request(0, tuple(prompt_ids), sampling, logprobs=True)
     fingerprint = engine.fingerprint()
     mean = _ask(engine, MEAN_PLAN, request)[MEAN.index]
@@ -156,10 +157,11 @@ def _check_refusals(engine: Engine, request: Request, generation: int, width: fl
             "of wrong names would be dropped: mend the engine's load"
         )
     try:
-        answers = list(engine.rollout(Plan(address(generation), width, (ABSENT,)), [request]))
+        said = repr(collect(engine, Plan(address(generation), width, (ABSENT,)), [request])[0].text)
     except ModelError:
         return
-    said = repr(answers[0].text) if answers else "nothing"
+    except LostError:
+        said = "nothing"
     raise CanaryError(
         f"canary: a member that does not exist answers {said} instead of being refused; the engine takes the base "
         "model for an adapter that it does not know: mend the engine, or use another version of the server"
@@ -180,11 +182,11 @@ def _of(pairs: Sequence[Pair], mean: Rollout, answers: Answers) -> list[tuple[Ro
 
 def _ask(engine: Engine, plan: Plan, request: Request) -> dict[int, Rollout]:
     """Answers by member. Raises CanaryError where the engine leaves a member out."""
-    answers = {r.member.index: r for r in engine.rollout(plan, [request])}
-    missing = [m.index for m in plan.members if m.index not in answers]
-    if missing:
-        raise CanaryError(f"canary: the engine gives no answer of member {missing[0]} (-1: the mean): mend the engine")
-    return answers
+    try:
+        return {r.member.index: r for r in collect(engine, plan, [request])}
+    except LostError as error:
+        who = f"member {error.member.index} (-1: the mean)"
+        raise CanaryError(f"canary: the engine gives no answer of {who}: mend the engine") from error
 
 
 def _logprobs(rollout: Rollout) -> Sequence[float]:

@@ -13,10 +13,10 @@ import numpy as np
 from evoalign import evolve
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.rollouts import rewards_of, stream
+from evoalign.rollouts import collect, derive_seed, rewards_of
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, Rollout
+from evoalign.types import MEAN_PLAN, Example, Request
 
 
 class Control(NamedTuple):
@@ -38,20 +38,15 @@ def control(
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
     first, second = (
-        rewards_of(task, [r.text for r in answers(engine, asked)], examples)
+        rewards_of(task, [r.text for r in collect(engine, MEAN_PLAN, asked)], examples)
         for asked in (requests, redrawn(config, requests, generation))
     )
     return control_of(first, second)
 
 
-def answers(engine: Engine, requests: Sequence[Request]) -> list[Rollout]:
-    """The unperturbed model's completions, in the order of the requests."""
-    return sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
-
-
 def redrawn(config: Config, requests: Sequence[Request], generation: int) -> list[Request]:
     """The same requests with other draws."""
-    return [dataclasses.replace(r, seed=stream(config.seed, "control", generation, r.index)) for r in requests]
+    return [dataclasses.replace(r, seed=derive_seed(config.seed, "control", generation, r.index)) for r in requests]
 
 
 def control_of(first_P: Sequence[float], second_P: Sequence[float]) -> Control:

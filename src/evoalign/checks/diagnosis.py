@@ -264,7 +264,7 @@ class Diagnosis:
         if spread >= SIGNAL_TO_NOISE * floor:
             return None
         seen = f"members spread by {spread:.2g}, and the unperturbed model scored twice differs by {floor:.2g}"
-        if self.config.evaluation.temperature == 0:
+        if self.config.sampling.temperature == 0:
             return f"{seen}, though decoding is greedy: the engine does not repeat itself; set deterministic true"
         batch = self.config.task.batch_size
         more = f"task.batch_size {4 * batch}" if batch else "more training examples"
@@ -291,10 +291,10 @@ class Diagnosis:
             return None
         if share < before - 0.05 and self._rises():  # it is learning to be shorter
             return None
-        tokens = self.config.evaluation.max_tokens
+        tokens = self.config.sampling.max_tokens
         return (
             f"{share:.0%} of the completions are cut off at {tokens} tokens, so their ends are never scored; try "
-            f"evaluation.max_tokens {2 * tokens}"
+            f"sampling.max_tokens {2 * tokens}"
         )
 
     def _trend(self) -> tuple[float, float, float, float] | None:

@@ -6,12 +6,13 @@ refused with the nearest name that does; every section that is present is checke
 """
 
 from evoalign.config.base import FORMAT_VERSION, Section
+from evoalign.config.decoding import EvaluationConfig, SamplingConfig
 from evoalign.config.engines import ENGINES, EngineConfig, TransformersConfig, VllmConfig
 from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml
 from evoalign.config.model import ModelConfig
-from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, EvaluationConfig, TrackingConfig
+from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, TrackingConfig
 from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
 from evoalign.config.task import GraderConfig, TaskConfig
 
@@ -32,6 +33,7 @@ __all__ = [
     "LowrankConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "SamplingConfig",
     "ScheduleConfig",
     "Section",
     "SpaceConfig",

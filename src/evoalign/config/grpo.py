@@ -62,7 +62,7 @@ class GrpoConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     max_completion_length: PositiveInt | None = None
-    """None: `evaluation.max_tokens`."""
+    """None: `sampling.max_tokens`."""
     gradient_checkpointing: bool = False
     bf16: bool | None = None
     """Mixed precision: float32 weights, bfloat16 arithmetic. None: on a GPU."""

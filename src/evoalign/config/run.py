@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from evoalign.config.base import FORMAT_VERSION, Section, named
+from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import EngineConfig, TransformersConfig
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import GrpoConfig
@@ -15,26 +17,6 @@ from evoalign.config.model import ModelConfig
 from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError
-
-
-class EvaluationConfig(Section):
-    """How completions are drawn, in training and in evaluation, and what the evaluation repeats."""
-
-    max_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    samples: PositiveInt = 1
-    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
-    every: Annotated[int, Field(ge=0)] = 0
-    """Evaluate the mean on the test split each so many generations; 0: only before and after."""
-
-    @model_validator(mode="after")
-    def _draws(self) -> EvaluationConfig:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"evaluation.seeds {self.seeds} names a seed twice")
-        if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
-            raise ValueError("samples and seeds only repeat a greedy completion; set evaluation.temperature above 0")
-        return self
 
 
 class CheckpointConfig(Section):
@@ -92,6 +74,7 @@ class Config(Section):
     es_: EsConfig | None = Field(default=None, alias="es")
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     engine: EngineConfig = Field(default_factory=TransformersConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -104,6 +87,11 @@ class Config(Section):
         if self.es_ is None:
             raise ConfigError(NO_ES)
         return self.es_
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decoding(cls, tree: Any) -> Any:
+        return shared(cast(Mapping[str, Any], tree)) if isinstance(tree, Mapping) else tree
 
     @model_validator(mode="after")
     def _together(self) -> Config:

@@ -149,7 +149,7 @@ def work_lines(config: Config, examples: int | None) -> list[str]:
     if not prompts:
         return ["rollouts: population x training examples a generation (the data could not be counted)"]
     rollouts = es.population_size * prompts
-    tokens = rollouts * config.evaluation.max_tokens
+    tokens = rollouts * config.sampling.max_tokens
     return [
         f"rollouts {rollouts:,} a generation ({es.population_size} members x {prompts} prompts), "
         f"{rollouts * es.num_generations:,} in all",

@@ -15,6 +15,7 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import TRIED_PROMPTS, generated, seconds_text
+from evoalign.rollouts import collect
 from evoalign.rundir.manifest import versions
 from evoalign.training.resolve import as_grpo_answers, trained_dtype
 from evoalign.types import MEAN_PLAN, Request, Sampling
@@ -109,7 +110,7 @@ def check_generation(case: Case) -> Finding:
     grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
     sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
     began = time.perf_counter()
-    rollouts = list(engine.rollout(MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)]))
+    rollouts = collect(engine, MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)])
     rewards = evaluation.rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
     detail = (
         f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "

@@ -148,7 +148,7 @@ def check_tokenizer(case: Case) -> Finding:
     size, stops = len(case.tokens.tokenizer), case.tokens.stop_ids
     detail = f"{size:,} tokens, stops at {', '.join(repr(_token(case.tokens, i)) for i in stops) or 'none'}"
     if not stops:
-        mend = "completions always run to evaluation.max_tokens; set eos_token in the model's tokenizer_config.json"
+        mend = "completions always run to max_tokens; set eos_token in the model's tokenizer_config.json"
         return Finding("tokenizer", "warning", detail, mend)
     return Finding("tokenizer", "ok", detail)
 
@@ -182,6 +182,8 @@ def check_lengths(case: Case) -> Finding:
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
     longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
     most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
+    if case.config.sampling.max_tokens > most:
+        most, setting = case.config.sampling.max_tokens, "sampling.max_tokens"
     if case.method == "grpo" and settings.longest(case.config) > most:
         most, setting = settings.longest(case.config), "grpo.max_completion_length"
     limit, whose = _limit(case.config)

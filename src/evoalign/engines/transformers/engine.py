@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,7 @@ from torch import nn
 
 from evoalign import noise
 from evoalign.config import Config, ModelConfig, TransformersConfig
-from evoalign.engines.base import sampled_places
+from evoalign.engines.base import check_members, pairs_of, sampled_places
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
@@ -25,9 +25,11 @@ from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, model_path, refuse_pickles, why_not
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorSpec, Update
+from evoalign.tokens import Tokens, before_stop, model_path, refuse_pickles, why_not
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, Slices, TensorSpec, Update
 
+Asked: TypeAlias = Sequence[tuple[Member, Request]]
+T = TypeVar("T")
 DEFAULT_MEMORY_GIB = 2.0
 CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer whose whole past is keys and values."""
@@ -55,6 +57,7 @@ class TransformersEngine:
             self.model,
             tokens.stop_ids,
             tokens.pad_id,
+            tokens.decode,
             noise.key(config.seed, "sampling", ""),
             deterministic=self.deterministic,
         )
@@ -94,38 +97,52 @@ class TransformersEngine:
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member. Before `start`, the mean alone answers."""
-        if len({r.sampling for r in requests}) > 1:
-            raise EvoalignError("the requests of a rollout differ in their sampling; ask for them one after the other")
+        """One completion of each request for each member, or the one it names; before `start`, of the mean alone.
+
+        Requests that differ in their sampling, and those that name their member, are answered in batches of their own.
+        """
+        check_members(plan, requests)
         self._check_length(requests)
-        _check_members(plan)
-        if self._space is None or self._space.carrier == "dense":
-            try:
-                for member in plan.members:
+        for batch in _alike(requests):
+            if self._space is None or self._space.carrier == "dense":
+                yield from self._dense(plan, batch)
+            else:
+                yield from self._adapted(plan, batch)
+
+    def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One member after the other, each straight from the mean."""
+        most = self.rows_per_chunk(requests)
+        try:
+            for member in plan.members:
+                asked = pairs_of([member], requests)
+                if asked:
                     self._serve(plan, member)
-                    yield from self._answer((member,), requests)
-            finally:  # also where the rollout fails or is left half-way
-                self._serve(plan, None)
-            return
-        per_chunk = max(1, self.rows_per_chunk(requests) // len(requests))
-        for i in range(0, len(plan.members), per_chunk):
-            members = plan.members[i : i + per_chunk]
+                for part in _pieces(asked, most):
+                    yield from self._answer([member], part)
+        finally:  # also where the rollout fails or is left half-way
+            self._serve(plan, None)
+
+    def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Chunks of members with all their requests, or of requests where one member's alone fill a chunk."""
+        most = self.rows_per_chunk(requests)
+        for members, parts in _chunks(plan.members, requests, most):
             self._put_adapters(plan, members)
             try:
-                yield from self._answer(members, requests)
+                for part in parts:
+                    yield from self._answer(members, part)
             finally:  # whoever else calls the model gets the model
                 self._clear_adapters()
 
     def _check_length(self, requests: Sequence[Request]) -> None:
-        """Beyond its positions a model writes nonsense, or reads past a table."""
+        """Beyond its positions a model writes nonsense, or reads past a table. Raises DataError."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        longest = max((len(r.prompt_ids) for r in requests), default=0)
-        room = requests[0].sampling.max_tokens if requests else 0
-        if limit is not None and longest + room > limit:
-            raise DataError(
-                f"a prompt of {longest} tokens and evaluation.max_tokens {room} exceed the model's {limit} positions; "
-                "shorten the prompt or lower evaluation.max_tokens"
-            )
+        for request in requests:
+            length, room = len(request.prompt_ids), request.sampling.max_tokens
+            if limit is not None and length + room > limit:
+                raise DataError(
+                    f"a prompt of {length} tokens and a completion of {room} exceed the model's {limit} positions; "
+                    "shorten the prompt, or lower max_tokens (sampling, evaluation)"
+                )
 
     def rows_per_chunk(self, requests: Sequence[Request]) -> int:
         """Rows whose cache and logits fit the memory: from the config and the prompts alone when `deterministic`."""
@@ -265,31 +282,53 @@ class TransformersEngine:
     def _look_up(self, name: str) -> torch.Tensor:
         return self._master[name]
 
-    def _answer(self, members: Sequence[Member], requests: Sequence[Request]) -> Iterator[Rollout]:
-        limit = max(1, self.rows_per_chunk(requests) // len(members))
-        for i in range(0, len(requests), limit):
-            part = requests[i : i + limit]
-            completions = self._decoder.generate(len(members), part, self._adapters)
-            for member, row in zip(members, completions, strict=True):
-                for request, completion in zip(part, row, strict=True):
-                    yield self._rollout(member, request, completion)
+    def _answer(self, members: Sequence[Member], asked: Sequence[tuple[Member, Request]]) -> Iterator[Rollout]:
+        """One batch; `members` have the slots in which their adapters lie."""
+        slot = {member: i for i, member in enumerate(members)}
+        completions = self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters)
+        for (member, request), completion in zip(asked, completions, strict=True):
+            yield self._rollout(member, request, completion)
 
     def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
         return Rollout(
             member=member,
             request=request.index,
             token_ids=tuple(completion.ids),
-            text=self._tokens.decode(completion.ids),
+            text=before_stop(self._tokens.decode(completion.ids), request.sampling.stop),
             finish_reason=completion.finish_reason,
             logprobs=tuple(completion.logprobs) if request.logprobs else None,
         )
 
 
-def _check_members(plan: Plan) -> None:
-    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise."""
-    for member in plan.members:
-        if not 0 <= member.noise < 1 << 32:
-            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")
+def _alike(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests of the same sampling, and those of all members apart from those that name theirs."""
+    found: dict[tuple[Sampling, bool], list[Request]] = {}
+    for request in requests:
+        found.setdefault((request.sampling, request.member is None), []).append(request)
+    return list(found.values())
+
+
+def _chunks(
+    members: Sequence[Member], requests: Sequence[Request], most: int
+) -> Iterator[tuple[Sequence[Member], Iterator[Asked]]]:
+    """Members that are served together, and their batches of at most `most` rows.
+
+    What all members answer is cut into as many whole members as fit, or the requests of one; what names its member
+    into rows, wherever that falls. Either follows from the population, the requests and `most` alone.
+    """
+    if requests[0].member is None:
+        size = max(1, most // len(requests))
+        for group in _pieces(members, size):
+            parts = (pairs_of(group, part) for part in _pieces(requests, max(1, most // len(group))))
+            yield group, parts
+        return
+    for part in _pieces(pairs_of(members, requests), most):
+        yield list(dict.fromkeys(m for m, _ in part)), iter([part])
+
+
+def _pieces(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Consecutive pieces of at most `most` items."""
+    return (items[i : i + most] for i in range(0, len(items), most))
 
 
 def _device(wanted: str) -> str:

@@ -41,7 +41,8 @@ TICK = 0.05
 """Seconds between looks at whether the worker still lives. Its end of the socket says nothing: children share it."""
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from evoalign import tasks; from evoalign.tasks.isolated import worker; worker.main(int(sys.argv[2]), tasks.create)"
+    "from evoalign import tasks; from evoalign.tasks.isolated import worker; "
+    "worker.main(int(sys.argv[2]), tasks.create)"
 )
 
 
