@@ -19,7 +19,7 @@ from evoalign.evolve import evolve
 from evoalign.rundir.journal import Journal, read
 from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Prompt, Request, Rollout, Update
 from families import JOURNAL_HEADER
-from test_api_train import Vowels
+from own_task import Vowels
 
 
 class Echo:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from doctored import DATA, config, of, statuses
 from evoalign import engines
 from evoalign import preflight as doctor
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
-from test_doctor import DATA, config, of, statuses
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from evoalign.baselines.settings import round_size
 from evoalign.config import Config, VllmConfig, load
 from evoalign.engines.vllm.settings import form, slots
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 EXPERIMENTS = sorted((REPOSITORY / "configs" / "experiments").glob("*.yaml"))
 SHIPPED = [*sorted((REPOSITORY / "configs").glob("*.yaml")), *EXPERIMENTS]
 RUNNERS = sorted((REPOSITORY / "scripts" / "experiments").glob("*.sh"))

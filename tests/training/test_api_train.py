@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from pyarrow import parquet
 from rich.console import Console
 
 import evoalign
-from evoalign import Data, Generation, Result, Task
-from evoalign.config import TaskConfig, load
+from evoalign import Generation, Result
+from evoalign.config import load
 from evoalign.errors import ConfigError, EvoalignError, RunExistsError
 from evoalign.evolve import sigma_at, step_at
 from evoalign.models import tiny
 from evoalign.rollouts import batch
 from evoalign.rundir import journal
-from evoalign.types import Example, Prompt
+from evoalign.types import Example
 from families import Bench, next_logits
+from own_task import Vowels
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.02, "lowrank": 0.02, "full": 0.01}
@@ -308,29 +309,6 @@ def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -
 
 
 # --- parts of the user's own ----------------------------------------------------------------------------------------
-
-
-class Vowels(Task):
-    """Say many vowels."""
-
-    name = "vowels"
-
-    def __init__(self, rows: Sequence[str] = ("One", "Two", "Three"), tests: Sequence[str] = ("Four",)) -> None:
-        super().__init__(TaskConfig())
-        self.rows, self.tests = rows, tests
-
-    def load_data(self, seed: int) -> Data:
-        train, test = ([{"question": text} for text in part] for part in (self.rows, self.tests))
-        return Data(train, test)
-
-    def prompt(self, example: Example) -> Prompt:
-        return [{"role": "user", "content": f"What is {example['question']}?"}]
-
-    def compute_reward(self, text: str, example: Example) -> float:
-        return sum(c in "aeiou" for c in text) / (1 + len(text))
-
-    def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        return {"length": float(len(text))}
 
 
 def test_a_task_object(tmp_path: Path) -> None:

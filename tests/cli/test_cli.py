@@ -19,7 +19,7 @@ from calling import Run, caller
 from evoalign import preflight as doctor
 from evoalign.models import tiny
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 SMALL = ["-s", "es.num_generations=1", "-s", "es.population_size=4", "-s", "evaluation.max_tokens=8"]
 

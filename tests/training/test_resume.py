@@ -393,7 +393,7 @@ def test_replay_of_a_cut_journal(copy: Path) -> None:
         replaying.replay(copy)
 
 
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("*/*.jsonl"))
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.jsonl"))
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.stem}")

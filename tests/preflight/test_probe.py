@@ -21,7 +21,7 @@ from evoalign.errors import ConfigError
 from evoalign.preflight import ladder as module
 from evoalign.preflight.ladder import ETA, ProbeResult, Rung, lines, probe, recommend, table
 
-DATA = Path(__file__).parent.parent / "data/tasks/countdown/countdown.json"
+DATA = Path(__file__).parents[2] / "data/tasks/countdown/countdown.json"
 START = Control(0.4, 0.4, 0.0)
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import runpy
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from evoalign.rundir import parquet
 from evoalign.types import Generation
 from families import build
 
-BENCH = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "flops.py"))
+BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "flops.py"))
 EXACT = 1e-6
 """Within 2 % is asked for; nothing in these counts is uncertain, and they agree to the last product."""
 TINY: dict[str, int] = {"layers": 4, "hidden": 96, "inner": 288, "keys": 32, "vocabulary": 1024}
@@ -94,11 +93,8 @@ def test_the_formula_against_every_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(BENCH["CASES"]))
-def test_the_formula_against_real_steps_of_trl(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_formula_against_real_steps_of_trl(case: str) -> None:
     pytest.importorskip("trl")
-    # TRL looks for a package vllm, and would find the folder of that name beside this file.
-    here = Path(__file__).parent
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).resolve() != here])
     row = BENCH["_trl_row"](case, dict(BENCH["CASES"][case]))
     assert abs(row.error) < EXACT, row
 
@@ -330,7 +326,7 @@ def test_without_a_formula_a_step_of_grpo_counts_tokens_alone() -> None:
 
 def test_the_file_formats_name_every_field(tmp_path: Path) -> None:
     run(tmp_path / "run")
-    text = (Path(__file__).parents[1] / "docs/reference/files.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
     of_row, of_run = (
         text.split(f"{title}\n", 1)[1].split("\n## ")[0] for title in ("### budget", "## results/budget.json")
     )

@@ -399,7 +399,7 @@ def test_the_noise_floor_is_the_standard_deviation_of_one_score():
 
 
 def quickstart(**es):
-    data = Path(__file__).parent.parent / "data/tasks/conciseness"
+    data = Path(__file__).parents[2] / "data/tasks/conciseness"
     return {
         "task": {"name": "conciseness", "train_data": str(data / "conciseness_train.json"),
                  "test_data": str(data / "conciseness_test.json")},

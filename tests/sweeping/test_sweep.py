@@ -32,7 +32,7 @@ from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.search import Domain, domain, search
 from evoalign.sweeping.sweep import Sweep, sweep
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY / "data" / "tasks" / "conciseness"
 SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
 LONG = 40

@@ -7,42 +7,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from doctored import DATA, ROOT, config, of, statuses
 from evoalign import cli
 from evoalign import preflight as doctor
-from evoalign.config import Config, load
+from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import Finding
-from families import make_config
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("quickstart*.yaml"))
-DATA = {
-    "train_data": str(ROOT / "data/tasks/conciseness/conciseness_train.json"),
-    "test_data": str(ROOT / "data/tasks/conciseness/conciseness_test.json"),
-}
-
-
-def config(tmp_path: Path, space: str = "lora", **tree: Any) -> Config:
-    sections = {"output_dir": str(tmp_path / "runs/new"), "task": DATA, "evaluation": {"max_tokens": 8}}
-    for name, section in tree.items():
-        old = sections.get(name)
-        sections[name] = {**old, **section} if isinstance(old, dict) else section
-    model = sections.pop("model", {})
-    return make_config(model.get("name", "tiny"), space, **sections)
-
-
-def of(found: list[Finding], name: str) -> Finding:
-    return next(finding for finding in found if finding.name == name)
-
-
-def statuses(found: list[Finding]) -> dict[str, str]:
-    return {finding.name: finding.status for finding in found}
-
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -17,8 +17,8 @@ from evoalign.rewards.arithmetic import evaluate
 from evoalign.tasks import create
 from evoalign.tasks.countdown.generate import context, generate, held_out, solve, write_countdown
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_base" / "countdown.py"
-SHIPPED = Path(__file__).parents[2] / "data" / "tasks" / "countdown" / "countdown.json"
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny_base" / "countdown.py"
+SHIPPED = Path(__file__).parents[3] / "data" / "tasks" / "countdown" / "countdown.json"
 
 
 def test_rows_are_of_the_published_form() -> None:

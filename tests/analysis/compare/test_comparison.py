@@ -139,7 +139,7 @@ def test_the_bootstrap_covers_what_is_said_of_it() -> None:
         low, high = found.confidence_interval
         assert 100 * np.mean((low <= 0) & (high >= 0)) == pytest.approx(share, abs=2.5), n
     said = [f"{share} % with {n} seeds" for n, share in statistics.COVERAGE.items()]
-    guide = (Path(__file__).parents[2] / "docs/guides/compare.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs/guides/compare.md").read_text()
     for text in (" ".join(guide.split()), " ".join(report.HOW_TO_READ)):
         assert all(words in text for words in said)
 
