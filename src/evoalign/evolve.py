@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from evoalign import shaping
+from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.rollouts import batch, collect, requests_of, score
@@ -87,26 +87,21 @@ def evolve(
 def sigma_at(config: Config, generation: int) -> float:
     """What multiplies each tensor's scale: the width of a generation's noise."""
     es = config.es
-    return es.width * _first(config, generation) * shaping.schedule(es.sigma_schedule, generation, es.num_generations)
+    factor = shaping.schedule(es.sigma_schedule, generation, es.num_generations)
+    return es.width * spaces.create(config).width_factor(generation) * factor
 
 
 def step_at(config: Config, generation: int) -> float:
     """eta times the width at generation 0; a sigma schedule changes the noise and not the step."""
     es = config.es
     factor = shaping.schedule(es.learning_rate_schedule, generation, es.num_generations)
-    return es.eta * es.width * _first(config, generation) * factor
+    return es.eta * es.width * spaces.create(config).width_factor(generation) * factor
 
 
 def is_due(config: Config, generation: int) -> bool:
     """Whether the mean is evaluated after this generation; the last one is evaluated by the caller."""
     every = config.evaluation.every
     return every > 0 and (generation + 1) % every == 0 and generation + 1 < config.es.num_generations
-
-
-def _first(config: Config, generation: int) -> float:
-    """`evolve: ab` widens the noise of generation 0, as the published LoRA-population code does."""
-    widened = config.space.name == "lora" and config.lora.evolve == "ab" and generation == 0
-    return config.lora.init_scale if widened else 1.0
 
 
 class _Clock:

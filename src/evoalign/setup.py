@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
-from evoalign.config import Config, EsConfig, from_dict, load
+from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
@@ -58,11 +58,11 @@ class Parts(Served):
         self.task.close()
 
 
-def as_config(config: ConfigLike) -> Config:
-    """A checked Config from any of its forms. Raises ConfigError."""
+def as_config(config: ConfigLike, *, needs_es: bool = True) -> Config:
+    """A checked Config from any of its forms; see `from_dict` for `needs_es`. Raises ConfigError."""
     if isinstance(config, Config):
         return config
-    return load([config]) if isinstance(config, str | Path) else from_dict(config)
+    return load([config], needs_es=needs_es) if isinstance(config, str | Path) else from_dict(config, needs_es=needs_es)
 
 
 def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:
@@ -106,25 +106,22 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
-    """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is."""
-    config = with_es(config)
+    """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is.
+
+    Without a section `es` the mean is served, and nothing is ready to move it.
+    """
     space = spaces.create(config)
     layout = layout_of(space, engine.specs(), engine.dtype)
+    moved_by = optimizer.create(config.es.optimizer) if config.es_ is not None else None
     try:
-        facts = engine.start(space, layout, optimizer.create(config.es.optimizer), config.es.decay > 0)
+        facts = engine.start(space, layout, moved_by, config.decays)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error):
             raise
-        mend = "use space lora" if space.name == "full" else f"lower {space.name}.rank or {space.name}.target_layers"
         raise ModelError(
-            f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {mend}"
+            f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {space.smaller}"
         ) from error
     return space, layout, facts
-
-
-def with_es(config: Config) -> Config:
-    """The config; with a population of one's choice where it has none, for who evaluates and perturbs nothing."""
-    return config if config.es_ is not None else config.model_copy(update={"es_": EsConfig(sigma=1.0)})
 
 
 def layout_of(space: Space, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:

@@ -21,7 +21,7 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
-from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data, with_es
+from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
 from evoalign.spaces import create as create_space
 from evoalign.training.resolve import trained_dtype
 from evoalign.types import TensorSpec
@@ -82,7 +82,7 @@ def trained(config: Config, specs: Sequence[TensorSpec]) -> int:
         return parameters(specs)
     lora = config.lora.model_copy(update={"evolve": "ab"})
     both = config.model_copy(update={"space": SpaceConfig(name="lora"), "lora": lora, "es_": None})
-    return layout_of(create_space(with_es(both)), specs, torch.float32).parameters
+    return layout_of(create_space(both), specs, torch.float32).parameters
 
 
 def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:

@@ -25,9 +25,12 @@ from evoalign.engines import ABSENT, Engine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.rollouts import LostError, collect
 from evoalign.spaces import Space
+from evoalign.spaces.base import by_layer
 from evoalign.types import MEAN, MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling
 
 TOKENS = 4
+SMALL = 1e-3
+"""The width to start from where no config says how wide its members' noise is."""
 ENORMOUS = 1e3
 """Standard deviation of noise that leaves nothing of a model: weights are below 1."""
 FLOOR = {torch.float32: 2**-10, torch.bfloat16: 2**-5, torch.float16: 2**-8}
@@ -137,7 +140,7 @@ def _check_members(
         if not pairs:
             return floor
     if _is_enormous(layout, 10 * width):
-        setting = "es.sigma" if space.config.es.sigma is not None else "es.noise_multiplier"
+        setting = "es.noise_multiplier" if by_layer(space.config) else "es.sigma"
         raise CanaryError(
             f"canary: members answer alike with noise of {setting} {width:g}, which leaves nothing of a model; "
             f"lower {setting}"

@@ -13,13 +13,14 @@ from evoalign.config.grpo import GrpoConfig
 from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml
 from evoalign.config.model import ModelConfig
 from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, TrackingConfig
-from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
+from evoalign.config.spaces import SPACES, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
 from evoalign.config.task import GraderConfig, TaskConfig
 
 __all__ = [
     "ENGINES",
     "FORMAT_VERSION",
     "NO_ES",
+    "SPACES",
     "CheckpointConfig",
     "ChecksConfig",
     "Config",
@@ -37,6 +38,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "SpaceConfig",
+    "SpaceSection",
     "TaskConfig",
     "TrackingConfig",
     "TransformersConfig",

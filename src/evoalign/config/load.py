@@ -13,14 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from evoalign.config.base import named
 from evoalign.config.engines import ENGINES
-from evoalign.config.es import EsConfig
+from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.run import Config
 from evoalign.errors import ConfigError
 
 
-def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """Read YAML files, later ones winning, then `a.b=c` overrides. Raises ConfigError."""
-    return from_dict(read(files, overrides))
+def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
+    """Read YAML files, later ones winning, then `a.b=c` overrides; checked as `from_dict` does. Raises ConfigError."""
+    return from_dict(read(files, overrides), needs_es=needs_es)
 
 
 def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -44,12 +44,18 @@ def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return merged
 
 
-def from_dict(tree: Mapping[str, Any]) -> Config:
-    """Check a nested mapping. Raises ConfigError naming each wrong value."""
+def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
+    """Check a nested mapping. Raises ConfigError naming each wrong value.
+
+    It has to say how it trains, with a section es or grpo, unless `needs_es` is false: a model is evaluated without.
+    """
     try:
-        return Config.model_validate(dict(tree))
+        config = Config.model_validate(dict(tree))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(cast(Mapping[str, Any], e)) for e in error.errors())) from None
+    if needs_es and config.es_ is None and "grpo" not in config.model_fields_set:
+        raise ConfigError(NO_ES)
+    return config
 
 
 def to_yaml(config: Config) -> str:

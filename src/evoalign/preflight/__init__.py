@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from evoalign.config import Config, from_dict
+from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.preflight import grpo, machine, plan, work
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, run_check
@@ -24,7 +24,7 @@ def examine(config: Config | None) -> list[Finding]:
 def findings(config: Config | None) -> Iterator[Finding]:
     """As `examine`, each as soon as it is known."""
     yield from environment()
-    case = Case(config or from_dict({"es": {"sigma": 0.001}}))
+    case = Case(config or Config())
     checks = CONFIGURED if case.method == "es" else CONFIGURED_FOR_GRPO
     try:
         for name, check in SHIPPED if config is None else checks:

@@ -175,7 +175,7 @@ def _measure(parts: Parts, rows: Sequence[int], widths: Sequence[float], members
     config, examples = parts.config, [parts.data.train[row] for row in rows]
     prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
-    paired = not (config.space.name == "lora" and config.lora.evolve == "ab")
+    paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
     own, redrawn_ = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
     start = control_of(*(rewards_of(parts.task, [r.text for r in rs], examples) for rs in (own, redrawn_)))

@@ -291,13 +291,5 @@ def room_on_disk(config: Config, wanted: int, what: str) -> Finding:
 
 
 def _checkpoint_bytes(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> int:
-    """An adapter and its optimizer in float32; or the model as served, and the mean where that has rounded it."""
-    mean = 4 * sum(_count(t.shape) for t in (*layout.tensors, *layout.frozen))
-    if config.space.name == "lora":
-        return mean * (1 + OPTIMIZER_SLOTS[config.es.optimizer.name])
-    dtype = estimate.served_dtype(config)
-    return sum(_count(s.shape) for s in specs) * dtype.itemsize + (0 if dtype == torch.float32 else mean)
-
-
-def _count(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+    slots = OPTIMIZER_SLOTS[config.es.optimizer.name]
+    return spaces.create(config).checkpoint_bytes(specs, layout, estimate.served_dtype(config), slots)

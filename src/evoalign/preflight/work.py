@@ -43,11 +43,9 @@ def check_canary(case: Case) -> Finding:
     space, layout, facts = need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
+    width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
-    canary.check(
-        engine, space, layout, tokens_.encode(prompt), generation=0, width=case.config.es.width,
-        exact=facts.deterministic,
-    )  # fmt: skip
+    canary.check(engine, space, layout, tokens_.encode(prompt), generation=0, width=width, exact=facts.deterministic)
     took = seconds_text(time.perf_counter() - began)
     return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")
 

@@ -81,7 +81,7 @@ def room(config: Config) -> str:
     engine = config.engine
     if isinstance(engine, TransformersConfig):
         return "lower engine.memory_gib or engine.max_rows"
-    host = config.space.name != "lora" and engine.master == "device"
+    host = config.section.evolves_model and engine.master == "device"
     mean = ", or set engine.master host" if host else ""
     return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
 

@@ -19,7 +19,7 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.method import method_of
-from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_es
+from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Task
 from evoalign.training import saving
 from evoalign.types import Example, Layout
@@ -46,14 +46,14 @@ def evaluate(
     if task is None and reward is None:
         _refuse_lost_task(Path(target))
     settings = {**config.evaluation.model_dump(), **(overrides or {})}
-    config = from_dict({**config.model_dump(), "evaluation": settings})
+    config = from_dict({**config.model_dump(), "evaluation": settings}, needs_es=False)
     chosen, data = task_and_data(config, task, reward)
     with closing(chosen):
         return _evaluate(config, adapter, chosen, data.test if split == "test" else data.train)
 
 
 def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequence[Example]) -> Evaluation:
-    config, tokens_ = with_es(config), tokens.load(config.model)
+    tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:
         if adapter is not None:
@@ -71,7 +71,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     if method is not None:
-        own = of_run(path) if config is None else as_config(config)
+        own = of_run(path) if config is None else as_config(config, needs_es=False)
         saved = last_saved(path)
         if method == "grpo":
             of_grpo(saved)
@@ -81,7 +81,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
     if config is None:
         raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
-    own = as_config(config)
+    own = as_config(config, needs_es=False)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
         layers = peft.get("layers_to_transform")
@@ -89,7 +89,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
                 "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
         tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
         model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
-        return from_dict({**tree, "model": model}), path
+        return from_dict({**tree, "model": model}, needs_es=False), path
     return _with_model(own, str(target)), None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from evoalign import spaces
 from evoalign.config import Config, VllmConfig
 from evoalign.errors import ConfigError
 
@@ -20,8 +21,8 @@ def settings(config: Config) -> VllmConfig:
 
 def slots(config: Config) -> int:
     """Adapters on the GPU at once: the population and, where its mean is one as well, that of the mean."""
-    own = settings(config).members or config.es.population_size
-    return own + (config.space.name != "lowrank")
+    population = config.es.population_size if config.es_ is not None else 1
+    return (settings(config).members or population) + spaces.create(config).has_mean_adapter
 
 
 def room(config: Config) -> int:
@@ -30,10 +31,8 @@ def room(config: Config) -> int:
 
 
 def rank(config: Config) -> int:
-    """Rank of the adapters; a space of one's own says it as `rank` among its settings."""
-    if config.space.name == "lora":
-        return config.lora.rank
-    return config.lowrank.rank if config.space.name == "lowrank" else int(config.space.options.get("rank", 16))
+    """Rank of the adapters."""
+    return spaces.create(config).rank
 
 
 def slot_rank(wanted: int) -> int:
@@ -46,7 +45,7 @@ def slot_rank(wanted: int) -> int:
 
 def scaling(config: Config) -> float:
     """What the population kernels multiply a member's term with; elsewhere it is folded into B."""
-    return config.lora.alpha / config.lora.rank if config.space.name == "lora" else 1.0
+    return spaces.create(config).scaling
 
 
 def form(config: Config) -> str:

@@ -211,7 +211,7 @@ def _beside(config: Config, specs: list[TensorSpec]) -> int:
     if not space.evolves_model or wanted.master == "host":
         return 0
     own = not (space.carrier == "adapter" and dtype == torch.float32)  # else the served weights are the mean
-    copies = own + (config.es.decay > 0)
+    copies = own + config.decays
     return 4 * copies * space.layout(specs, dtype).parameters // wanted.tensor_parallel_size
 
 
