@@ -76,7 +76,7 @@ def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
     task = config.task
     found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
-    own = (*_texts(config.space.options), *_texts(config.grpo.trl))
+    own = (*_texts(task.options), *_texts(config.space.options), *_texts(config.grpo.trl))
     return [path for path in (*found, *own) if path is not None and _is_private(path)]
 
 
@@ -88,6 +88,7 @@ def public(config: Config) -> Config:
             "train_data": config.task.train_data and _short(config.task.train_data),
             "test_data": config.task.test_data and _short(config.task.test_data),
             "rewards": [_short(reward) for reward in config.task.rewards],
+            **_cut(config.task.options),
         }
     )
     model = config.model.model_copy(update={"name": _short(config.model.name)})

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
 
 from evoalign.config import TaskConfig
-from evoalign.errors import DataError, RewardError
+from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.plugins import own_settings
 from evoalign.rewards.functions import failure, finite, shown
 from evoalign.types import Example, Prompt
 
@@ -30,9 +35,22 @@ class Task(ABC):
     """What a perfect answer earns; infinite where there is no such thing."""
     from_config: bool = False
     """Set by `create`: the config alone makes the same task again, in another process too."""
+    settings: ClassVar[type[BaseModel] | None] = None
+    """A pydantic model of the settings that only this task has, which `options` then is one of; None takes all as they
+    are, in a dict."""
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
+        self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
+
+    @classmethod
+    def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
+        """The task of a config. Raises ConfigError for reward functions, which only `custom` takes."""
+        if rewards is not None or config.rewards:
+            raise ConfigError(f"task {config.name} has a reward of its own; rewards go with task.name: custom")
+        if config.reward_weights is not None:
+            warnings.warn(f"task.reward_weights is of no use to task {config.name}; take it out", stacklevel=3)
+        return cls(config)
 
     @abstractmethod
     def load_data(self, seed: int) -> Data:

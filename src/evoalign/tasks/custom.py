@@ -41,6 +41,11 @@ class Custom(Task):
         if not all(map(math.isfinite, self.weights)):
             raise ConfigError(f"task.reward_weights holds a weight that is not finite: {self.weights}")
 
+    @classmethod
+    def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
+        """The task of a config, with `rewards` in place of the import paths of `task.rewards`."""
+        return cls(config, rewards)
+
     def load_data(self, seed: int) -> Data:
         """The files of the config. Raises DataError, also where a reward function wants a column that is not there."""
         loaded = data.load(self.config, seed, self._check)

@@ -37,8 +37,7 @@ class Isolated(Task):
     """
 
     def __init__(self, task: Task, grader: GraderConfig) -> None:
-        super().__init__(task.config)
-        self.name = task.name
+        self.config, self.name = task.config, task.name
         self.from_config = task.from_config
         self.task = task
         self._grader = grader
