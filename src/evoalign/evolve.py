@@ -15,7 +15,8 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.rollouts import batch, collect, requests_of, score
+from evoalign.rewards.objective import Objective, score
+from evoalign.rollouts import batch, collect, group_of, requests_of
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
@@ -31,11 +32,14 @@ def evolve(
     journal: Journal,
     evaluate_mean: Callable[[], Mapping[str, float]] | None = None,
     first: int = 0,
+    objective: Objective | None = None,
 ) -> Iterator[Generation]:
     """Train from generation `first`, which the engine's mean and the journal have to be at; yields each generation.
 
-    `evaluate_mean` is called every `evaluation.every` generations.
+    `evaluate_mean` is called every `evaluation.every` generations. `objective` has the state that generation `first`
+    begins with; None is a new one of the task's.
     """
+    objective = objective or task.objective()
     es = config.es
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     members = population(es.population_size, antithetic=es.antithetic)
@@ -46,7 +50,8 @@ def evolve(
         plan = Plan(generation, sigma_at(config, generation), members)
         rollouts = collect(engine, plan, requests_of(config, rows, prompts, generation))
         clock.mark("rollout")
-        scores_MP = score(task, [examples[i] for i in rows], rollouts, len(members))
+        group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation)
+        scores_MP = score(objective, group)
         clock.mark("score")
         coefficients = shaping.shape(scores_MP, es.shaping)
         update = Update(
@@ -59,7 +64,7 @@ def evolve(
             decay=es.decay,
         )
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
-        journal.append(update, fitness_M)
+        journal.append(update, fitness_M, objective.state)
         engine.apply(update)
         weights_hash = engine.fingerprint()
         journal.seal(generation, weights_hash)
@@ -81,6 +86,8 @@ def evolve(
             rollouts=tuple(rollouts),
             prompts=tuple(prompts[i] for i in rows),
             evaluation=evaluation,
+            rewards=group.means,
+            objective=objective.state,
         )
 
 

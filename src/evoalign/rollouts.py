@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from evoalign import shaping
 from evoalign.config import Config, SamplingConfig
 from evoalign.engines.base import Engine, pairs_of
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.plugins import FAILURES, described
+from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
 from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
@@ -57,15 +56,24 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    """`task.rewards`, whatever a task of the user's own makes of it. Raises RewardError."""
+def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+    """`task.columns`, whatever a task of the user's own makes of it. Raises RewardError."""
     try:
-        rewards: Any = task.rewards(texts, examples)
-        return task.checked(rewards.tolist() if hasattr(rewards, "tolist") else rewards, texts, examples)
+        return task.checked_columns(task.columns(texts, examples), texts, examples)
     except EvoalignError:
         raise
     except FAILURES as error:  # also of values that have no length
         raise RewardError(f"task {task.name} failed to score: {described(error)}; mend it") from error
+
+
+def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    """The weighted sum of the columns, one a completion. Raises RewardError."""
+    return task.weighted.rewards(columns_of(task, texts, examples), texts, examples)
+
+
+def scores_of(objective: Objective, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    """What an objective makes of completions that are nobody's group, each alone, at its state of now."""
+    return judge(objective, grouped(columns, texts, examples, 0))[0].tolist() if texts else []
 
 
 def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]:
@@ -81,15 +89,18 @@ def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]
     return rows
 
 
-def score(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int) -> shaping.Scores:
-    """Rewards as float64 [members, prompts]. Raises EvoalignError where an engine left one out."""
+def group_of(
+    task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
+) -> Group:
+    """What all members said and earned. Raises EvoalignError where an engine left a completion out."""
     cells = {(r.member.index, r.request): r for r in rollouts}
     wanted = [(m, p) for m in range(members) for p in range(len(examples))]
     missing = [cell for cell in wanted if cell not in cells]
     if missing:
         raise EvoalignError(f"the engine returned no completion for (member, prompt) {missing[0]}; nothing was scored")
-    rewards = rewards_of(task, [cells[c].text for c in wanted], [examples[p] for _, p in wanted])
-    return np.asarray(rewards, dtype=np.float64).reshape(members, len(examples))
+    texts = [cells[c].text for c in wanted]
+    columns = columns_of(task, texts, [examples[p] for _, p in wanted])
+    return grouped(columns, texts, examples, generation)
 
 
 def requests_of(

@@ -15,6 +15,7 @@ from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
+from evoalign.rewards.objective import Objective
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
@@ -47,6 +48,7 @@ class Parts(Served):
 
     task: Task
     data: Data
+    objective: Objective
 
     def evaluate_test(self) -> Evaluation:
         """The mean on the test split."""
@@ -69,11 +71,13 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
     """Load and check everything, cheapest first."""
     chosen, data = task_and_data(config, task, reward)
     try:
+        objective = chosen.objective()
         served = serve(config)
     except BaseException:
         chosen.close()
         raise
-    return Parts(**{f.name: getattr(served, f.name) for f in fields(served)}, task=chosen, data=data)
+    kept = {f.name: getattr(served, f.name) for f in fields(served)}
+    return Parts(**kept, task=chosen, data=data, objective=objective)
 
 
 def serve(config: Config) -> Served:
@@ -95,6 +99,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     chosen = tasks.isolate(task or tasks.create(config.task, rewards), config.grader)
     try:
+        chosen.objective()  # one that cannot be made is refused here, a dry run's too
         data = chosen.load_data(config.seed)
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:

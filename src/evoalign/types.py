@@ -209,10 +209,12 @@ class Facts:
 class Generation:
     """What one generation came to: handed to progress displays, figures and hooks of the user's own.
 
-    `scores_MP` are the raw rewards, `seconds` the wall time by phase (rollout, score, update, other).
+    `scores_MP` are what the objective made of the rewards, `seconds` the wall time by phase (rollout, score, update,
+    other).
     `fitness_M` is the mean over prompts. `rows` are the training examples in the order of the requests, so that
     `rollouts` (all members x prompts) answer the examples `rows[rollout.request]`; `prompts` are their token ids, in
-    the same order. A zero-variance generation moves nothing.
+    the same order. A zero-variance generation moves nothing. `rewards` has the mean of each reward column where there
+    are several (None: it applied to no completion), `objective` the state after this generation where there is one.
     """
 
     index: int
@@ -229,6 +231,8 @@ class Generation:
     rows: tuple[int, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
     prompts: tuple[tuple[int, ...], ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    objective: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def zero_variance(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from evoalign import evaluation, tasks
+from evoalign import rollouts, tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
@@ -522,13 +522,13 @@ def ways(error: BaseException) -> list[Task]:
 def test_a_reward_that_leaves_does_not_end_the_run(error: BaseException) -> None:
     for task in ways(error):
         with pytest.raises(RewardError, match=rf"failed[^\n]*: {type(error).__name__}[^\n]*; mend it$"):
-            evaluation.rewards_of(task, ["a", "b"], [{"prompt": "?"}] * 2)
+            rollouts.rewards_of(task, ["a", "b"], [{"prompt": "?"}] * 2)
 
 
 def test_ctrl_c_in_a_reward_passes() -> None:
     for task in ways(KeyboardInterrupt()):
         with pytest.raises(KeyboardInterrupt):
-            evaluation.rewards_of(task, ["a"], [{"prompt": "?"}])
+            rollouts.rewards_of(task, ["a"], [{"prompt": "?"}])
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def test_ctrl_c_in_a_reward_passes() -> None:
 )
 def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
     with pytest.raises(RewardError, match=r"task own gave .{1,60} as the reward of 'a'"):
-        evaluation.rewards_of(Own(lambda: value), ["a"], [{}])
+        rollouts.rewards_of(Own(lambda: value), ["a"], [{}])
 
 
 # --- no orphans -----------------------------------------------------------------------------------------------------

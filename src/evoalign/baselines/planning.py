@@ -19,6 +19,7 @@ from evoalign.config import Config, SpaceConfig
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
+from evoalign.rewards.objective import Objective
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
 from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
@@ -62,7 +63,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     standing = _standing(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    refusals = _refusals(config, len(data.train))
+    refusals = _refusals(config, len(data.train), task.objective())
     lines = [*standing, *refusals, *default_lines(config), *step_lines(config), *work_lines(config)]
     try:
         specs = specs_of_config(config)
@@ -219,15 +220,20 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
     return []
 
 
-def _refusals(config: Config, examples: int) -> list[str]:
+def _refusals(config: Config, examples: int, objective: Objective) -> list[str]:
     """What a run would refuse before it loads a weight."""
     found: list[str] = []
     if not tracking.is_installed("trl"):
         found.append("refused as it stands: GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
-    refusing = (settings.check, settings.trains_on_cpu, partial(settings.check_prompts, examples=examples))
+    refusing = (
+        partial(settings.check, config),
+        partial(settings.trains_on_cpu, config),
+        partial(settings.check_prompts, config, examples),
+        partial(settings.check_objective, objective),
+    )
     for refuse in refusing:
         try:
-            refuse(config)
+            refuse()
         except ConfigError as error:
             found.append(f"refused as it stands: {error}")
     return found

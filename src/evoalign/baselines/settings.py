@@ -15,6 +15,7 @@ import torch
 
 from evoalign.config import Config, GrpoConfig
 from evoalign.errors import ConfigError
+from evoalign.rewards.objective import Objective, refuse_whole_groups
 
 OURS = frozenset({"tune", "bf16", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
 """Fields of the section that TRL does not have, or that mean more here."""
@@ -92,6 +93,16 @@ def check(config: Config) -> None:
     if config.grpo.rollouts == "es" and config.es.antithetic and config.grpo.num_generations % 2:
         raise ConfigError(
             f"es.antithetic needs an even grpo.num_generations, not {config.grpo.num_generations}: members are pairs"
+        )
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise ConfigError for an objective that GRPO cannot serve: its trainer's state has no place for another."""
+    refuse_whole_groups(objective, "GRPO")
+    if objective.state:
+        raise ConfigError(
+            f"objective {objective.name} has a state ({', '.join(objective.state)}), which a run of GRPO cannot "
+            "resume; take another task.objective for it, such as weighted_sum"
         )
 
 

@@ -65,6 +65,7 @@ def grpo(
         with Stop() as stop:
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
+                settings.check_objective(chosen.objective())
                 work = _Grpo(config, run, chosen, data, stop, console or Console(quiet=run is None), given)
                 with warnings.catch_warnings():  # TRL and transformers use a name that transformers 6 will drop
                     warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)

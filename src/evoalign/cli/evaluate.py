@@ -84,14 +84,19 @@ def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list
     from evoalign.errors import ConfigError
 
     asked: dict[str, Any] = read(files, sets)
-    space, task = asked.get("space"), asked.get("task") or {}
-    named = {space if isinstance(space, str) else (space or {}).get("name"), task.get("name"), *task.get("rewards", [])}
+    task = asked.get("task") or {}
+    named = {_name(asked.get("space")), task.get("name"), *task.get("rewards", []), _name(task.get("objective"))}
     code = [name for name in code_of(config) if name not in named]
     if code:
         raise ConfigError(
             f"{own.parent} names code of its own ({', '.join(code)}), which is not run unasked; "
             f"if you trust it, pass it with --config {own}"
         )
+
+
+def _name(section: Any) -> Any:
+    """Of a section that may be written as its name alone."""
+    return section.get("name") if isinstance(section, dict) else section
 
 
 def _show(measures: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from evoalign.config.load import code_of, from_dict, load, parse_overrides, read
 from evoalign.config.model import ModelConfig
 from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, TrackingConfig
 from evoalign.config.spaces import SPACES, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
-from evoalign.config.task import GraderConfig, TaskConfig
+from evoalign.config.task import GraderConfig, ObjectiveConfig, TaskConfig
 
 __all__ = [
     "ENGINES",
@@ -33,6 +33,7 @@ __all__ = [
     "LoraConfig",
     "LowrankConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "SamplingConfig",
     "ScheduleConfig",

@@ -33,7 +33,8 @@ def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str
 
 def code_of(config: Config) -> list[str]:
     """The import paths that a config names: code that runs with it."""
-    return [name for name in (config.space.name, config.task.name, *config.task.rewards) if ":" in name]
+    objective = [] if config.task.objective is None else [config.task.objective.name]
+    return [name for name in (config.space.name, config.task.name, *config.task.rewards, *objective) if ":" in name]
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -5,9 +5,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from evoalign.config.base import PositiveFloat, Section
+from evoalign.config.base import PositiveFloat, Section, named
+
+
+class ObjectiveConfig(BaseModel):
+    """How rewards become scores: `weighted_sum`, or `package.module:Class` or `file.py:Class` and its own settings."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the objective is made with."""
+        return dict(self.model_extra or {})
+
 
 NO_OPTIONS = ("conciseness", "countdown", "custom")
 """Tasks without settings of their own. What other names take, their classes say (`Task.settings`)."""
@@ -34,6 +47,11 @@ class TaskConfig(Section):
     rewards: list[str] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
     reward_weights: list[float] | None = None
+    objective: Annotated[ObjectiveConfig | None, BeforeValidator(named)] = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+    """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
+    config, and so the journal, that it always had."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
     task = config.task
     found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
-    own = (*_texts(task.options), *_texts(config.space.options), *_texts(config.grpo.trl))
+    objective = task.objective.model_dump() if task.objective else {}
+    own = (*_texts(task.options), *_texts(config.space.options), *_texts(config.grpo.trl), *_texts(objective))
     return [path for path in (*found, *own) if path is not None and _is_private(path)]
 
 
@@ -89,6 +90,8 @@ def public(config: Config) -> Config:
             "test_data": config.task.test_data and _short(config.task.test_data),
             "rewards": [_short(reward) for reward in config.task.rewards],
             **_cut(config.task.options),
+            "objective": config.task.objective
+            and config.task.objective.model_copy(update=_cut(config.task.objective.model_dump())),
         }
     )
     model = config.model.model_copy(update={"name": _short(config.model.name)})

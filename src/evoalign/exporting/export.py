@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import Config, ModelConfig, load, to_yaml
+from evoalign.config import Config, ModelConfig, code_of, load, to_yaml
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
@@ -346,8 +346,8 @@ def _sha256(source: str) -> str | None:
 
 def _task_of(config: Config) -> tuple[tuple[int, int] | None, bool]:
     """Examples of both splits, and whether prompts are messages: where that takes no network and no code but ours."""
-    named = (config.task.name, *config.task.rewards)
-    if any(":" in name for name in named) or (config.task.train_data or "").startswith(HUB):
+    space = config.space.name
+    if any(name != space for name in code_of(config)) or (config.task.train_data or "").startswith(HUB):
         return None, config.task.prompt != "raw"
     try:
         task, data = task_and_data(config, None, None)

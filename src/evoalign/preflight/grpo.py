@@ -15,7 +15,7 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import TRIED_PROMPTS, generated, seconds_text
-from evoalign.rollouts import collect
+from evoalign.rollouts import collect, rewards_of
 from evoalign.rundir.manifest import versions
 from evoalign.training.resolve import as_grpo_answers, trained_dtype
 from evoalign.types import MEAN_PLAN, Request, Sampling
@@ -111,7 +111,7 @@ def check_generation(case: Case) -> Finding:
     sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
     began = time.perf_counter()
     rollouts = collect(engine, MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)])
-    rewards = evaluation.rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
+    rewards = rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
     detail = (
         f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "
         f"{seconds_text(time.perf_counter() - began)}; what a step of training takes beyond that was not tried"

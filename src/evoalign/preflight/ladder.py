@@ -30,12 +30,13 @@ from rich.table import Table
 
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
-from evoalign.checks.control import Control, control_of, redrawn
+from evoalign.checks.control import Control, control_of, redrawn, rewarded
 from evoalign.checks.diagnosis import RISEN, SIGNAL_TO_NOISE
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError
 from evoalign.optimizer import reach
-from evoalign.rollouts import collect, rewards_of
+from evoalign.rewards.objective import judge, refuse_whole_groups
+from evoalign.rollouts import collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
@@ -124,6 +125,7 @@ def probe(
         raise ConfigError(f"examples {examples}: a probe needs at least 1")
     parts = assemble(config, task, reward)
     try:
+        refuse_whole_groups(parts.objective, "the probe")
         rows = evolve.batch(len(parts.data.train), examples, config.seed, 0)
         if tell is not None:
             tell(_cost(config, len(parts.data.train), len(widths), members, len(rows)))
@@ -178,7 +180,7 @@ def _measure(parts: Parts, rows: Sequence[int], widths: Sequence[float], members
     paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
     own, redrawn_ = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
-    start = control_of(*(rewards_of(parts.task, [r.text for r in rs], examples) for rs in (own, redrawn_)))
+    start = control_of(*(rewarded(parts.objective, parts.task, rs, examples) for rs in (own, redrawn_)))
     climbs = [_climb(parts, width, everyone, requests, examples, own) for width in widths]
     lowest_P = np.min([c.scores_MP.min(axis=0) for c in climbs], axis=0)
     floor = min(float(lowest_P.mean()), start.first)
@@ -221,7 +223,7 @@ def _climb(
     own: Sequence[Rollout],
 ) -> _Climb:
     rollouts = collect(parts.engine, Plan(0, width, tuple(members)), requests)
-    scores_MP = evolve.score(parts.task, examples, rollouts, len(members))
+    scores_MP = judge(parts.objective, group_of(parts.task, examples, rollouts, len(members)))
     changed = float(np.mean([r.token_ids != own[r.request].token_ids for r in rollouts]))
     return _Climb(width, scores_MP, changed, _broken(rollouts))
 

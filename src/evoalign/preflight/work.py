@@ -10,7 +10,8 @@ from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.errors import EvoalignError
 from evoalign.preflight.case import Case, Finding, need
-from evoalign.rollouts import collect
+from evoalign.rewards.objective import score
+from evoalign.rollouts import collect, group_of
 from evoalign.types import Example, Plan, Rollout, population
 
 PROMPT = "Solve: 3 + 5 ="
@@ -64,7 +65,7 @@ def check_generation(case: Case) -> Finding:
     def scored(examples: Sequence[Example]) -> tuple[list[Rollout], shaping.Scores]:
         prompts = [tokens_.encode(task.prompt(e)) for e in examples]
         rollouts = collect(engine, plan, evolve.requests_of(config, range(len(prompts)), prompts, 0))
-        return rollouts, evolve.score(task, examples, rollouts, len(members))
+        return rollouts, score(task.objective(), group_of(task, examples, rollouts, len(members)))
 
     try:
         scored(data.test[:TRIED_PROMPTS])

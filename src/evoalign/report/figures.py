@@ -8,11 +8,14 @@ is replaced in one step, so that a viewer never finds half a picture.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from evoalign.report.tables import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,6 +78,25 @@ def divergence(
     points = _along(rows, baseline, final)
     if len(points) > (baseline is not None):
         _draw(path, title, lambda axes: _divergence(axes, points), across="KL from the base model, nats a token")
+
+
+def rewards(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
+    """The mean of each reward by generation, where there are several; no figure where no row has any."""
+    if any(row.get("rewards") for row in rows):
+        _draw(path, title, lambda axes: _rewards(axes, rows), across=words.unit)
+
+
+def _rewards(axes: Axes, rows: Rows) -> None:
+    """A line each. Rows without a mean, which a resume rebuilt or a reward did not apply to, leave a gap."""
+    x = [int(row["generation"]) for row in rows]
+    _limit(axes, x)
+    colors = (MEAN, BEST, *EXTRA)
+    for i, name in enumerate(dict.fromkeys(name for row in rows for name in row.get("rewards", ()))):
+        found = [row.get("rewards", {}).get(name) for row in rows]
+        y = [math.nan if mean is None else mean for mean in found]
+        marker = "o" if sum(mean is not None for mean in found) < 3 else ""
+        axes.plot(x, y, color=colors[i % len(colors)], linewidth=1.8, marker=marker, label=visible(name))
+    axes.set_ylabel("mean reward")
 
 
 def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None) -> list[tuple[int, float, float]]:

@@ -154,18 +154,21 @@ class Recorder:
     def _control_of(self, index: int) -> control.Control | None:
         """The control of a generation that comes next: the mean is still the one that its members are drawn around."""
         every, total = self.config.checks.control_every, self.config.es.num_generations
-        if not every or index % every or index >= total:
-            return None
         parts = self.parts
+        if not every or index % every or index >= total or not parts.objective.per_completion:
+            return None
         rows = evolve.batch(len(parts.data.train), self.config.task.batch_size, self.config.seed, index)
         examples = [parts.data.train[i] for i in rows]
-        return control.control(self.config, parts.engine, parts.task, parts.tokens, examples, index)
+        return control.control(
+            self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
+        )
 
     def _draw(self) -> None:
         start = time.monotonic()
         title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
+        figures.rewards(self.run.rows, self.run.figures / "rewards.png", title=title)
         figures.divergence(
             self.run.rows, self.run.figures / "divergence.png", title=title, baseline=self.baseline, final=self._final
         )

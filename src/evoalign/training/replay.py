@@ -69,12 +69,13 @@ def rebuilt(
     served = serve(config_of(log, model))
     try:
         saving.check_start(served, log.header)
-        found, place = log.header.weights_hash, journal.GENESIS
+        found, place, state = log.header.weights_hash, journal.GENESIS, dict[str, float]()
         for done, recorded in enumerate(log.generations[:count], 1):
             found, place = saving.apply(served.engine, log, recorded), recorded.hash
+            state = dict(recorded.objective)
             if progress is not None:
                 progress(done, count)
-        yield served, Mark(count, found, place)
+        yield served, Mark(count, found, place, objective=state)
     finally:
         served.close()
 

@@ -174,7 +174,8 @@ def checked(folder: Path, log: Log) -> Mark:
     mark = checkpoint.verify(folder)
     sealed = log.generations[: log.sealed]
     place = sealed[mark.generation - 1] if 0 < mark.generation <= len(sealed) else None
-    if place is None or (place.hash, place.weights_hash) != (mark.journal, mark.weights_hash):
+    ours = None if place is None else (place.hash, place.weights_hash, place.objective)
+    if ours != (mark.journal, mark.weights_hash, mark.objective):
         raise CheckpointError(f"{folder} is not of this journal")
     return mark
 

@@ -205,6 +205,8 @@ class _Training:
         book = Journal.resume(log)
         try:
             self.run.sweep()
+            if log.generations:
+                self.parts.objective.restore(log.generations[-1].objective)
             saving.restore(self.parts, self.run, log, book.seal, self.tell)
             self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
             rebuilt = self._restore_rows(log)
@@ -284,6 +286,7 @@ class _Training:
             book,
             lambda: self._evaluated().measures,
             first,
+            parts.objective,
         )
 
     def _save_if_due(self, count: int, weights_hash: str, place: str) -> None:
@@ -304,7 +307,7 @@ class _Training:
     def _save(self, count: int, weights_hash: str, place: str) -> Path:
         """Save the mean, unless it is saved already, and delete what need not stay."""
         folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
-        mark = Mark(count, weights_hash, place, self._reward(count))
+        mark = Mark(count, weights_hash, place, self._reward(count), self.parts.objective.state)
         if not checkpoint.holds(folder, mark):
             saving.save(self.parts, folder, mark)
         saving.retain(self.run, self.config)
