@@ -194,7 +194,7 @@ class Broken(Vowels):
 )
 def test_a_task_that_fails_is_named(result: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        evaluation.rewards_of(Broken(result), ["a", "b"], [{}, {}])
+        rollouts.rewards_of(Broken(result), ["a", "b"], [{}, {}])
 
 
 def test_paired_interval() -> None:

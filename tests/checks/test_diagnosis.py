@@ -131,7 +131,7 @@ def test_a_solved_task_needs_no_wider_noise():
         if k == 7:
             scores[::2] = 0
         run.generation(0, scores=scores, texts=None if k == 7 else lambda m, p: WORDS[p])
-    assert run.diagnosis._rises() is False
+    assert run.diagnosis.history.rises() is False
     assert run.warnings == []
 
 

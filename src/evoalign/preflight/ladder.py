@@ -31,7 +31,7 @@ from rich.table import Table
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import Control, control_of, redrawn, rewarded
-from evoalign.checks.diagnosis import RISEN, SIGNAL_TO_NOISE
+from evoalign.checks.rules import RISEN, SIGNAL_TO_NOISE
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError
 from evoalign.optimizer import reach
