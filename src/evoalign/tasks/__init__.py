@@ -34,6 +34,8 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     Raises ConfigError.
     """
     task = _named(config.name).make(config, rewards)
+    if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
+        warnings.warn(f"task {config.name} makes no use of task.reward_weights; take it out", stacklevel=2)
     # What a script defines is in no module that another process could import.
     task.from_config = rewards is None and not any(p.startswith("__main__:") for p in (config.name, *config.rewards))
     return task

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +51,6 @@ class Task(ABC):
         """The task of a config. Raises ConfigError for reward functions, which only `custom` takes."""
         if rewards is not None or config.rewards:
             raise ConfigError(f"task {config.name} has a reward of its own; rewards go with task.name: custom")
-        if config.reward_weights is not None:
-            warnings.warn(f"task.reward_weights is of no use to task {config.name}; take it out", stacklevel=3)
         return cls(config)
 
     @abstractmethod

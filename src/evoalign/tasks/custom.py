@@ -49,8 +49,8 @@ class Custom(Task):
 
     @classmethod
     def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
-        """The task of a config, with `rewards` in place of the import paths of `task.rewards`."""
-        return cls(config, rewards)
+        """The task of a config, with `rewards` in place of `task.rewards`; a class derived from this one has its own."""
+        return Custom(config, rewards) if cls is Custom else super().make(config, rewards)
 
     def load_data(self, seed: int) -> Data:
         """The files of the config. Raises DataError, also where a reward function wants a column that is not there."""
