@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evoalign import evaluation, tokens
+from evoalign import evaluation, rollouts, tokens
 from evoalign.config import Config, from_dict
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.evaluation import paired_interval
