@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from evoalign.config import from_dict
-from evoalign.exporting.card import DataFile, Facts, card, private_paths, public
+from evoalign.exporting.card import DataFile, Facts, card
+from evoalign.exporting.public import private_paths, public
 
 EVALUATION = {
     "format_version": 1,
