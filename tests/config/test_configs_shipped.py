@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every config that ships loads, names its command, has a runner, and keeps the published settings."""
+"""Every config that ships loads, names its command, is known to the runner, and keeps the published settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evoalign.engines.vllm.settings import form, slots
 REPOSITORY = Path(__file__).parents[2]
 EXPERIMENTS = sorted((REPOSITORY / "configs" / "experiments").glob("*.yaml"))
 SHIPPED = [*sorted((REPOSITORY / "configs").glob("*.yaml")), *EXPERIMENTS]
-RUNNERS = sorted((REPOSITORY / "scripts" / "experiments").glob("*.sh"))
+RUNNER = REPOSITORY / "scripts" / "experiments" / "run.sh"
 SIZES = ["0.5b", "1.5b", "3b", "7b"]
 
 FIELD = """
@@ -70,30 +70,35 @@ def test_output_directories_differ() -> None:
     assert len(set(directories)) == len(directories)
 
 
-def test_every_experiment_has_a_runner_and_every_runner_an_experiment() -> None:
-    assert [r.stem for r in RUNNERS] == [e.stem for e in EXPERIMENTS]
-
-
-@pytest.mark.parametrize("runner", RUNNERS, ids=lambda p: p.stem)
-def test_a_runner_trains_its_experiment_and_passes_options_on(runner: Path, tmp_path: Path) -> None:
-    assert os.access(runner, os.X_OK)
-    fake = tmp_path / "evoalign"
+def run_experiment(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The runner from elsewhere, with an `evoalign` that says where it is and what it was asked."""
+    fake = folder / "evoalign"
     fake.write_text('#!/bin/sh\npwd\nfor word in "$@"; do echo "$word"; done\n')
     fake.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    run = subprocess.run(
-        [str(runner), "--set", "output_dir=a b"],
-        env={**os.environ, "PATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(RUNNER), *words], env={**os.environ, "PATH": path}, cwd=folder, capture_output=True, text=True, timeout=60
     )
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_the_runner_trains_each_experiment_and_passes_options_on(path: Path, tmp_path: Path) -> None:
+    run = run_experiment(tmp_path, path.stem, "--set", "output_dir=a b")
     directory, *words = run.stdout.splitlines()
-    assert Path(directory) == REPOSITORY.resolve()
-    command = "grpo" if "grpo" in runner.stem else "train"
-    assert words == [command, f"configs/experiments/{runner.stem}.yaml", "--set", "output_dir=a b"]
+    assert run.returncode == 0 and Path(directory) == REPOSITORY.resolve()
+    command = "grpo" if is_grpo(path) else "train"
+    assert words == [command, f"configs/experiments/{path.stem}.yaml", "--set", "output_dir=a b"]
+
+
+@pytest.mark.parametrize("words", [(), ("",), ("conciseness_full_8b", "--resume"), ("../quickstart2",)])
+def test_the_runner_lists_the_experiments_where_it_knows_none_of_that_name(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = run_experiment(tmp_path, *words)
+    assert (run.returncode, run.stdout) == (2, "")
+    head, *names = run.stderr.splitlines()
+    assert names == [f"  {e.stem}" for e in EXPERIMENTS]
+    assert not words or not words[0] or f'no experiment "{words[0]}"' in head
 
 
 def test_the_field_form_is_unchanged() -> None:
