@@ -626,7 +626,7 @@ def _moved(model: Any) -> float:
         ({"grpo": {"trl": {"generation_batch_size": 8}}}, "by grpo.steps_per_generation; take it out"),
         ({"grpo": {"trl": {"fsdp": "full_shard"}}}, "use ZeRO stage 1 or 2"),
         ({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 3}}}}}, "use ZeRO stage 1 or 2"),
-        ({"grpo": {"top_k": 5}}, "grpo.top_k is for TRL's own generation alone.*set grpo.rollouts trl"),
+        ({"grpo": {"top_k": 5}}, "grpo.trl.top_k is for TRL's own generation alone.*set grpo.rollouts trl"),
         ({"grpo": {"trl": {"min_p": 0.1}}}, "grpo.trl.min_p is for TRL's own generation alone"),
         (
             {"grpo": {"gradient_accumulation_steps": 3, "steps_per_generation": 2}},

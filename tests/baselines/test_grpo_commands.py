@@ -27,7 +27,7 @@ from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
-from evoalign.exporting import card
+from evoalign.exporting.public import private_paths, public
 from evoalign.models import tiny
 from evoalign.rundir import checkpoint, parquet
 from evoalign.rundir.directory import saved_folders
@@ -248,8 +248,8 @@ def test_a_merge_with_another_base_is_refused_where_the_run_wrote_down_its_base(
 
 def test_paths_in_settings_of_trl_stay_at_home(tmp_path: Path) -> None:
     ours = from_dict(config(tmp_path / "x", grpo={"trl": {"deepspeed": "/home/me/zero.json"}}))
-    assert card.private_paths(ours) == ["/home/me/zero.json"]
-    assert card.public(ours).grpo.trl == {"deepspeed": "zero.json"}
+    assert private_paths(ours) == ["/home/me/zero.json"]
+    assert public(ours).grpo.trl["deepspeed"] == "zero.json"
 
 
 # --- no journal; the other method -----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pages import PAGES, REPOSITORY, Block, blocks, hooks, words
 import evoalign
 from evoalign import cli
 from evoalign.config import ENGINES, from_dict, parse_overrides
+from evoalign.config.grpo import OF_TRL
 from evoalign.engines import Engine
 from evoalign.spaces import Space
 
@@ -106,7 +107,7 @@ def settings() -> dict[str, str]:
         parts = setting["key"].split(".")
         for count in range(1, len(parts) + 1):
             found.setdefault(".".join(parts[:count]), hooks.engine_of(setting["section"]))
-    return found
+    return found | {f"grpo.trl.{name}": "transformers" for name in OF_TRL}
 
 
 def test_the_settings_of_every_engine_are_known() -> None:

@@ -91,7 +91,7 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
     size = getattr(torch, trained_dtype(config)).itemsize
     is_adapter = config.grpo.tune == "lora"
     each = 4 if is_adapter else size
-    count, slots = trained(config, specs), SLOTS.get(config.grpo.optim)
+    count, slots = trained(config, specs), SLOTS.get(config.grpo.by_name["optim"])
     copies = (config.grpo.beta > 0 and not is_adapter) + (config.checks.kl_every > 0)
     return Memory(
         weights=size * parameters(specs),
@@ -124,9 +124,10 @@ def step_lines(config: Config) -> list[str]:
     """How the policy moves; a warning where groups are small."""
     grpo = config.grpo
     tuned = f"LoRA of rank {config.lora.rank}" if grpo.tune == "lora" else "all weights"
+    trl = grpo.by_name
     lines = [
-        f"{grpo.max_steps} steps of {grpo.optim} on {tuned}, learning rate {grpo.learning_rate:g} "
-        f"({grpo.lr_scheduler_type}), loss {grpo.loss_type}, beta {grpo.beta:g}, completions by {_source(config)}"
+        f"{grpo.max_steps} steps of {trl['optim']} on {tuned}, learning rate {grpo.learning_rate:g} "
+        f"({trl['lr_scheduler_type']}), loss {trl['loss_type']}, beta {grpo.beta:g}, completions by {_source(config)}"
     ]
     if grpo.num_generations < FEW:
         lines.append(
@@ -184,7 +185,7 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
 
 def memory_words(config: Config, need: Memory) -> str:
     """Bytes by what they hold."""
-    dtype, optim = trained_dtype(config), config.grpo.optim
+    dtype, optim = trained_dtype(config), config.grpo.by_name["optim"]
     parts = [f"{dtype} weights {gib(need.weights)}"]
     parts += [f"adapter {gib(need.adapter)}"] if need.adapter else []
     parts += [f"gradients {gib(need.gradients)}"]

@@ -99,7 +99,7 @@ class Policy:
             self.shape,
             [len(self.lengths[row]) for row, _ in answers],
             [tokens for _, tokens in answers],
-            checkpointing=grpo.gradient_checkpointing,
+            checkpointing=grpo.by_name["gradient_checkpointing"],
             adapted=self.adapted,
             all_logits=self.on_cpu,
         )

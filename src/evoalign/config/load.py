@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from evoalign.config.base import named
 from evoalign.config.engines import ENGINES
 from evoalign.config.es import NO_ES, EsConfig
+from evoalign.config.grpo import OF_TRL, in_place, place_of
 from evoalign.config.run import Config
 from evoalign.errors import ConfigError
 
@@ -27,7 +28,7 @@ def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str
     """What `load` checks: the settings of all files and overrides together. Raises ConfigError."""
     tree: dict[str, Any] = {}
     for file in files:
-        tree = _merge(tree, _read(Path(file)))
+        tree = _merge(tree, _in_place(_read(Path(file))))
     return parse_overrides(tree, overrides)
 
 
@@ -39,9 +40,9 @@ def code_of(config: Config) -> list[str]:
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A nested mapping with `a.b=c` overrides put in. Raises ConfigError."""
-    merged = dict(tree)
+    merged = _in_place(tree)
     for override in overrides:
-        merged = _merge(merged, _parse_override(override))
+        merged = _merge(merged, _in_place(_parse_override(override)))
     return merged
 
 
@@ -76,6 +77,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")
     return cast(dict[str, Any], tree)
+
+
+def _in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings where they are today, so that the later of two wins wherever each of them stood."""
+    section = tree.get("grpo")
+    return {**tree, "grpo": in_place(cast(Mapping[str, Any], section))} if isinstance(section, Mapping) else dict(tree)
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -138,19 +145,19 @@ def _without_tag(location: tuple[str | int, ...]) -> tuple[tuple[str | int, ...]
 
 
 def _nearest(location: tuple[str | int, ...], engine: str) -> str:
-    names = _names(Config, "", engine)
+    names = [*_names(Config, "", engine), *(f"grpo.{name}" for name in OF_TRL)]
     wanted = ".".join(str(part) for part in location)
     leaf = str(location[-1])
     siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
     near = difflib.get_close_matches(leaf, siblings, n=1)
     if near:
-        return f"; did you mean {siblings[near[0]]}?"
+        return f"; did you mean {place_of(siblings[near[0]])}?"
     others = [other for other, section in ENGINES.items() if leaf in section.model_fields]
     if location[0] == "engine" and others:
         return f"; it belongs to engine {others[0]}, and engine.name is {engine}"
     elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
+        return f"; did you mean {place_of(elsewhere[0])}?"
     return f"; known here: {', '.join(sorted(siblings))}"
 
 
