@@ -106,5 +106,7 @@ def test_a_sweep_reads_a_field_by_its_old_name() -> None:
 def test_code_of_a_model_is_never_run_and_old_configs_that_say_so_load() -> None:
     said = from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": False}})
     assert said == from_dict({"es": {"sigma": 1}}) and "trust_remote_code" not in to_yaml(said)
+    es = from_dict({"es": {"sigma": 0.01, "learning_rate": 0.005}})
+    assert config_hash(es) == "93c0aefcc9fce28292041f7809b49980424b64acc2bb75bcfcb714cb61835f44", "as in old journals"
     with pytest.raises(ConfigError, match=r"^model.trust_remote_code cannot be set: .* never run$"):
         from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": True}})
