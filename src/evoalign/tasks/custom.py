@@ -49,7 +49,7 @@ class Custom(Task):
 
     @classmethod
     def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
-        """The task of a config, with `rewards` in place of `task.rewards`; a class derived from this one has its own."""
+        """The task of a config, with `rewards` in place of `task.rewards`; a derived class has its own."""
         return Custom(config, rewards) if cls is Custom else super().make(config, rewards)
 
     def load_data(self, seed: int) -> Data:
