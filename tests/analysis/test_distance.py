@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import evoalign
-from evoalign.analysis import distance
-from evoalign.analysis.distance import Distance, distance_of, distance_of_mean, product_square
+from evoalign.checks import distance
+from evoalign.checks.distance import Distance, distance_of, distance_of_mean, product_square
 from evoalign.config import load
 from evoalign.errors import ModelError
 from evoalign.models import tiny

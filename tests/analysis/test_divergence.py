@@ -18,8 +18,8 @@ from rich.console import Console
 
 import evoalign
 from evoalign import tasks
-from evoalign.analysis import divergence
-from evoalign.analysis.divergence import Divergence, Reference, Sample, draw, estimators, exact
+from evoalign.checks import divergence
+from evoalign.checks.divergence import Divergence, Reference, Sample, draw, estimators, exact
 from evoalign.config import Config
 from evoalign.engines import weights_hash
 from evoalign.errors import EvoalignError, ModelError

@@ -14,11 +14,11 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from evoalign import tracking
-from evoalign.analysis import divergence
-from evoalign.analysis.divergence import Reference
 from evoalign.baselines.policy import SAVE_EVERY, Policy
 from evoalign.baselines.rollouts import answering
 from evoalign.baselines.settings import cycle
+from evoalign.checks import divergence
+from evoalign.checks.divergence import Reference
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.evaluation import Evaluation

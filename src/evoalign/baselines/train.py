@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 
 from evoalign import tokens, tracking
-from evoalign.analysis.distance import distance_of
 from evoalign.baselines import planning, settings
 from evoalign.baselines.policy import Policy, died_early, finished, last_state, refuse_differences, states
 from evoalign.baselines.steps import Steps
+from evoalign.checks.distance import distance_of
 from evoalign.config import Config, code_of
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import load_model

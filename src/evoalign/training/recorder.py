@@ -12,10 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, tracking
-from evoalign.analysis import divergence
-from evoalign.analysis.divergence import Divergence, Reference
-from evoalign.checks import control
+from evoalign.checks import control, divergence
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
+from evoalign.checks.divergence import Divergence, Reference
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost, Meter
 from evoalign.evaluation import Evaluation

@@ -44,7 +44,7 @@ def evaluate(
     """
     config, adapter = resolve_target(target, config)
     if task is None and reward is None:
-        _refuse_lost_task(Path(target))
+        refuse_lost_task(Path(target))
     settings = {**config.evaluation.model_dump(), **(overrides or {})}
     config = from_dict({**config.model_dump(), "evaluation": settings}, needs_es=False)
     chosen, data = task_and_data(config, task, reward)
@@ -60,7 +60,7 @@ def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequen
             space, layout, _ = start(config, engine)
             if space.evolves_model:
                 raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
-            engine.load(_checked(adapter, layout))
+            engine.load(checked_adapter(adapter, layout))
         return evaluation.evaluate(engine, tokens_, task, examples, config.evaluation)
     finally:
         engine.close()
@@ -131,7 +131,7 @@ def of_run(path: Path, mend: str | None = None) -> Config:
     return own
 
 
-def _refuse_lost_task(path: Path) -> None:
+def refuse_lost_task(path: Path) -> None:
     """A run that was given a Python object knows its name only; its config would score something else."""
     try:
         given = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["task"]["given_as"]
@@ -172,7 +172,7 @@ def _with_model(config: Config, name: str | Path) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": str(name)})})
 
 
-def _checked(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
+def checked_adapter(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """An adapter's tensors, a frozen A among them; all that the layout has."""
     state = checkpoint.load_adapter(adapter)
     missing = [t.name for t in (*layout.tensors, *layout.frozen) if t.name not in state]

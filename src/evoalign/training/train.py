@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.analysis import divergence
-from evoalign.analysis.distance import distance_of_mean
-from evoalign.checks import canary
+from evoalign.checks import canary, divergence
+from evoalign.checks.distance import distance_of_mean
 from evoalign.config import NO_ES, Config, code_of, from_dict
 from evoalign.cost import budget, estimate
 from evoalign.engines.specs import specs_of_config
