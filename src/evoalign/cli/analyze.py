@@ -22,7 +22,7 @@ def analyze(
         list[str] | None, typer.Argument(help="Run directories, means that runs saved, model folders, PEFT adapters.")
     ] = None,
     config: More = None,
-    set_: Annotated[
+    sets: Annotated[
         list[str] | None, typer.Option("--set", "-s", metavar="a=b", help="Set a setting of the analysis.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Also write the numbers and figures into this folder.")] = None,
@@ -45,7 +45,7 @@ def analyze(
 
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; give a folder")
-    settings = settings_of(chosen, set_ or [])
+    settings = settings_of(chosen, sets or [])
     own = load(config) if config else None
     quiet()
     finding = chosen.run(targets, settings, own)

@@ -16,7 +16,7 @@ import yaml
 from scipy import stats
 
 from compared import copy_run, edit, real_run, step_cost
-from evoalign.analysis.compare import comparison, statistics
+from evoalign.analysis.compare import comparison, statistics, words
 from evoalign.analysis.compare import figures as figures
 from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare
@@ -676,9 +676,9 @@ def test_labels_at_line_ends_keep_apart() -> None:
     ("value", "text"), [(0, "0"), (9_999, "9,999"), (12_300, "12.3 k"), (1.5e15, "1.5 P"), (1e30, "1e+30")]
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert report.counted(value) == text
+    assert words.counted(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(3.0, "3 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h")])
 def test_durations_are_short(value: float, text: str) -> None:
-    assert report.duration(value) == text
+    assert words.duration(value) == text

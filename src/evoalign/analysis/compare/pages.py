@@ -8,7 +8,6 @@ character and every mark that a terminal or Markdown would act on written out.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from evoalign.analysis.compare.tables import Grid, end_grid, pair_grids, setting
 from evoalign.analysis.compare.tree import as_tree as as_tree
 from evoalign.analysis.compare.words import END, where
 from evoalign.analysis.compare.words import summary as summary
+from evoalign.report.markdown import bullets, escape, table
 from evoalign.report.tables import shorten, visible
 from evoalign.rundir.files import write_text
 
@@ -77,11 +77,11 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
     problems = [f"left out: {path}: {why}" for path, why in comparison.left_out]
     lines += ["## Notes", "", *_bullets([*problems, *comparison.notes])] if problems or comparison.notes else []
     for match in comparison.matches:
-        lines += [f"## {_escape(where(match))}", ""]
+        lines += [f"## {escape(where(match))}", ""]
         lines += _picture(pictures, match.by or "", f"{comparison.measure} against {match.by}")
         lines += [*_grid(standing_grid(comparison, match)), *_bullets(match.notes)]
         lines += [line for grid in pair_grids(match) for line in _grid(grid)]
-    lines += [f"## {_escape('At ' + END)}", "", *_grid(end_grid(comparison))]
+    lines += [f"## {escape('At ' + END)}", "", *_grid(end_grid(comparison))]
     lines += [line for grid in pair_grids(comparison.end) for line in _grid(grid)]
     lines += _picture(pictures, "divergence", f"{comparison.measure} against the divergence from the base model")
     settings = _grid(settings_grid(comparison))
@@ -117,26 +117,14 @@ HOW_TO_READ = (
 
 
 def _picture(pictures: dict[str, str], name: str, alternative: str) -> list[str]:
-    return [f"![{_escape(alternative)}]({pictures[name]})", ""] if name in pictures else []
+    return [f"![{escape(alternative)}]({pictures[name]})", ""] if name in pictures else []
 
 
 def _bullets(lines: Iterable[str]) -> list[str]:
-    found = [f"- {_escape(line)}" for line in lines]
-    return [*found, ""] if found else []
+    return bullets(map(escape, lines))
 
 
 def _grid(grid: Grid) -> list[str]:
     if not grid.rows:
         return ["None.", ""]
-    width = len(grid.header)
-    rule = "|---|" + "---:|" * (width - 1)
-    return [_row(grid.header), rule, *(_row(row) for row in grid.rows), ""]
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(_escape(cell) or " " for cell in cells) + " |"
-
-
-def _escape(text: str) -> str:
-    """Text that Markdown shows as it is, on one line: no link, picture, markup or mention."""
-    return re.sub(r"([\\`*_\[\]<>|#!~$&@])", r"\\\1", visible(text))
+    return table([escape(cell) for cell in grid.header], [[escape(cell) for cell in row] for row in grid.rows])
