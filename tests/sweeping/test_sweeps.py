@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from evoalign.report.style import canvas
 from evoalign.sweeping import report as sweeps
 from evoalign.sweeping.report import Point
 
@@ -62,7 +63,7 @@ def test_the_band_is_the_outline_of_the_safe_cells(tmp_path: Path) -> None:
 
 
 def test_the_legend_says_the_rule() -> None:
-    figure = sweeps._figure(6, 4)
+    figure = canvas(6, 4, layout="constrained")
     sweeps._key(figure, has_band=True, has_gaps=False)
     (entry,) = figure.legends[0].get_texts()
     assert entry.get_text() == "safe band: at most 1% hacked in each seed, reward above the start"
