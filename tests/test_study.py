@@ -23,6 +23,9 @@ import sweep_pages  # noqa: E402
 SMALL = ("--set", "task.test_size=8", "--methods", "lowrank,grpo", "--jobs", "2", "--seconds", "0.01")
 
 
+pytestmark = pytest.mark.slow
+
+
 def call(*words: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "benchmarks" / "es_vs_grpo.py"), *words]

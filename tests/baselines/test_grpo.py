@@ -228,6 +228,7 @@ def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkey
     assert "completions 24 a step (6 prompts x 4), 48 in all" in planning.work_lines(from_dict(tree))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_path: Path) -> None:
     """Before the first step, after it, and as its own reference: always the same arithmetic."""
@@ -362,6 +363,7 @@ async def digits(completions, **kwargs):
 """
 
 
+@pytest.mark.slow
 def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     questions = [{"prompt": f"Solve: {i} + 5 =", "answer": str(i + 5)} for i in range(32)]
@@ -386,6 +388,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
 # --- how it goes on --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("engine")
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
 def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
@@ -396,6 +399,7 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
     assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 0])
 def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
     """With `every` 0 there is no state to go on from: it begins again, and what was there is kept."""
@@ -437,6 +441,7 @@ def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1, 2, None])
 def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
     """Whether it kept a state of its end (1), of an earlier step (2), or none."""
@@ -493,6 +498,7 @@ class Touches:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
 def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", grpo={"max_steps": 2})
@@ -533,6 +539,7 @@ def _prompts(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
 def test_two_processes_share_a_step_and_go_on_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     """Data parallel over gloo: each takes one of the two prompts, one of them writes, and both resume."""

@@ -152,6 +152,7 @@ def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
             what()
 
 
+@pytest.mark.slow
 def test_evaluating_needs_no_trl() -> None:
     modules = "evoalign.training.resolve, evoalign.exporting.export, evoalign.preflight"
     code = f"import sys, {modules}; sys.exit('trl' in sys.modules)"

@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- healthy engines ---
 
 
+@pytest.mark.first("lora-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_healthy_engine_passes_at_the_start_and_after_twenty_generations(
@@ -68,6 +69,7 @@ def test_a_healthy_engine_passes_at_the_start_and_after_twenty_generations(
         sing(bench, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("width", [1e-10, 1e-3, 10.0])
 def test_any_width_of_noise_passes_on_the_shipped_model(variant: str, width: float) -> None:
@@ -75,6 +77,7 @@ def test_any_width_of_noise_passes_on_the_shipped_model(variant: str, width: flo
         sing(bench, width=width)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_false_alarm_in_fifty_seeds(folder: Path, variant: str) -> None:
     for seed in range(50):
@@ -99,6 +102,7 @@ def test_a_rollout_in_chunks_of_one_row_passes(folder: Path) -> None:
         sing(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_goes_on_as_if_there_had_been_no_canary(folder: Path, variant: str) -> None:
     requests = [Request(0, PROMPT, Sampling(8, temperature=1.0), 3, logprobs=True)]
@@ -229,6 +233,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.first("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("engine", "message", "variant"),
@@ -273,6 +278,7 @@ def test_noise_that_leaves_no_numbers_is_no_fault_of_the_engine(monkeypatch: pyt
         sing(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [Ignores, OneForAll, LeavesTheLast], ids=lambda e: e.__name__)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gross_faults_are_caught_where_an_engine_is_not_exact(

@@ -217,6 +217,7 @@ def made_up(members, seed, drift=0.0):
     return bool(told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [2, 4, 30])
 def test_pure_noise_is_hardly_ever_called_a_fall(members):
     assert sum(made_up(members, seed) for seed in range(60)) <= 2
@@ -228,6 +229,7 @@ def test_jitter_at_the_top_is_no_fall():
     assert run.warnings == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_batches_of_unequal_difficulty_are_no_fall(seed):
     run = Run()
@@ -441,6 +443,7 @@ def test_a_real_run_that_learns(tmp_path):
     assert all(row["cosine"] is None or abs(row["cosine"]) < 0.5 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_real_run_with_hardly_any_noise(tmp_path):
     warnings, rows, _ = real(quickstart(sigma=1e-7, learning_rate=5e-8), tmp_path)
     assert len(warnings) == 1 and "the noise is too narrow" in warnings[0]

@@ -87,6 +87,7 @@ def test_a_dry_run_warns_of_an_unusual_step(run: Run) -> None:
     assert "effective sigma: es.noise_multiplier x mean |W|" in scaled.out and "nan" not in scaled.out
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
     code = "import sys; from evoalign import cli; sys.modules['vllm'] = None; cli.main()"
     settings = ["-s", "engine=vllm", "-s", "engine.kv_cache_gib=2", "-s", "space=lowrank"]
@@ -120,6 +121,7 @@ def test_a_dry_run_needs_no_weights_but_the_layers(run: Run, tmp_path: Path) -> 
 # --- the commands ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """init, train and eval, as the texts of init say; train as a process of its own."""
     made = run("init", "mine")
@@ -301,6 +303,7 @@ def test_bad_input(name: str, run: Run, folder: Path, monkeypatch: pytest.Monkey
     assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, run: Run, tmp_path: Path) -> None:
     """The test rows score well, so the run directory was already there; what it took the place of comes back."""
@@ -376,7 +379,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     plain = command("train", "nowhere.yaml", cwd=tmp_path)
     assert (plain.returncode, plain.stdout) == (2, "") and "Traceback" not in plain.stderr
     debug = command("train", "nowhere.yaml", "--debug", cwd=tmp_path)
-    assert debug.returncode == 2 and "Traceback" in debug.stderr and "config.py" in debug.stderr
+    assert debug.returncode == 2 and "Traceback" in debug.stderr and "load.py" in debug.stderr
     assert debug.stderr.splitlines()[-1] == plain.stderr.strip()
     usage = command("train", cwd=tmp_path)
     assert usage.returncode == 2 and "Missing argument" in usage.stderr

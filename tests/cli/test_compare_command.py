@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> None:
     done = command(folder / "runs", "--to", tmp_path / "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -54,6 +55,7 @@ def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> No
     assert "\x1b" not in (tmp_path / "out/comparison.md").read_text()
 
 
+@pytest.mark.slow
 def test_one_budget_and_names(folder: Path, tmp_path: Path) -> None:
     done = command(folder / "runs/es_0", folder / "runs/es_1", folder / "runs/grpo_0", "--match", "tokens",
                    "--measure", "exact", "--name", "ours=*/es_*", cwd=tmp_path)  # fmt: skip
@@ -63,6 +65,7 @@ def test_one_budget_and_names(folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.first("words1", "words4")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

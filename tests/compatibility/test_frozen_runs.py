@@ -48,6 +48,7 @@ def hashes(folder: Path) -> list[str | None]:
     return [g.weights_hash for g in journal.read(folder / "journal.jsonl").generations]
 
 
+@pytest.mark.first("lora_adam")
 @pytest.mark.parametrize("run", ES, indirect=True)
 def test_a_run_is_resumed_to_its_end(run: Path) -> None:
     before, lines = hashes(run), (run / "journal.jsonl").read_bytes()

@@ -24,6 +24,7 @@ def config(folder, variant, dtype="float32", **more):
     return from_dict(tree)
 
 
+@pytest.mark.first("float32")
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", SPACES)
@@ -32,11 +33,13 @@ def test_the_contract(random_qwen2, variant, dtype, check):
         check(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["lora", "full"])
 def test_all_of_it_on_the_shipped_model(variant):
     contract.check_engine(TransformersEngine, config("tiny", variant))
 
 
+@pytest.mark.slow
 def test_small_chunks_keep_the_contract(random_qwen2):
     contract.check_engine(TransformersEngine, config(random_qwen2, "lowrank", engine={"device": "cpu", "max_rows": 2}))
 

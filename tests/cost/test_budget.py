@@ -81,17 +81,20 @@ def test_the_worked_example_of_the_docs() -> None:
     assert flops.forward_flops(tiny_shape(), 10, 3) == by_hand
 
 
+@pytest.mark.slow
 def test_the_formula_against_what_the_engine_and_training_run() -> None:
     for row in BENCH["tiny_rows"]():
         assert abs(row.error) < EXACT, row
 
 
+@pytest.mark.first("qwen2", "llama")
 @pytest.mark.parametrize("family", sorted(flops.FAMILIES))
 def test_the_formula_against_every_family(family: str) -> None:
     for row in BENCH["family_rows"](family):
         assert abs(row.error) < EXACT, row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(BENCH["CASES"]))
 def test_the_formula_against_real_steps_of_trl(case: str) -> None:
     pytest.importorskip("trl")
@@ -204,6 +207,7 @@ def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> Non
     assert row["budget"]["forward_flops"] == spent + 2 * numbers * (4 + 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("space", "factors"), [("lora", True), ("lowrank", False)])
 def test_the_mean_has_factors_where_it_is_an_adapter(space: str, factors: bool, tmp_path: Path) -> None:
     """By hand, as a prompt is read by a member: the mean of `lowrank` lies in the weights."""

@@ -105,6 +105,7 @@ def of_plain(model: Any, folder: Path, prompts: Sequence[tuple[int, ...]]) -> li
 # --- the same tokens ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("merged", "lowrank", "full")
 @pytest.mark.parametrize("form", ["adapter", "merged", "lowrank", "full"])
 def test_greedy_tokens_equal_those_of_the_run(form: str, runs: dict[str, Path], base: Path, tmp_path: Path) -> None:
     run = runs["lora" if form in ("adapter", "merged") else form]
@@ -124,6 +125,7 @@ def test_a_sampled_run_exports_its_own_decoding(base: Path, tmp_path: Path) -> N
     assert settings.repetition_penalty == 1.0
 
 
+@pytest.mark.slow
 def test_a_merge_rounds_once_to_the_served_dtype(base: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "run", str(base), "lora", model={"dtype": "bfloat16"}, lora={"rank": 4, "alpha": 2})
     folder = export(run, tmp_path / "out", merge=True)
@@ -306,6 +308,7 @@ def test_a_merge_refuses_another_base(lora: Path, base: Path, tmp_path: Path) ->
     assert tensors(folder, "model") == tensors(export(lora, tmp_path / "again", merge=True), "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1_000, 200_000])
 def test_a_full_disk_is_one_line_and_leaves_nothing(limit: int, runs: dict[str, Path], tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: small files fail first, or the weights alone."""
@@ -393,6 +396,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("tiny") / "run", "tiny", "lora")
 
 
+@pytest.mark.slow
 def test_push_uploads_the_folder_and_keeps_it(tiny_run: Path, hub: Any, tmp_path: Path) -> None:
     done = push(tiny_run, tmp_path / "out", hub)
     assert done.returncode == 0, done.stderr
@@ -403,6 +407,7 @@ def test_push_uploads_the_folder_and_keeps_it(tiny_run: Path, hub: Any, tmp_path
     assert str(tiny_run.parent) not in "".join((tmp_path / "out" / f).read_text(errors="replace") for f in here)
 
 
+@pytest.mark.slow
 def test_push_leaves_paths_of_this_machine_behind(lora: Path, base: Path, hub: Any, tmp_path: Path) -> None:
     done = push(lora, tmp_path / "out", hub, "--public")
     assert done.returncode == 0, done.stderr
@@ -412,6 +417,7 @@ def test_push_leaves_paths_of_this_machine_behind(lora: Path, base: Path, hub: A
     assert "so they are not here" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["no token", "wrong token", "offline", "no hub"])
 def test_a_push_that_fails_is_one_line_and_the_export_stays(
     case: str, tiny_run: Path, hub: Any, tmp_path: Path
@@ -430,6 +436,7 @@ def test_a_push_that_fails_is_one_line_and_the_export_stays(
 # --- the card -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["adapter", "full"])
 def test_the_code_on_the_card_runs(form: str, tiny_run: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     folder = export(tiny_run if form == "adapter" else runs["full"], tmp_path / "out")

@@ -394,6 +394,7 @@ def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
 # --- the whole command ---
 
 
+@pytest.mark.slow
 def test_several_faults_are_all_told_with_exit_code_1(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=None)
     file = tmp_path / "c.yaml"

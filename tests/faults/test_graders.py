@@ -261,6 +261,7 @@ def refused(task: Task, texts: list[str], example: dict[str, Any]) -> RewardErro
 HUNG = "no answer within 1 s"
 
 
+@pytest.mark.first("fork-sleeps", "fork-exits", "fork-leaves-", "fork-kills", "fork-segfaults", "fork-raises")
 @pytest.mark.parametrize(
     ("make", "name", "reason", "message"),
     [
@@ -349,6 +350,7 @@ def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None
     assert task.rewards(["a"], [row(log, line=line)]) == [1.0]
 
 
+@pytest.mark.slow
 def test_an_endless_answer_is_cut(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LINE_LIMIT", 1000)
     error = refused(make("drips", retries=0), ["bomb"], row(log))
@@ -390,6 +392,7 @@ def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
     assert (failed["completion"], failed["completions"], failed["count"]) == (None, ["a", "b", "c", "d"], 4)
 
 
+@pytest.mark.slow
 def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
     assert "'bomb 1' does it alone, and so do others" in str(
         refused(make("exits", retries=0), ["a", "bomb 1", "b", "bomb 2"], row(log))

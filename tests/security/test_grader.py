@@ -52,6 +52,7 @@ def test_ten_thousand_fuzzed_completions() -> None:
     assert 0 < sum(reward > 1 for reward in rewards) < 4_000  # the fuzz reaches right answers and wrong ones
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.text(max_size=300))
 def test_any_text(text: str) -> None:

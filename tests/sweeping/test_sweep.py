@@ -141,6 +141,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
     made.process.kill()  # where the test has failed; its runs end with it
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_it_leaves_no_orphan_and_repeats_nothing(command: Command) -> None:
     process = command.start_and_catch()
     process.send_signal(signal.SIGTERM)
@@ -186,6 +187,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sweep, str]:
     return run(to, {"model.name": ["/no/such/model", "tiny"], "es.sigma": [0.01]})
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_stops_no_other(grid: tuple[Sweep, str]) -> None:
     done, output = grid
     (failed,) = done.failed
@@ -214,6 +216,7 @@ def test_results_are_those_of_the_runs(grid: tuple[Sweep, str]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_another_command_adds_cells_and_tries_again_what_failed(grid: tuple[Sweep, str]) -> None:
     done, _ = grid
     tiny = done.path / "model.name=tiny,sigma=0.01" / "seed_0"
@@ -390,6 +393,7 @@ def look(to: Path, trials: int, space: dict[str, Domain], **options: Any) -> tup
     return done, out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     space = {"es.sigma": Domain(0.001, 0.1, log=True)}
@@ -426,6 +430,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
         run(tmp_path / "sweep")
 
 
+@pytest.mark.slow
 def test_a_trial_that_lags_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
     monkeypatch.setattr(search_module, "STARTUP_TRIALS", 1)

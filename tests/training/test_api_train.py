@@ -136,6 +136,7 @@ def test_the_journal_replays(run: tuple[str, Result]) -> None:
     assert len(set(hashes)) == 2, "the run did not move"
 
 
+@pytest.mark.first("lora")
 def test_the_same_seed_gives_the_same_journal(run: tuple[str, Result], tmp_path: Path) -> None:
     space, result = run
     first = (result.path / "journal.jsonl").read_bytes()
@@ -165,6 +166,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.first("adam", "sampling")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
     result = train(tree(tmp_path / "run", **VARIANTS[name]))
@@ -173,6 +175,7 @@ def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
     assert evaluated.measures == result.after.measures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["lowrank", "full"])
 def test_decay_and_half_precision_of_the_whole_model_replay(space: str, tmp_path: Path) -> None:
     result = train(tree(tmp_path / "run", space, es={"decay": 0.2}, model={"dtype": "bfloat16"}))
@@ -294,6 +297,7 @@ def test_an_adapter_without_its_weights_is_refused(run: tuple[str, Result], tmp_
 # --- an existing run ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_existing_run_is_refused_and_moved_aside_on_request(tmp_path: Path) -> None:
     config = tree(tmp_path / "run", es={"num_generations": 1})
     first = (train(config).path / "journal.jsonl").read_bytes()
@@ -344,6 +348,7 @@ def questions(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_reward_functions(questions: str, tmp_path: Path) -> None:
     task = {"name": "custom", "train_data": questions, "reward_weights": [1.0, 0.5], "batch_size": 4}
     config = tree(tmp_path / "run", task=task, es={"num_generations": 1})
@@ -395,6 +400,7 @@ def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_a_space_and_a_task_by_import_path(own_parts: str, tmp_path: Path) -> None:
     sections = {"task": {"name": f"{own_parts}:Shouted"}, "es": {"num_generations": 1}}
     wide = train(tree(tmp_path / "wide", **sections) | {"space": {"name": f"{own_parts}:Wide", "gain": 4.0}})

@@ -62,6 +62,7 @@ def go_on(run: Path, **sections: Any) -> str:
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("lora-mid-journal", "lora-before")
 @pytest.mark.parametrize("point", killing.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(
     straight: tuple[str, Path, Traces], point: str, tmp_path: Path
@@ -72,6 +73,7 @@ def test_killed_anywhere_it_ends_with_the_same_bits(
     assert killing.traces(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(lora: Path, tmp_path: Path) -> None:
     """At every generation, each time while it goes on from the death before."""
     for point in ("after sampling", "before the seal", "mid-journal-line (seal)", "mid-save (weights)"):
@@ -80,6 +82,7 @@ def test_killed_again_and_again(lora: Path, tmp_path: Path) -> None:
     assert killing.traces(tmp_path / "run") == killing.traces(lora)
 
 
+@pytest.mark.slow
 def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
     for point in ("before the journal", "mid-journal-line (header)"):
         killing.killed("lora", point, 0, tmp_path / "run")
@@ -93,6 +96,7 @@ def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
 # --- damaged ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", killing.SPACES)
 def test_random_damage_is_refused_by_name_or_recovered(space: str, tmp_path: Path) -> None:
     found = corrupting.outcomes(corrupting.Bench(space, tmp_path), 40, 7)
@@ -109,6 +113,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copy: Path) ->
     assert killing.traces(copy)["journal"].count(b"\n") == 9
 
 
+@pytest.mark.slow
 def test_a_saved_mean_of_another_run_is_passed_over(copy: Path, tmp_path: Path) -> None:
     other = killing.config("lora", tmp_path / "other") | {"seed": 6}
     evoalign.train(other, console=Console(file=io.StringIO()))
@@ -190,6 +195,7 @@ def start(run: Path) -> subprocess.Popen[str]:
     raise AssertionError("it does not start")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_generation_saves_and_says_how_to_go_on(
     tmp_path: Path, number: signal.Signals, code: int
@@ -207,6 +213,7 @@ def test_a_signal_ends_the_generation_saves_and_says_how_to_go_on(
     assert len((run / "metrics.jsonl").read_text().splitlines()) == log.sealed
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once_and_loses_at_most_that_generation(tmp_path: Path) -> None:
     process = start(tmp_path / "run")
     while process.poll() is None:  # the first may come between two generations
@@ -278,6 +285,7 @@ def test_another_engine_is_another_run(copy: Path) -> None:
         go_on(copy, engine={"name": "vllm"})
 
 
+@pytest.mark.slow
 def test_a_longer_run_begins_as_the_shorter_one(tmp_path: Path) -> None:
     def constant(output: Path, generations: int) -> dict[str, Any]:
         tree = killing.config("lora", output)
@@ -315,6 +323,7 @@ def kept(run: Path) -> list[int]:
     return [int(folder.name.removeprefix("generation_")) for folder in saved_folders(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "every", "expected"),
     [

@@ -49,6 +49,11 @@ def _tree(config: Config, without: set[str]) -> dict[str, Any]:
     """All other sections, in the form in which format version 1 hashes them."""
     tree = config.model_dump(mode="json", exclude=without)
     del tree["evaluation"]["every"]
+    for section in (tree["sampling"], tree["evaluation"]):
+        if not section["stop"]:
+            del section["stop"]
+    if tree["sampling"].items() <= tree["evaluation"].items():  # which then says all, as it did in the first release
+        del tree["sampling"]
     tree["model"]["trust_remote_code"] = False
     return tree
 

@@ -441,6 +441,7 @@ DAMAGE: dict[str, tuple[str, str | bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(DAMAGE))
 def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_path: Path, what: str) -> None:
     name, text = DAMAGE[what]
@@ -531,6 +532,7 @@ def test_a_measure_that_is_not_there(copy: Copy, tmp_path: Path) -> None:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_claim_needs_a_test_and_says_n_and_p(copy: Copy, tmp_path: Path) -> None:
     def run(seeds: int) -> list[str]:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
@@ -620,6 +622,7 @@ def has_color(image: Any, color: str) -> bool:
     return bool((np.abs(image - wanted).max(axis=-1) < 0.02).any())
 
 
+@pytest.mark.slow
 def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step, seed=seed: float(step * (seed + 1)))
@@ -634,6 +637,7 @@ def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
     assert len({figures.LINES[i] for i in range(4)}) == 4
 
 
+@pytest.mark.slow
 def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     few = figures.draw(compare(tmp_path / "runs", "wall"), tmp_path)["wall"]

@@ -305,6 +305,7 @@ def test_a_module_that_fails_in_the_worker_is_told(isolate: Isolate, tmp_path: P
         task.rewards(["a"], [PLAIN])
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_are_forked(tmp_path: Path) -> None:
     """`__main__` is another module in another process."""
     script = tmp_path / "script.py"
