@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from calling import Run, caller
-from evoalign import preflight as doctor
+from evoalign import preflight
 from evoalign.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
     assert "  name: vllm\n" in done.stdout and "cache at least 2.00 GiB (engine.kv_cache_gib)" in done.stdout
 
 
-@pytest.mark.skipif(doctor.machine._installed("vllm"), reason="vLLM is installed")
+@pytest.mark.skipif(preflight.machine._installed("vllm"), reason="vLLM is installed")
 @pytest.mark.parametrize("words", [["train", QUICKSTART], ["eval", "tiny", "--task", "conciseness"]], ids=str)
 def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
     done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")

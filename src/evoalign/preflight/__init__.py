@@ -14,15 +14,19 @@ from evoalign.errors import ConfigError
 from evoalign.preflight import grpo, machine, plan, work
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, run_check
 from evoalign.rundir.identity import room
+from evoalign.setup import ConfigLike, as_config
 
 
-def examine(config: Config | None) -> list[Finding]:
-    """All findings, in order. Without a config: this machine, and the shipped model end to end."""
-    return list(findings(config))
+def doctor(config: ConfigLike | None = None) -> list[Finding]:
+    """Whether this machine, and a config on it, will train: all findings, in order. Trains and leaves nothing.
+
+    Without a config: this machine, and the shipped model end to end. Raises ConfigError for a config that cannot be.
+    """
+    return list(findings(None if config is None else as_config(config)))
 
 
 def findings(config: Config | None) -> Iterator[Finding]:
-    """As `examine`, each as soon as it is known."""
+    """As `doctor`, each as soon as it is known."""
     yield from environment()
     case = Case(config or Config())
     checks = CONFIGURED if case.method == "es" else CONFIGURED_FOR_GRPO
