@@ -25,7 +25,7 @@ from evoalign.engines import ABSENT, Engine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.rollouts import LostError, collect
 from evoalign.spaces import Space
-from evoalign.spaces.base import by_layer
+from evoalign.spaces.targets import by_layer
 from evoalign.types import MEAN, MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling
 
 TOKENS = 4

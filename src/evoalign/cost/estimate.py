@@ -14,7 +14,7 @@ from evoalign.config import Config, TransformersConfig, VllmConfig
 from evoalign.engines.transformers.engine import DEFAULT_MEMORY_GIB
 from evoalign.engines.vllm.settings import room, slot_rank
 from evoalign.optimizer import reach
-from evoalign.spaces.base import module_of
+from evoalign.spaces.targets import module_of
 from evoalign.types import Layout, TensorSpec
 
 ETA_USUAL = (0.05, 2.0)

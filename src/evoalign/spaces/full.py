@@ -15,7 +15,8 @@ import torch
 
 from evoalign.config import FullConfig
 from evoalign.errors import ConfigError
-from evoalign.spaces.base import Space, by_layer, evolved, scales
+from evoalign.spaces.base import Space
+from evoalign.spaces.targets import by_layer, evolved, scales
 from evoalign.types import Layout, TensorSpec
 
 

@@ -17,7 +17,8 @@ import torch
 from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import LoraConfig
-from evoalign.spaces.base import Adapter, Master, Slots, Space, check_rank, factor_slices, scales, signed, targets
+from evoalign.spaces.base import Adapter, Master, Slots, Space, factor_slices, signed
+from evoalign.spaces.targets import check_rank, scales, targets
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 

@@ -27,15 +27,12 @@ from evoalign.spaces.base import (
     Slots,
     Space,
     batched,
-    check_rank,
-    evolved,
     factor_slices,
     moves,
     pair_weights,
-    scales,
     signed,
-    targets,
 )
+from evoalign.spaces.targets import check_rank, evolved, scales, targets
 from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from evoalign.config import Config
 from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.engines.vllm.settings import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
-from evoalign.spaces.base import module_of
+from evoalign.spaces.targets import module_of
 from evoalign.tokens import model_path, refuse_pickles, why_not
 from evoalign.types import TensorSpec
 
