@@ -428,6 +428,7 @@ print(json.dumps({"threads": alive, "children": names, "environment": dict(os.en
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks into /proc")
 def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path) -> None:
     run = folders / "run"
@@ -493,6 +494,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"tensorboard", 
 """
 
 
+@pytest.mark.slow
 def test_a_run_without_trackers_imports_none(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", UNASKED, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
