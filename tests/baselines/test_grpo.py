@@ -316,6 +316,7 @@ def test_no_seed_repeats_the_orders_of_another() -> None:
     assert all(sorted(order) == list(range(20)) for order in orders)
 
 
+@pytest.mark.slow
 def test_the_correction_for_members_changes_the_step(tmp_path: Path) -> None:
     es, grpo = {"sigma": 0.05}, {"rollouts": "es", "max_steps": 1}
     weights = [
@@ -469,6 +470,7 @@ def test_without_a_state_no_run_is_trained_longer(every: int | None, why: str, t
     assert not list(tmp_path.glob("run.2*"))
 
 
+@pytest.mark.slow
 def test_the_state_before_stays_until_the_new_one_is_whole(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,6 +584,7 @@ def test_a_run_of_other_settings_is_not_gone_on_with(straight: Path) -> None:
 # --- an adapter ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -233,7 +233,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.first("float32")
+@pytest.mark.first("lora-float32", "lowrank-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("engine", "message", "variant"),

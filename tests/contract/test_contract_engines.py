@@ -24,7 +24,7 @@ def config(folder, variant, dtype="float32", **more):
     return from_dict(tree)
 
 
-@pytest.mark.first("float32")
+@pytest.mark.first("lora-float32", "full-float32", "lowrank-float32")
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", SPACES)

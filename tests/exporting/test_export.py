@@ -105,7 +105,7 @@ def of_plain(model: Any, folder: Path, prompts: Sequence[tuple[int, ...]]) -> li
 # --- the same tokens ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first("merged", "lowrank", "full")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["adapter", "merged", "lowrank", "full"])
 def test_greedy_tokens_equal_those_of_the_run(form: str, runs: dict[str, Path], base: Path, tmp_path: Path) -> None:
     run = runs["lora" if form in ("adapter", "merged") else form]

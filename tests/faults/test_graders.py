@@ -400,6 +400,7 @@ def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
     assert "and so do others" not in str(refused(make("exits", retries=0), ["a", "bomb 1", "b"], row(log)))
 
 
+@pytest.mark.slow
 def test_the_function_that_hangs_is_the_one_named(make: Make, log: Path) -> None:
     error = refused(make("good", "sleeps", "raises", retries=0, timeout=1.0), ["bomb"], row(log))
     assert str(error).startswith("reward function sleeps hung")
@@ -569,6 +570,7 @@ def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
     assert_gone([worker, child])
 
 
+@pytest.mark.slow
 @linux
 @both
 @pytest.mark.parametrize("text", ["a", "bomb", "exit"])

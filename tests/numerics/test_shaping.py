@@ -133,6 +133,7 @@ def test_identity_is_the_fitness(scores_MP):
     assert shaping.fitness(scores_MP).tolist() == fitness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(scores_MP=scores, seed=st.integers(0, 100))
 def test_members_are_treated_alike(name, scores_MP, seed):

@@ -46,6 +46,7 @@ def test_the_bomb_list_is_whole() -> None:
     assert graded(BENCHMARK["GOLD"]) == 1.1
 
 
+@pytest.mark.slow
 def test_ten_thousand_fuzzed_completions() -> None:
     rewards = [graded(text) for text in BENCHMARK["completions"](10_000, seed=1)]
     assert {round(reward, 9) for reward in rewards} <= REWARDS

@@ -60,6 +60,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("lora")
 def test_the_files_of_a_run(run: tuple[str, Result]) -> None:
     space, result = run
     names = {str(p.relative_to(result.path)) for p in result.path.rglob("*") if p.is_file()}

@@ -258,6 +258,7 @@ def test_what_is_only_kept_or_told_may_change(copy: Path) -> None:
     go_on(copy, checkpoint={"every": 0, "keep_last": 1}, evaluation={"every": 0}, checks={"control_every": 0})
 
 
+@pytest.mark.slow
 def test_a_run_that_ran_out_of_memory_may_take_smaller_batches(copy: Path) -> None:
     (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:5]))
     told = go_on(copy, engine={"max_rows": 3}, seed=5)
@@ -358,6 +359,7 @@ def test_a_run_that_is_done_is_done(copy: Path) -> None:
 # --- replay ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("lora")
 def test_replay_rebuilds_every_generation(straight: tuple[str, Path, Traces], tmp_path: Path) -> None:
     _, run, _ = straight
     log = journal.read(run / "journal.jsonl")
