@@ -123,7 +123,7 @@ def default(key: str, engine: str = "transformers") -> str:
     """The default of a setting as YAML writes it; of `engine`, those of the engine of that name."""
     value: Any = config.from_dict({"es": {"sigma": 1}, "engine": engine}).model_dump(mode="json")
     for part in key.split("."):
-        value = value[part]
+        value = (value or {}).get(part)  # a section that is left out has none
     return _yaml(None if key == "es.sigma" else value)
 
 

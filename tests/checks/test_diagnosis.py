@@ -281,7 +281,7 @@ def test_the_same_texts_without_a_rise_of_the_reward_are_not_called_hacked():
 
 def test_completions_cut_off():
     run = Run(evaluation={"max_tokens": 64}).all([0.3] * 12, finish="length")
-    only(run, "100% of the completions are cut off at 64 tokens", "evaluation.max_tokens 128")
+    only(run, "100% of the completions are cut off at 64 tokens", "sampling.max_tokens 128")
 
 
 def test_nothing_to_learn():

@@ -105,7 +105,7 @@ def test_no_stop_token_is_a_warning(tmp_path: Path, folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", eos_token_id=None)
     found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
-    assert of(found, "tokenizer").status == "warning" and "evaluation.max_tokens" in of(found, "tokenizer").mend
+    assert of(found, "tokenizer").status == "warning" and "always run to max_tokens" in of(found, "tokenizer").mend
     assert preflight.verdict(found)[1] == 0
 
 

@@ -134,8 +134,8 @@ def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
 
 
 def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
-    seen, score = [], module.evolve.score
-    monkeypatch.setattr(module.evolve, "score", lambda *given: seen.append(score(*given)) or seen[-1])
+    seen, judge = [], module.judge
+    monkeypatch.setattr(module, "judge", lambda *given: seen.append(judge(*given)) or seen[-1])
     probe(tree(tmp_path, "lora", lora={"evolve": "ab", "rank": 2}), sigmas=[0.04, 0.08], members=6, examples=8)
     assert len(seen) == 2
     assert not np.array_equal(seen[1][0::2], seen[1][1::2])  # pairs would be the same model, (-B)(-A) = B A

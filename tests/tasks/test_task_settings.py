@@ -16,7 +16,7 @@ import evoalign
 from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig, from_dict, load, to_yaml
 from evoalign.errors import ConfigError
-from evoalign.exporting.card import private_paths, public
+from evoalign.exporting.public import private_paths, public
 from evoalign.rundir.identity import differences
 from evoalign.tasks import TASKS
 

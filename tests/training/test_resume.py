@@ -382,7 +382,7 @@ def test_replay_rebuilds_every_generation(straight: tuple[str, Path, Traces], tm
 
 def test_replay_names_the_generation_that_comes_out_otherwise(copy: Path) -> None:
     """A journal whose chain was made anew around another coefficient."""
-    from numerics.test_journal import relinked
+    from rundir.test_journal import relinked
 
     path = copy / "journal.jsonl"
     lines = [{k: v for k, v in json.loads(text).items() if k != "hash"} for text in path.read_text().splitlines()]

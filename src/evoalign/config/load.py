@@ -54,10 +54,21 @@ def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
     try:
         config = Config.model_validate(dict(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(cast(Mapping[str, Any], e)) for e in error.errors())) from None
+        shared = ("sampling", "evaluation")
+        errors = [e for e in error.errors() if not e["loc"] or e["loc"][0] not in shared or _at(tree, e["loc"])]
+        raise ConfigError("\n".join(_explain(cast(Mapping[str, Any], e)) for e in errors)) from None
     if needs_es and config.es_ is None and "grpo" not in config.model_fields_set:
         raise ConfigError(NO_ES)
     return config
+
+
+def _at(tree: object, place: Sequence[str | int]) -> bool:
+    """Whether a tree has a place: a value that one section took over from another is reported where it stands."""
+    for part in place:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = cast(Mapping[Any, Any], tree)[part]
+    return True
 
 
 def to_yaml(config: Config) -> str:
