@@ -63,7 +63,7 @@ def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) ->
     except EvoalignError:
         raise
     except FAILURES as error:  # also of values that have no length
-        raise RewardError(f"task {task.name} failed to score: {described(error)}; mend it") from error
+        raise RewardError(f"task {task.name} failed to score: {described(error)}; fix it") from error
 
 
 def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of, loaded and checked in the order of cost, so that bad input is told early."""
+"""What a run is made of, loaded and checked in the order of cost, so that bad input is reported early."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 0])
 def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
-    """With `every` 0 there is no state to go on from: it begins again, and what was there is kept."""
+    """With `every` 0 there is no state to resume from: it begins again, and what was there is kept."""
     killed_after(tmp_path / "run", 2 if every else 1, checkpoint={"every": every})
     if not every:
         for other, message in (({"learning_rate": 2e-3}, "other settings"), ({}, "begins again")):
@@ -483,7 +483,7 @@ def test_the_state_before_stays_until_the_new_one_is_whole(
         mark(policy, directory, done)
 
     monkeypatch.setattr(Policy, "mark_state", die)
-    with pytest.raises(EvoalignError, match="the machine died; it goes on after step 1"):
+    with pytest.raises(EvoalignError, match="the machine died; it resumes after step 1"):
         run(tmp_path / "run")
     monkeypatch.undo()
     run(tmp_path / "run", resume=True)
@@ -527,7 +527,7 @@ def test_a_signal_stops_it_after_a_whole_step(straight: Path, tmp_path: Path) ->
     tree = config(
         tmp_path / "run", grader={"isolated": False}, task={"name": "custom", "train_data": str(_prompts(tmp_path))}
     )
-    with pytest.raises(StoppedError, match="stopped after step 2 of 4; go on with grpo") as error:
+    with pytest.raises(StoppedError, match="stopped after step 2 of 4; resume with grpo") as error:
         evoalign.grpo(tree, reward=reward, console=Console(file=io.StringIO()))
     assert error.value.signal == signal.SIGTERM
     assert len(rows(tmp_path / "run")) == 2

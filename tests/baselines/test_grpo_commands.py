@@ -324,14 +324,14 @@ def test_the_doctor_finds_what_grpo_would_refuse(tmp_path: Path, monkeypatch: py
     wrong = {"per_device_train_batch_size": 64, "trl": {"loss_typ": 1}, "tune": "lora"}
     tree = config(tmp_path / "new", grpo=wrong, lora={"target_layers": [99]})
     found = {f.name: f for f in preflight.doctor(from_dict(tree))}
-    assert found["config"].status == "warning" and "num_generations 2" in found["config"].mend
+    assert found["config"].status == "warning" and "num_generations 2" in found["config"].fix
     assert found["trl"].status == "failed" and "loss_type" in found["trl"].detail
     assert found["round"].status == "failed" and "takes 32 prompts" in found["round"].detail
     assert found["targets"].status == "failed" and "99" in found["targets"].detail
     assert found["engine"].status == found["disk"].status == "skipped"
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
     found = {f.name: f for f in preflight.doctor(from_dict(config(tmp_path / "new")))}
-    assert found["trl"].status == "failed" and "evoalign[grpo]" in found["trl"].mend
+    assert found["trl"].status == "failed" and "evoalign[grpo]" in found["trl"].fix
 
 
 def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -> None:
@@ -427,7 +427,7 @@ def test_a_dry_run_says_what_stands_in_the_way(runs: dict[str, Path], tmp_path: 
 
 def test_a_dry_run_of_a_resume(runs: dict[str, Path], run: Run) -> None:
     done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.max_steps=9")
-    assert done.code == 0 and "goes on after step 2 of 9" in done.out, done.err
+    assert done.code == 0 and "resumes after step 2 of 9" in done.out, done.err
     done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.beta=0.5")
     assert done.code == 2 and "other settings: grpo.beta is 0.0 in the run and 0.5 now" in done.err
     # The steps belong to what a run is only with a schedule, which the run has not.

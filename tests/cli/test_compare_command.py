@@ -43,7 +43,7 @@ def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> No
         "At equal FLOPs",
         "At the end of each run, budgets not matched",
         "hacked share",
-        "whether ES is above GRPO cannot be told",
+        "whether ES is above GRPO cannot be determined",
         "metrics.jsonl, line 1, is damaged",
         "fewer than three seeds",
     ):

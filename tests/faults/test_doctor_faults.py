@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor has to catch: each fault is a finding that says how to mend it, and hides no other check."""
+"""What the doctor has to catch: each fault is a finding that says how to fix it, and hides no other check."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_missing_chat_template(tmp_path: Path, folder: Path) -> None:
     found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
     finding = of(found, "chat template")
     assert finding.status == "failed" and "has no chat template: the model would read the bare text" in finding.detail
-    assert "task.prompt: raw" in finding.mend
+    assert "task.prompt: raw" in finding.fix
     assert statuses(found)["canary"] == "ok"
     raw = preflight.doctor(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
     assert of(raw, "chat template").status == "ok" and preflight.verdict(raw)[1] == 0
@@ -105,7 +105,7 @@ def test_no_stop_token_is_a_warning(tmp_path: Path, folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", eos_token_id=None)
     found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
-    assert of(found, "tokenizer").status == "warning" and "always run to max_tokens" in of(found, "tokenizer").mend
+    assert of(found, "tokenizer").status == "warning" and "always run to max_tokens" in of(found, "tokenizer").fix
     assert preflight.verdict(found)[1] == 0
 
 
@@ -243,7 +243,7 @@ def test_whether_wandb_would_start(
         monkeypatch.setenv(name, value)
     finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == status and words in finding.detail, finding
-    assert status == "ok" or "WANDB_MODE" in finding.mend
+    assert status == "ok" or "WANDB_MODE" in finding.fix
     assert not [p for p in no_wandb_account.iterdir() if p.name != ".cache"], "nothing is left but wandb's own cache"
 
 
@@ -257,7 +257,7 @@ def test_a_key_that_wandb_login_left(tmp_path: Path, no_wandb_account: Path) -> 
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
-    assert finding.status == "failed" and "evoalign[wandb]" in finding.mend
+    assert finding.status == "failed" and "evoalign[wandb]" in finding.fix
 
 
 # --- memory and disk ---
@@ -266,14 +266,14 @@ def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.plan, "free_memory", lambda config: 1000)
     found = preflight.doctor(config(tmp_path, "full"))
-    assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").mend
+    assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").fix
     assert of(found, "engine").status == "skipped" and "needs memory" in of(found, "engine").detail
 
 
 def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.plan, "free_memory", lambda config: 2**30)
     finding = of(preflight.doctor(config(tmp_path)), "memory")
-    assert finding.status == "warning" and finding.mend == "set engine.memory_gib to at most 0.8"
+    assert finding.status == "warning" and finding.fix == "set engine.memory_gib to at most 0.8"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: 
 
     monkeypatch.setattr(engines, "create", full)
     finding = of(preflight.doctor(config(tmp_path, space, engine={"name": engine})), "engine")
-    assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.mend
+    assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.fix
 
 
 def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,8 +302,8 @@ def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         case = preflight.Case(wanted)
         preflight.plan.check_targets(case)
         found.append(preflight.plan.check_memory(case))
-    assert found[0].status == "warning" and found[0].mend == "set engine.kv_cache_gib to at most 0.8"
-    assert found[1].status == "failed" and "engine.master host" in found[1].mend
+    assert found[0].status == "warning" and found[0].fix == "set engine.kv_cache_gib to at most 0.8"
+    assert found[1].status == "failed" and "engine.master host" in found[1].fix
     assert "1.00 GiB for the cache" in found[1].detail
 
 
@@ -334,7 +334,7 @@ def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     finding = preflight.machine.check_accelerators()
     assert finding.status == "warning" and "built for CUDA 13.0 and sees no GPU" in finding.detail
-    assert "driver" in finding.mend
+    assert "driver" in finding.fix
 
 
 def test_the_probe_meets_a_full_disk() -> None:
@@ -351,7 +351,7 @@ def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert finding.status == "failed" and "1.0 MiB cannot be written" in finding.detail
-    assert "raise the quota" in finding.mend
+    assert "raise the quota" in finding.fix
     assert list(tmp_path.iterdir()) == []
 
 
@@ -381,7 +381,7 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
     made = config(tmp_path, "full", checkpoint={"every": 1, "keep_last": 2})
     finding = of(preflight.doctor(made), "disk")
     assert finding.status == "failed" and "for 4 checkpoints" in finding.detail
-    assert "checkpoint.keep_last" in finding.mend
+    assert "checkpoint.keep_last" in finding.fix
 
 
 def test_an_output_directory_below_a_file(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
     error = refused(task, ["a", "bomb it", "c"], row(log, id=7))
     assert f"reward function {name} " in str(error)
     assert message in str(error)
-    assert "the completion 'bomb it' does it alone; mend it" in str(error)
+    assert "the completion 'bomb it' does it alone; fix it" in str(error)
     assert "\n" not in str(error)
     failed = error.failed or {}
     seconds, trace = failed.pop("seconds"), failed.pop("traceback")
@@ -525,7 +525,7 @@ def ways(error: BaseException) -> list[Task]:
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), asyncio.CancelledError(), ValueError("a\nb")])
 def test_a_reward_that_leaves_does_not_end_the_run(error: BaseException) -> None:
     for task in ways(error):
-        with pytest.raises(RewardError, match=rf"failed[^\n]*: {type(error).__name__}[^\n]*; mend it$"):
+        with pytest.raises(RewardError, match=rf"failed[^\n]*: {type(error).__name__}[^\n]*; fix it$"):
             rollouts.rewards_of(task, ["a", "b"], [{"prompt": "?"}] * 2)
 
 

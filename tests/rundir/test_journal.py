@@ -96,7 +96,7 @@ def test_an_existing_journal_is_never_overwritten(path):
 
 
 def fails_at(path, number, cut=False):
-    """The damage is named by its line, what is before it is there, and it is told up to where that is whole."""
+    """The damage is named by its line, what is before it is there, and it is reported up to where that is whole."""
     named = rf"{re.escape(str(path))}, line {number} "
     if number == 1:
         with pytest.raises(JournalError, match=named) as caught:
@@ -111,7 +111,7 @@ def fails_at(path, number, cut=False):
     if log.sealed:
         lines = 2 * log.sealed + 1
         assert f"whole up to generation {log.sealed} (line {lines})" in log.damage.message
-        assert f"keep its first {lines} lines to go on from there" in log.damage.message
+        assert f"keep its first {lines} lines to resume from there" in log.damage.message
     if cut:
         assert log.whole().damage is None
     else:

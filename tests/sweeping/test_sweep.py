@@ -174,7 +174,7 @@ def test_stopped_and_killed_it_leaves_no_orphan_and_repeats_nothing(command: Com
     assert started(run(command.to, again)[1]) == [f"num_generations={LONG}/seed_0"]
     assert rows(command.long) == LONG
     log = (command.to / "logs" / f"num_generations={LONG}" / "seed_0.log").read_text()
-    assert f"goes on after generation {stopped} of {LONG}" in log
+    assert f"resumes after generation {stopped} of {LONG}" in log
     long = traces(command.long)
     assert started(run(command.to, again)[1]) == []
     assert traces(command.long) == long

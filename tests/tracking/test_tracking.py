@@ -87,7 +87,7 @@ def test_null_text_and_lists_are_left_out_and_booleans_are_numbers() -> None:
     assert step_and_values({"generation": 7, "x": {"generation": 1}}) == (7, {"x/generation": 1.0})
 
 
-# --- what was told is there -----------------------------------------------------------------------------------------
+# --- what was reported is there ------------------------------------------------------------------------------------
 
 
 def tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:

@@ -207,7 +207,7 @@ def test_a_signal_ends_the_generation_saves_and_says_how_to_go_on(
     log = journal.read(run / "journal.jsonl")
     assert process.returncode == code
     assert "stopping after this generation" in err
-    assert f"stopped after generation {log.sealed} of 400; go on with: evoalign train {run} --resume" in err
+    assert f"stopped after generation {log.sealed} of 400; resume with: evoalign train {run} --resume" in err
     assert log.damage is None and log.sealed == len(log.generations) < 400
     assert checkpoint.verify(saved_folders(run)[-1]).generation == log.sealed
     assert len((run / "metrics.jsonl").read_text().splitlines()) == log.sealed
@@ -352,7 +352,7 @@ def test_the_latest_and_the_best_stay(
 
 def test_a_run_that_is_done_is_done(copy: Path) -> None:
     before = killing.traces(copy)
-    assert "goes on after generation 4 of 4" in go_on(copy)
+    assert "resumes after generation 4 of 4" in go_on(copy)
     assert killing.traces(copy) == before
 
 

@@ -211,7 +211,7 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
         state = last_state(run)
         if state is not None:
             refuse_differences(run, config)
-            return [f"goes on after step {state[1]} of {config.grpo.max_steps}"]
+            return [f"resumes after step {state[1]} of {config.grpo.max_steps}"]
         if died_early(run, config):
             return [f"{run.path} ended before a state was saved: it begins again, and what is there is moved aside"]
     try:

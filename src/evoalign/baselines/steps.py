@@ -104,7 +104,7 @@ class Steps(TrainerCallback):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step has begun: all of a state that is gone on from is read by then."""
+        """Whether a step has begun: all of a state that is resumed from is read by then."""
         return self._began > 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -172,7 +172,7 @@ class Steps(TrainerCallback):
         return asdict(self._reference.divergence(policy.model, samples))
 
     def measure_start(self) -> None:
-        """What cannot be measured, or does not fit, is told before the first step."""
+        """What cannot be measured, or does not fit, is reported before the first step."""
         if self.run is not None and self.config.checks.kl_every:
             start = time.monotonic()
             kl, seconds = self.measure()["exact"], time.monotonic() - start

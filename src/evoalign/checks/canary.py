@@ -69,14 +69,14 @@ def check(
     if engine.fingerprint() != fingerprint:
         raise CanaryError(
             "canary: the mean was changed by members that only answered; the engine does not restore its weights "
-            "exactly, so no update of this run can be trusted: mend the engine"
+            "exactly, so no update of this run can be trusted: fix the engine"
         )
     again = _ask(engine, MEAN_PLAN, request)[MEAN.index]
     allowed = 0.0 if exact else max(4 * floor, LOOSE * FLOOR[layout.torch_dtype])
     if not distance(mean, again) <= allowed:
         raise CanaryError(
             f"canary: the unperturbed model answered {mean.text!r} {_shown(mean)} before the members and "
-            f"{again.text!r} {_shown(again)} after them; the engine serves what a member left behind: mend the engine"
+            f"{again.text!r} {_shown(again)} after them; the engine serves what a member left behind: fix the engine"
         )
 
 
@@ -127,7 +127,7 @@ def _check_members(
     if math.isinf(floor):
         raise CanaryError(
             f"canary: members without noise answer {_texts(control)}, and the unperturbed model {mean.text!r}; "
-            "the engine adds weights of others to them: mend the engine"
+            "the engine adds weights of others to them: fix the engine"
         )
     threshold, wide = max(4 * floor, FLOOR[layout.torch_dtype]), width
     for wide in widths(layout, width):
@@ -157,7 +157,7 @@ def _check_refusals(engine: Engine, request: Request, generation: int, width: fl
     else:
         raise CanaryError(
             f"canary: the engine loads {NOWHERE} without an error though the model has no such tensor, so an adapter "
-            "of wrong names would be dropped: mend the engine's load"
+            "of wrong names would be dropped: fix the engine's load"
         )
     try:
         said = repr(collect(engine, Plan(address(generation), width, (ABSENT,)), [request])[0].text)
@@ -167,7 +167,7 @@ def _check_refusals(engine: Engine, request: Request, generation: int, width: fl
         said = "nothing"
     raise CanaryError(
         f"canary: a member that does not exist answers {said} instead of being refused; the engine takes the base "
-        "model for an adapter that it does not know: mend the engine, or use another version of the server"
+        "model for an adapter that it does not know: fix the engine, or use another version of the server"
     )
 
 
@@ -189,7 +189,7 @@ def _ask(engine: Engine, plan: Plan, request: Request) -> dict[int, Rollout]:
         return {r.member.index: r for r in collect(engine, plan, [request])}
     except LostError as error:
         who = f"member {error.member.index} (-1: the mean)"
-        raise CanaryError(f"canary: the engine gives no answer of {who}: mend the engine") from error
+        raise CanaryError(f"canary: the engine gives no answer of {who}: fix the engine") from error
 
 
 def _logprobs(rollout: Rollout) -> Sequence[float]:
@@ -205,8 +205,8 @@ def _alike(pair: Pair, space: Space) -> str:
             f"what space {space.name} evolves takes no part; choose other target modules, or another engine version"
         )
     if pair == (0, 1):
-        return f"members of opposite sign answer alike: the engine ignores the sign of the members' {carried}; mend it"
-    return f"members {pair[0]} and {pair[1]} answer alike: the engine gives all members the same {carried}; mend it"
+        return f"members of opposite sign answer alike: the engine ignores the sign of the members' {carried}; fix it"
+    return f"members {pair[0]} and {pair[1]} answer alike: the engine gives all members the same {carried}; fix it"
 
 
 def _texts(answers: Answers) -> str:

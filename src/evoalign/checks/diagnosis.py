@@ -25,7 +25,7 @@ from evoalign.types import Generation, Layout
 SAMPLE = 65536
 """Numbers of the mean that are followed: a cosine of that many is known to 1/256."""
 LOOKS = 100
-"""How often at most a resume looks for what was told: each look goes over all generations before it."""
+"""How often at most a resume looks for what was reported: each look goes over all generations before it."""
 SHARES = ("empty", "truncated", "repeated", "template", "role_marker")
 
 

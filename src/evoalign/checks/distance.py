@@ -42,7 +42,7 @@ class Distance:
 
 
 def distance_of_mean(served: Served) -> Distance:
-    """Of an engine's mean, in float32. Raises ModelError where it cannot be told, with the reason."""
+    """Of an engine's mean, in float32. Raises ModelError where it cannot be determined, with the reason."""
     base = _Base(served.config, served.layout.torch_dtype)
     if served.space.evolves_model:
         return base.distance(base.change(name, tensor) for name, tensor in served.engine.state())
@@ -54,7 +54,7 @@ def distance_of_mean(served: Served) -> Distance:
 def distance_of(policy: nn.Module | str | Path, config: Config) -> Distance:
     """Of a live model, PEFT's too, or of a saved one: a folder with a PEFT adapter or a Hugging Face checkpoint.
 
-    `config` names the base model. Raises ModelError where it cannot be told, with the reason.
+    `config` names the base model. Raises ModelError where it cannot be determined, with the reason.
     """
     base = _Base(config)
     if isinstance(policy, nn.Module):

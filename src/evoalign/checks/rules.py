@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules by which a run is told that something is wrong: each a sentence with the figure, the cause and the setting.
+"""The rules by which a run is found to go wrong: each a sentence with the figure, the cause and the setting.
 
 A rule reads what the run has shown so far and says its sentence, or nothing. What one explains is not said beside it:
 a population that collapsed has no signal either.
@@ -236,7 +236,7 @@ def _hacked(run: History) -> str | None:
             nearer = run.slower() if run.eta() > LARGE_ETA else "es.decay 0.01"
             return (
                 f"the reward rises while completions become {words} ({before:.0%} to {now:.0%}): it is likely "
-                "hacked; read the completions, mend the reward (task.rewards), or hold the model nearer to its "
+                "hacked; read the completions, fix the reward (task.rewards), or hold the model nearer to its "
                 f"start with {nearer}"
             )
     return None

@@ -120,7 +120,7 @@ def export(
 
 
 def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
-    """What can be told without reading a weight."""
+    """What can be reported without reading a weight."""
     if not (run / "config.yaml").is_file() or method_of(run) is None:
         raise ConfigError(f"{run} is no run directory: it has no config.yaml and journal.jsonl or manifest.json")
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):

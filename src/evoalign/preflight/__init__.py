@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign doctor`: whether this machine, and this config on it, will train; told check by check, with what mends it.
+"""`evoalign doctor`: whether this machine, and this config on it, will train; told check by check, with what fixes it.
 
 Every check that can still run does: one that failed hides none but those that need what it could not make. Nothing is
 trained, and nothing is left behind: what is written to the output directory is one file that is deleted at once.
@@ -61,7 +61,7 @@ def verdict(found: Sequence[Finding]) -> tuple[str, int]:
     notes = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
     if failed:
         return f"verdict: not ready; {len(failed)} failed: {', '.join(failed)}{notes}", 1
-    flag = "".join(f" ({f.mend})" for f in found if f.mend.endswith(NEEDS_FLAG))
+    flag = "".join(f" ({f.fix})" for f in found if f.fix.endswith(NEEDS_FLAG))
     return f"verdict: ready{flag}; {len(of.get('ok', []))} checks passed{notes}", 0
 
 

@@ -67,8 +67,8 @@ def check_memory(case: Case) -> Finding:
         return Finding("memory", "ok", f"{detail}; how much is free is not known")
     if wanted.kept > free:
         case.fits = False
-        mend = "set grpo.tune lora, or choose a smaller model"
-        return Finding("memory", "failed", f"{detail}; {gib(free)} free", mend)
+        fix = "set grpo.tune lora, or choose a smaller model"
+        return Finding("memory", "failed", f"{detail}; {gib(free)} free", fix)
     return Finding("memory", "ok", f"{detail}; {gib(free)} free")
 
 

@@ -86,8 +86,8 @@ def check_generation(case: Case) -> Finding:
 def generated(detail: str, rollouts: Sequence[Rollout]) -> Finding:
     """What came of a generation; a warning where all texts are empty."""
     if all(not r.text.strip() for r in rollouts):
-        mend = "does the model fit the form of the prompts, task.prompt?"
-        return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
+        fix = "does the model fit the form of the prompts, task.prompt?"
+        return Finding("generation", "warning", f"{detail}; all texts are empty", fix)
     return Finding("generation", "ok", detail)
 
 

@@ -330,7 +330,7 @@ def _up_to(generations: Sequence[Recorded]) -> str:
     if not done:
         return "before it is the start of the run alone: keep its first line to begin from there"
     lines = 1 + 2 * done
-    return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to go on from there"
+    return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to resume from there"
 
 
 def _finite(text: str) -> float:

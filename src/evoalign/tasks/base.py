@@ -146,7 +146,7 @@ class Task(ABC):
             if reward != self.max_reward:
                 raise DataError(
                     f"task {self.name}: the gold answer {answer!r} of row {row} earns {reward}, not {self.max_reward}; "
-                    "mend the row or the reward"
+                    "fix the row or the reward"
                 )
 
     def close(self) -> None:  # noqa: B027 (most tasks hold nothing)

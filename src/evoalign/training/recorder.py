@@ -55,7 +55,7 @@ class Recorder:
         """Start the trackers. Raises ConfigError.
 
         `rebuilt` says that a run goes on, whose rows are those of metrics.jsonl, the engine's mean being where they
-        end, and which of them no tracker was told.
+        end, and which of them no tracker was reported.
         """
         self.trackers = tracking.create(self.config, self.run.path, None if rebuilt is None else len(self.run.rows))
         self._control = self._control_of(len(self.run.rows))
@@ -144,7 +144,7 @@ class Recorder:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _measure_start(self) -> None:
-        """What cannot be measured, or does not fit, is told before the first generation."""
+        """What cannot be measured, or does not fit, is reported before the first generation."""
         if self.config.checks.kl_every:
             start = time.monotonic()
             kl, seconds = self.divergence().exact, time.monotonic() - start

@@ -95,7 +95,7 @@ def config_of(log: Log, model: str | None = None) -> Config:
     config = from_dict(tree)
     if ":" in config.space.name:
         raise ConfigError(
-            f"{log.path} names code of its own (space.name {config.space.name}), which is not run unasked; go on with "
+            f"{log.path} names code of its own (space.name {config.space.name}), which is not run unasked; resume with "
             "the run itself: evoalign train CONFIG --resume"
         )
     return config

@@ -119,14 +119,14 @@ def trained_dtype(config: Config) -> str:
     return "float32" if config.model.dtype == "auto" else config.model.dtype
 
 
-def of_run(path: Path, mend: str | None = None) -> Config:
+def of_run(path: Path, fix: str | None = None) -> Config:
     """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
     own = load([path / "config.yaml"])
     code = code_of(own)
     if code:
-        mend = mend or f"pass it with --config {path / 'config.yaml'}"
+        fix = fix or f"pass it with --config {path / 'config.yaml'}"
         raise ConfigError(
-            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {mend}"
+            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {fix}"
         )
     return own
 

@@ -303,7 +303,7 @@ def test_a_row_without_its_cost_makes_the_budget_unknown(copy: Copy, tmp_path: P
     assert [t.run.seed for t in flops.standings[0].taken] == [0]
     assert any("b does not say what all of it took in wall" in note for note in wall.notes)
     assert any("c does not say what all of it took in flops, which is so unknown" in note for note in flops.notes)
-    assert not any("evaluation.every" in note for note in (*wall.notes, *flops.notes)), "no advice mends that"
+    assert not any("evaluation.every" in note for note in (*wall.notes, *flops.notes)), "no advice fixes that"
     assert [t.run.seed for t in by(found, None).standings[0].taken] == [0, 1, 2]
     assert comparison.curve(found.groups[0], "wall", "reward") is None
 
@@ -542,9 +542,9 @@ def test_a_claim_needs_a_test_and_says_n_and_p(copy: Copy, tmp_path: Path) -> No
         return report.summary(compare(tmp_path / "runs", "completions"))
 
     one = run(1)[0]
-    assert "cannot be told" in one and "no test" in one and "n = 1 and 1 runs" in one
+    assert "cannot be determined" in one and "no test" in one and "n = 1 and 1 runs" in one
     five = run(5)[0]
-    assert "whether ES is above GRPO cannot be told" in five
+    assert "whether ES is above GRPO cannot be determined" in five
     assert "n = 5 shared seeds, exact paired permutation p = 0.0625; 5 seeds can give no p below 0.0625" in five
     six = run(6)[0]
     assert six.startswith("At equal completions (72): ES is above GRPO: +")
@@ -647,7 +647,7 @@ def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
     many = compare(tmp_path / "runs", "wall")
     assert pixels(figures.draw(many, tmp_path)["wall"]).shape[0] > height
     line = report.summary(many)[0]
-    assert "has the highest mean, and whether it is above these cannot be told: " in line
+    assert "has the highest mean, and whether it is above these cannot be determined: " in line
     assert line.count("not tested") == 6
 
 

@@ -9,7 +9,7 @@ from evoalign.analysis.compare.comparison import Comparison, Match, Matching
 from evoalign.analysis.compare.statistics import LEVEL, Estimate, Pair
 
 FEW = 3
-"""More groups than so many that cannot be told apart from the leading one share a sentence."""
+"""More groups than so many that cannot be determined apart from the leading one share a sentence."""
 TITLES: dict[Matching, str] = {
     "wall": "wall time of training",
     "completions": "completions",
@@ -20,7 +20,7 @@ END = "the end of each run, budgets not matched"
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """Who is ahead where, or that it cannot be told: one sentence a budget and pair with its leader."""
+    """Who is ahead where, or that it cannot be determined: one sentence a budget and pair with its leader."""
     if len(comparison.groups) < 2:
         return ["There is one group of runs: nothing to compare it with."]
     lines: list[str] = []
@@ -46,7 +46,7 @@ def sentence(pair: Pair, measure: str, tests: int = 1) -> str:
     gap = f"{pair.difference:+.4g} in {measure}"
     if pair.low is not None and pair.high is not None:
         gap += f" (95 % t interval {pair.low:.4g} to {pair.high:.4g})"
-    unsure = f"whether {pair.a} is above {pair.b} cannot be told: {gap}, n = {seeds(pair)}"
+    unsure = f"whether {pair.a} is above {pair.b} cannot be determined: {gap}, n = {seeds(pair)}"
     if pair.p is None or pair.p_adjusted is None:
         few = min(pair.n_a, pair.n_b) < 2
         return f"{unsure}, no test: {'it takes two seeds or more of each' if few else 'the seeds do not vary'}."
@@ -72,7 +72,7 @@ def _with_leader(leader: str, match: Match, measure: str) -> list[str]:
         return [sentence(pair, measure, tests) for pair in [*sure, *unsure]]
     others = "; ".join(f"{p.b if p.a == leader else p.a} (n = {seeds(p)}, p = {_p(p.p_adjusted)})" for p in unsure)
     known = [sentence(pair, measure, tests) for pair in sure]
-    return [*known, f"{leader} has the highest mean, and whether it is above these cannot be told: {others}. "
+    return [*known, f"{leader} has the highest mean, and whether it is above these cannot be determined: {others}. "
             f"The p are after Holm over {tests} pairs."]  # fmt: skip
 
 

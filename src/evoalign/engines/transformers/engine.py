@@ -272,7 +272,7 @@ class TransformersEngine:
             self._adapters.set(module, adapter)
             found |= adapter is not None
         if not found and not all(m.is_mean for m in members):
-            raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; mend it")
+            raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
 
     def _clear_adapters(self) -> None:
         assert self._adapters is not None

@@ -275,7 +275,7 @@ class Worker:
         message, failed = answer["error"], answer["failed"]
         if failed is not None and failed["reason"] == "raised":
             function = None if answer["function"] is None else failed["function"]
-            raise NoAnswerError(message.removesuffix("; mend it"), "raised", function, failed["traceback"])
+            raise NoAnswerError(message.removesuffix("; fix it"), "raised", function, failed["traceback"])
         kind = getattr(errors, answer["kind"], RewardError)
         raise RewardError(message, failed) if kind is RewardError else kind(message)
 

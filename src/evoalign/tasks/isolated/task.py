@@ -190,10 +190,10 @@ class Isolated(Task):
         tries = "1 attempt" if effort["attempts"] == 1 else f"{effort['attempts']} attempts"
         asked = texts if problem.function else ()
         failed = failure(problem.reason, problem.function or "worker", where, problem.trace, asked) | effort
-        mend = " or raise grader.timeout" if problem.reason == "hung" else ""
+        fix = " or raise grader.timeout" if problem.reason == "hung" else ""
         if not self.from_config:
-            mend += ", or let it run in this process with grader.isolated: false"
-        raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; mend it{mend}", failed)
+            fix += ", or let it run in this process with grader.isolated: false"
+        raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; fix it{fix}", failed)
 
 
 def culprit(

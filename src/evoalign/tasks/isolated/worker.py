@@ -173,7 +173,7 @@ def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:
         return {"error": str(error), "kind": type(error).__name__, "failed": failed}
     except FAILURES as error:
         failed = failure("raised", who, trace=traceback.format_exc())
-        return {"error": f"{who} failed: {described(error)}; mend it", "kind": RewardError.__name__, "failed": failed}
+        return {"error": f"{who} failed: {described(error)}; fix it", "kind": RewardError.__name__, "failed": failed}
 
 
 def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
