@@ -55,7 +55,7 @@ class Recorder:
         """Start the trackers. Raises ConfigError.
 
         `rebuilt` says that a run goes on, whose rows are those of metrics.jsonl, the engine's mean being where they
-        end, and which of them no tracker was reported.
+        end, and which of them no tracker was given.
         """
         self.trackers = tracking.create(self.config, self.run.path, None if rebuilt is None else len(self.run.rows))
         self._control = self._control_of(len(self.run.rows))
