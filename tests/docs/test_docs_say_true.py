@@ -192,6 +192,15 @@ def test_the_space_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
     spaces.check_space(module.Norms(from_dict({**WIDTH, **tree})))
 
 
+def test_the_objective_of_the_guide_scores_and_moves_its_state(tmp_path: Path) -> None:
+    from evoalign.rewards.objective import grouped, score
+
+    objective = imported("my_objective.py", tmp_path).Priced(limit=0.25)
+    group = grouped({"right": [1.0, 0.0], "cost": [0.5, 1.0]}, ["a", "b"], [{}], 0)
+    assert score(objective, group).tolist() == [[0.5], [-1.0]]
+    assert objective.state == {"ln_price": 0.25}
+
+
 def test_the_readers_of_the_file_formats_read_what_a_run_leaves(tmp_path: Path) -> None:
     from evoalign.engines.hash import weights_hash
     from evoalign.rundir.journal import Journal
