@@ -244,7 +244,7 @@ def test_a_tracker_chosen_only_at_the_resume_starts(tmp_path: Path, backend: str
 
 
 class Broken:
-    """Fails where it is told to, and remembers what it was told."""
+    """Fails where it is told to, and remembers what it was reported."""
 
     def __init__(self, *failing: str) -> None:
         self.failing, self.told = failing, list[str]()
