@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   make demo     a small language model learns to be brief, on this machine's CPU
-#   make test     all tests but those that need vLLM
+#   make test     what a change needs first, in at most five minutes on two cores
+#   make test-all   the other tests, but those that need vLLM
+#   make test-long  the long sweeps
 #   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.32.0)
 #   make lint     style, types, import rules
 #   make docs     the documentation, strictly, into build/site; build/site/index.html opens without a server
@@ -17,14 +19,22 @@ STAMP := .venv/.installed
 VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm/$(VLLM)
 
-.PHONY: demo test test-vllm lint docs bench clean FORCE
+.PHONY: demo test test-all test-long test-vllm lint docs bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
 
 # One thread a worker: two workers with two threads each would take turns on two cores.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore=tests/engine_vllm
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore=tests/engine_vllm
+	$(PYTEST) -m "not slow and not long"
+
+test-all: $(STAMP)
+	$(PYTEST) -m "slow and not long"
+
+test-long: $(STAMP)
+	$(PYTEST) -m long
 
 test-vllm: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -n 2 tests/engine_vllm

@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import study_page
 from study_runs import (
     ROOT,
     STEPS,
@@ -73,11 +74,8 @@ GRIDS: dict[str, dict[str, dict[str, list[Any]]]] = {
 def tune(arguments: argparse.Namespace) -> None:
     """Search all methods side by side, and write chosen.json."""
     folder = arguments.to / arguments.task
-    sets = {"task.test_data": str(write_validation(arguments.task, folder)), **pairs(arguments.sets)}
-    if arguments.task == "countdown":
-        sets = {"task.test_size": VALIDATION_ROWS["countdown"], **sets}
     seconds = arguments.seconds or SECONDS[arguments.task][0]
-    base = _base(arguments, sets)
+    base = _base(arguments, _validating(arguments, folder))
     (folder / "tune").mkdir(parents=True, exist_ok=True)
     steps = CALIBRATION_STEPS[arguments.task]
     speed = calibrate(base, steps, arguments.jobs, folder / "tune", arguments.deadline)
@@ -94,11 +92,8 @@ def tune(arguments: argparse.Namespace) -> None:
 def refine(arguments: argparse.Namespace) -> None:
     """Search two further learning rates of each method, of runs as long as before, and choose again."""
     folder = arguments.to / arguments.task
-    sets = {"task.test_data": str(write_validation(arguments.task, folder)), **pairs(arguments.sets)}
-    if arguments.task == "countdown":
-        sets = {"task.test_size": VALIDATION_ROWS["countdown"], **sets}
     chosen = json.loads((folder / "chosen.json").read_text())
-    base = [task for task in _base(arguments, sets) if task.name in chosen["methods"]]
+    base = [t for t in _base(arguments, _validating(arguments, folder)) if t.name in chosen["methods"]]
     # Chosen from the first round alone, so that the same command goes on with the same cells.
     first = choose(folder / "tune")
     tasks = [
@@ -108,6 +103,12 @@ def refine(arguments: argparse.Namespace) -> None:
     side_by_side(tasks, chosen["seeds"], arguments.jobs, folder / "refine", arguments.deadline)
     jobs = {**chosen["jobs"], "refine": arguments.jobs}
     _write(folder, {**chosen, "refined": True, "jobs": jobs, "methods": choose(folder / "tune", folder / "refine")})
+
+
+def _validating(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Overrides of runs that settings are chosen by."""
+    size = {"task.test_size": VALIDATION_ROWS["countdown"]} if arguments.task == "countdown" else {}
+    return {**size, "task.test_data": str(write_validation(arguments.task, folder)), **pairs(arguments.sets)}
 
 
 def further(grid: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -137,7 +138,7 @@ def _lasting(tasks: Sequence[Task], seconds: float, speed: Mapping[str, float]) 
 
 def _write(folder: Path, chosen: Mapping[str, Any]) -> None:
     (folder / "chosen.json").write_text(json.dumps(chosen, indent=2) + "\n")
-    print(tuning_table(chosen))
+    print("\n".join(study_page.searched(chosen)))
 
 
 def final(arguments: argparse.Namespace) -> None:
@@ -204,24 +205,6 @@ def choose(*folders: Path) -> dict[str, Any]:
             },
         }
     return chosen
-
-
-def tuning_table(chosen: Mapping[str, Any]) -> str:
-    """Markdown: what the search of each method took, and what it chose."""
-    lines = [
-        "| method | trials | runs | completions | tokens | FLOPs | seconds in all | of a run | chosen | reward there |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
-    ]
-    for method, found in chosen["methods"].items():
-        spent, low_high = found["budget"], found["budget"]["run_seconds"]
-        runs = f"{spent['runs']}" + (f" ({spent['not_done']} failed)" if spent["not_done"] else "")
-        settings = ", ".join(f"`{key} {value:g}`" for key, value in found["settings"].items())
-        lines.append(
-            f"| {method} | {spent['trials']} | {runs} | {spent['completions']:,} | {spent['tokens']:,} "
-            f"| {spent['flops']:.3g} | {spent['wall_seconds']:,.0f} | {low_high[0]:.0f} to {low_high[1]:.0f} "
-            f"| {settings} | {found['validation']['mean']['reward']:.4g} |"
-        )
-    return "\n".join(lines)
 
 
 VALIDATION_ROWS = {"countdown": 500, "conciseness": 48}
@@ -324,9 +307,7 @@ def main() -> None:
 
 
 def page(arguments: argparse.Namespace) -> None:
-    """docs/results/TASK.md, its figures, and the numbers it is made of."""
-    import study_page
-
+    """docs/results/TASK.md, its figures and tables, and the numbers that they are made of."""
     arguments.results.mkdir(parents=True, exist_ok=True)
     file = arguments.results / f"{arguments.task}.json"
     if arguments.source is not None:
@@ -334,6 +315,9 @@ def page(arguments: argparse.Namespace) -> None:
         file.write_text(json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
     tree = json.loads(file.read_text(encoding="utf-8"))
     (arguments.docs / f"{arguments.task}.md").write_text(study_page.page(tree), encoding="utf-8")
+    (arguments.docs / "data").mkdir(exist_ok=True)
+    for name, text in study_page.tables(tree).items():
+        (arguments.docs / "data" / f"{arguments.task}_{name}.csv").write_text(text, encoding="utf-8")
     print(f"wrote {arguments.docs / arguments.task}.md")
 
 

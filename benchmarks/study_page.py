@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/results/TASK.md of es_vs_grpo: `collect` reads the runs and draws, `page` writes from what was collected alone.
+"""docs/results/TASK.md of es_vs_grpo, a summary, and the tables beside it in docs/results/data.
 
-Every sentence that names a winner follows from the numbers by a rule, so that none can contradict them.
+`collect` reads the runs and draws; `page` and `tables` write from what was collected alone. Every sentence that names a
+winner follows from the numbers by a rule, so that none can contradict them.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from study_runs import read_results
+from evoalign.report.markdown import bullets, listed, table
+from study_runs import read_results, rounded
 
 LABELS = {
     "lora": "ES lora",
@@ -46,7 +50,6 @@ MATCHED = {
 }
 LEVEL = 0.05
 SAMPLES = 4
-DIGITS = 6
 
 
 def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
     tree |= _searches(folder, task, figures)
     tree["samples"] = _samples(folder, methods)
     tree["made_with"] = _made_with(paths)
-    return _rounded(tree)
+    return rounded(tree)
 
 
 def _without(folder: Path, note: str) -> str:
@@ -172,23 +175,14 @@ def _made_with(paths: Sequence[Path]) -> dict[str, Any]:
     return {key: manifest.get(key) for key in ("versions", "hardware", "git", "version") if manifest.get(key)}
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def page(tree: Mapping[str, Any]) -> str:
-    """Markdown."""
-    from es_vs_grpo import tuning_table
-
-    task, second, chosen = tree["task"], SECOND[tree["task"]], tree["chosen"]
+    """Markdown: what a reader reads; `tables` has the rest."""
+    task, chosen = tree["task"], tree["chosen"]
     seeds = sorted({run["seed"] for runs in tree["runs"].values() for run in runs})
+    header = ("method", "what it is", "settings searched", "steps of a run", "completions of a step")
     lines = [
         f"# ES and GRPO on {task.capitalize()}",
         "",
@@ -197,46 +191,61 @@ def page(tree: Mapping[str, Any]) -> str:
         f"examples; then {len(seeds)} seeds were trained with those that did best, and evaluated on the test split "
         "along the way.",
         "",
-        *_table(
-            ("method", "what it is", "settings searched", "steps of a run", "completions of a step"),
-            [_method(tree, name) for name in tree["methods"]],
-            words=3,
-        ),
-        *_bullets(_lost(tree, seeds)),
+        *table(header, [_method(tree, name) for name in tree["methods"]], words=3),
+        *bullets(_lost(tree, seeds)),
         "## In short",
         "",
         *([PLAINLY[task], ""] if task in PLAINLY else []),
         *in_short(tree),
         "Bold is the highest mean, which is no claim by itself: the last column has those. It is shown only where "
-        "every method has an evaluation within the budget. `start` is the base model.",
+        "every method has an evaluation within the budget. `start` is the base model. Learning rates are constant, so "
+        "that each point of a curve is a run of that length. The sentences follow by rules from the numbers, which are "
+        f"in three tables: [means with their intervals and the share of the budget used](data/{task}_means.csv), "
+        f"[tests of every pair](data/{task}_tests.csv), and [every seed](data/{task}_seeds.csv).",
         "",
-        *_bullets(costs_in_words(tree)),
-        "The sentences above follow from the numbers below by rules. Learning rates are constant, so that each point "
-        "of a curve is a run of that length.",
+        "## At equal budgets",
+        "",
+        "Each seed thin, the mean bold, with its 95 % band over seeds.",
         "",
     ]
-    for measure in ("reward", second):
-        lines += [f"## {measure.capitalize()} at equal budgets", ""]
-        for match in tree["measures"][measure]["matches"]:
-            lines += _matched(match, measure, tree["figures"])
-    lines += ["## Every seed", "", *_every_seed(tree, second)]
-    lines += [
-        "## At the end: divergence, distance, text and cost",
-        "",
-        *_table(**_grid(tree["measures"]["reward"]["end"])),
-    ]
+    for measure in ("reward", SECOND[task]):
+        lines += [*_pictures(tree, measure), ""]
+    lines += ["## At the end: divergence, distance, text and cost", "", *table(**_end(tree))]
     if "reward_divergence" in tree["figures"]:
-        lines += [
-            f"![Reward against the divergence from the base model](figures/{tree['figures']['reward_divergence']})",
-            "",
-        ]
+        file = tree["figures"]["reward_divergence"]
+        lines += [f"![Reward against the divergence from the base model](figures/{file})", ""]
     if chosen:
-        lines += ["## The search", "", *_search(tree, chosen), tuning_table(_labelled(chosen)), ""]
-        lines += [f"![Search of {LABELS[m]}](figures/{file})\n" for m, file in tree["heat_maps"].items()]
+        lines += ["## The search", "", *_search(tree, chosen), *searched(_labelled(chosen))]
+        maps = [f"![Search of {LABELS[m]}](figures/{file})" for m, file in tree["heat_maps"].items()]
+        lines += [*maps, ""] if maps else []
     lines += ["## What they answer", "", *_answers(tree["samples"])]
-    lines += ["## What this cannot tell", "", *_bullets(LIMITS[task]), *_bullets(tree["notes"])]
+    lines += ["## What this cannot tell", "", *bullets([*LIMITS[task], *_notes(tree)])]
     lines += ["## Made with", "", *_commands(tree)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _pictures(tree: Mapping[str, Any], measure: str) -> list[str]:
+    """A measure against each budget that has a figure."""
+    files = {MATCHED[by]: tree["figures"].get(f"{measure}_{by}") for by in MATCHED}
+    return [f"![{measure} against {by}](figures/{file})" for by, file in files.items() if file]
+
+
+def _end(tree: Mapping[str, Any]) -> dict[str, Any]:
+    grid = tree["measures"]["reward"]["end"]
+    return {"header": grid["header"], "rows": grid["rows"]}
+
+
+def _notes(tree: Mapping[str, Any]) -> list[str]:
+    """What the comparisons note, each once."""
+    matches = [match for found in tree["measures"].values() for match in found["matches"]]
+    there = [f"At {_where(match)}: {note}." for match in matches for note in match["notes"]]
+    return list(dict.fromkeys([*tree["notes"], *there]))
+
+
+def _where(match: Mapping[str, Any]) -> str:
+    if not match["by"]:
+        return MATCHED[None]
+    return f"equal {MATCHED[match['by']]}"
 
 
 def _method(tree: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -255,34 +264,43 @@ def _lost(tree: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
         missing = sorted(set(seeds) - {run["seed"] for run in runs})
         if missing:
             lines.append(
-                f"{label} lacks seed {_listed([str(seed) for seed in missing])}, whose run was stopped before its end "
+                f"{label} lacks seed {listed([str(seed) for seed in missing])}, whose run was stopped before its end "
                 f"and is left out: {len(runs)} seeds."
             )
     return lines
 
 
 def in_short(tree: Mapping[str, Any]) -> list[str]:
-    """For each measure a table of its means at each budget, and of which methods can be told apart there."""
+    """For each measure a table of its means at each budget, and of which differences are significant there."""
     lines: list[str] = []
     for measure, found in tree["measures"].items():
         labels = [group["label"] for group in found["matches"][0]["groups"]]
         starts = [run["before"][measure] for runs in tree["runs"].values() for run in runs]
-        start = sum(starts) / len(starts)
-        rows = []
-        for match in found["matches"]:
-            means = {g["label"]: g["estimate"]["mean"] for g in match["groups"] if g["estimate"]}
-            shown = [f"{means[label]:.3g}" if label in means else "-" for label in labels]
-            best = max(means, key=lambda label: means[label])
-            if len(means) == len(labels):
-                shown[labels.index(best)] = f"**{shown[labels.index(best)]}**"
-            rows.append((MATCHED[match["by"]], f"{start:.3g}", *shown, told_apart(match["pairs"])))
-        header = (f"{measure} at equal", "start", *labels, f"told apart (p < {LEVEL:g} after Holm)")
-        lines += _table(header, rows)
-    return [*lines, *_bullets(_leaders(tree))]
+        start = f"{sum(starts) / len(starts):.3g}"
+        rows = [(_budget(m), start, *_means(m, labels), told_apart(m["pairs"])) for m in found["matches"]]
+        header = (f"{measure} at equal", "start", *labels, f"significant across seeds (p < {LEVEL:g}, Holm)")
+        lines += table(header, rows)
+    return [*lines, *bullets(_leaders(tree))]
+
+
+def _budget(match: Mapping[str, Any]) -> str:
+    if not match["limit"]:
+        return MATCHED[match["by"]]
+    return f"{MATCHED[match['by']]} ({match['limit']:.4g}{' s' if match['by'] == 'wall' else ''})"
+
+
+def _means(match: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
+    """The highest in bold where every method has one."""
+    means = {group["label"]: group["estimate"]["mean"] for group in match["groups"] if group["estimate"]}
+    shown = [f"{means[label]:.3g}" if label in means else "-" for label in labels]
+    if len(means) == len(labels):
+        best = labels.index(max(means, key=lambda label: means[label]))
+        shown[best] = f"**{shown[best]}**"
+    return shown
 
 
 def told_apart(pairs: Sequence[Mapping[str, Any]]) -> str:
-    """`A > B, C; D > B`: of pairs whose first has the higher mean, those that the test tells apart."""
+    """`A > B, C; D > B`: of pairs whose first has the higher mean, those whose difference is significant."""
     above: dict[str, list[str]] = {}
     for pair in pairs:
         if pair["p_adjusted"] is not None and pair["p_adjusted"] < LEVEL:
@@ -291,22 +309,22 @@ def told_apart(pairs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _leaders(tree: Mapping[str, Any]) -> list[str]:
-    """Whether the highest mean reward depends on what is matched, and whether GRPO and ES can be told apart."""
+    """Whether the highest mean reward depends on what is matched, and how GRPO and ES differ."""
     leaders: dict[str, list[str]] = {}
     lines: list[str] = []
     for match in tree["measures"]["reward"]["matches"]:
         missing = [group["label"] for group in match["groups"] if not group["estimate"]]
         if missing and match["by"]:
-            lines.append(f"At equal {MATCHED[match['by']]} nothing is said of {_listed(missing)}: no evaluation of it "
+            lines.append(f"At equal {MATCHED[match['by']]} nothing is said of {listed(missing)}: no evaluation of it "
                          "lies within the budget.")  # fmt: skip
         elif match["by"]:
             best = max(match["groups"], key=lambda group: group["estimate"]["mean"])["label"]
             leaders.setdefault(best, []).append(MATCHED[match["by"]])
     if len(leaders) == 1:
         name, by = next(iter(leaders.items()))
-        lines.insert(0, f"The highest mean reward is that of {name} at equal {_listed(by)}.")
+        lines.insert(0, f"The highest mean reward is that of {name} at equal {listed(by)}.")
     elif leaders:
-        said = "; ".join(f"{label} at equal {_listed(by)}" for label, by in leaders.items())
+        said = "; ".join(f"{label} at equal {listed(by)}" for label, by in leaders.items())
         lines.insert(0, f"Which mean reward is highest depends on what is matched: {said}.")
     if tree.get("chosen"):
         lines += _better(tree["searches"], tree["chosen"])
@@ -319,91 +337,17 @@ def _es_against_grpo(tree: Mapping[str, Any]) -> list[str]:
     for match in tree["measures"]["reward"]["matches"]:
         if not match["by"]:
             continue
-        found: dict[str, list[str]] = {"above": [], "below": [], "not told apart from": []}
+        found: dict[str, list[str]] = {"above": [], "below": [], "no significant difference from": []}
         for pair in match["pairs"]:
             if "GRPO" not in (pair["a"], pair["b"]) or "GRPO on ES members" in (pair["a"], pair["b"]):
                 continue
             sure = pair["p_adjusted"] is not None and pair["p_adjusted"] < LEVEL
-            where = ("above" if pair["a"] == "GRPO" else "below") if sure else "not told apart from"
+            where = ("above" if pair["a"] == "GRPO" else "below") if sure else "no significant difference from"
             found[where].append(pair["b"] if pair["a"] == "GRPO" else pair["a"])
-        said = "; ".join(f"{where} {_listed(names)}" for where, names in found.items() if names)
+        said = "; ".join(f"{where} {listed(names)}" for where, names in found.items() if names)
         if said:
             lines.append(f"GRPO against ES at equal {MATCHED[match['by']]}: {said}.")
     return lines
-
-
-def costs_in_words(tree: Mapping[str, Any]) -> list[str]:
-    """What a run took, how far it moved and what it did to the text: means over seeds, smallest to largest."""
-
-    def means(pick: Any) -> dict[str, float]:
-        values = {label: [pick(run) for run in runs] for label, runs in tree["runs"].items()}
-        return {k: sum(v) / len(v) for k, v in values.items() if v and all(x is not None for x in v)}
-
-    asked = {
-        "Completions of a run": (lambda run: (run["cost"] or {}).get("completions"), "{:,.0f}"),
-        "KL from the base model at the end, nats a token": (
-            lambda run: (run["divergence"] or {}).get("exact"),
-            "{:.3g}",
-        ),
-        "Relative distance of the weights": (lambda run: (run["distance"] or {}).get("relative"), "{:.3g}"),
-        "Hacked share of test completions": (lambda run: (run["shares_after"] or {}).get("hacked"), "{:.1%}"),
-    }
-    lines: list[str] = []
-    for name, (pick, form) in asked.items():
-        found = sorted(means(pick).items(), key=lambda pair: pair[1])
-        if found:
-            lines.append(f"{name}: {', '.join(f'{label} {form.format(value)}' for label, value in found)}.")
-    return lines
-
-
-def _matched(match: Mapping[str, Any], measure: str, figures: Mapping[str, str]) -> list[str]:
-    by = match["by"]
-    limit = f" ({match['limit']:.4g}{' s' if by == 'wall' else ''})" if match["limit"] else ""
-    title = f"Equal {MATCHED[by]}{limit}" if by else "The end of each run, budgets not matched"
-    lines = [f"### {title}: {measure}", ""]
-    if f"{measure}_{by}" in figures:
-        lines += [f"![{measure} against {MATCHED[by]}](figures/{figures[f'{measure}_{by}']})", ""]
-    rows = []
-    for group in match["groups"]:
-        found = group["estimate"]
-        interval = f"{found['low']:.4g} to {found['high']:.4g}" if found and found["low"] is not None else "-"
-        used = [run["share"] for run in group["runs"] if run["share"] is not None]
-        rows.append((
-            group["label"], str(len(group["runs"])), f"{found['mean']:.4g}" if found else "-", interval,
-            f"{sum(used) / len(used):.0%}" if used else "-",
-        ))  # fmt: skip
-    lines += _table(("method", "seeds", f"mean {measure}", "95 % over seeds", "budget used"), rows)
-    lines += _bullets(match["notes"])
-    tests = [(
-        f"{pair['a']} - {pair['b']}",
-        f"{pair['difference']:+.4g}"
-        + (f" ({pair['low']:.3g} to {pair['high']:.3g})" if pair["low"] is not None else ""),
-        "-" if pair["effect"] is None else f"{pair['effect']:.2f}",
-        f"{pair['n_a']}" if pair["paired"] else f"{pair['n_a']} and {pair['n_b']}, not paired",
-        pair["test"] or "none",
-        "-" if pair["p"] is None else f"{pair['p']:.3g}",
-        "-" if pair["p_adjusted"] is None else f"{pair['p_adjusted']:.3g}",
-    ) for pair in match["pairs"]]  # fmt: skip
-    header = ("pair", "difference (95 %)", "effect size", "seeds", "test", "p", "p, Holm")
-    return [*lines, *(_table(header, tests) if tests else [])]
-
-
-def _every_seed(tree: Mapping[str, Any], second: str) -> list[str]:
-    rows = []
-    for label, runs in tree["runs"].items():
-        for run in runs:
-            after, cost = run["after"], run["cost"] or {}
-            kl, moved = (run["divergence"] or {}).get("exact"), (run["distance"] or {}).get("relative")
-            hacked = (run["shares_after"] or {}).get("hacked")
-            numbers = ((kl, "{:.3g}"), (moved, "{:.3g}"), (hacked, "{:.1%}"), (cost.get("wall_seconds"), "{:.0f}"))
-            rows.append((
-                label, str(run["seed"]), f"{run['before']['reward']:.4g}", f"{after['reward']:.4g}",
-                f"{run['before'][second]:.1%}", f"{after[second]:.1%}",
-                *("-" if value is None else form.format(value) for value, form in numbers),
-            ))  # fmt: skip
-    header = ("method", "seed", "reward before", "after", f"{second} before", "after", "KL, nats a token",
-              "relative distance", "hacked", "training seconds")  # fmt: skip
-    return _table(header, rows)
 
 
 def _search(tree: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
@@ -424,14 +368,27 @@ def _search(tree: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
         f"with the most had {ratio:.3g} times as many as the one with the least."
         + (" The second round had runs of as many steps, on another machine than the first." if refined else ""),
         "",
-        *_bullets(
-            [
-                *_better(tree["searches"], chosen),
-                *_cut_off(tree["searches"], chosen),
-                *_at_edge(tree["searches"], chosen),
-            ]
-        ),
+        *bullets([*_cut_off(tree["searches"], chosen), *_at_edge(tree["searches"], chosen)]),
     ]
+
+
+def searched(chosen: Mapping[str, Any]) -> list[str]:
+    """Markdown: what the search of each method took, and what it chose."""
+    header = ("method", "trials", "runs", "completions", "tokens", "FLOPs", "seconds in all", "of a run", "chosen",
+              "reward there")  # fmt: skip
+    return table(header, [_searched(*pair) for pair in chosen["methods"].items()])
+
+
+def _searched(method: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    spent = found["budget"]
+    failed = f" ({spent['not_done']} failed)" if spent["not_done"] else ""
+    settings = ", ".join(f"`{key} {value:g}`" for key, value in found["settings"].items())
+    low, high = spent["run_seconds"]
+    return (
+        method, f"{spent['trials']}", f"{spent['runs']}{failed}", f"{spent['completions']:,}", f"{spent['tokens']:,}",
+        f"{spent['flops']:.3g}", f"{spent['wall_seconds']:,.0f}", f"{low:.0f} to {high:.0f}", settings,
+        f"{found['validation']['mean']['reward']:.4g}",
+    )  # fmt: skip
 
 
 def _better(searches: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[str]:
@@ -483,15 +440,19 @@ def _labelled(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answers(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines: list[str] = ["The first test examples; the lowest seed of each method.", ""]
-    for sample in samples:
-        prompt, target = (_inline(text)[-160:] for text in (sample["prompt"], sample["target"] or "-"))
-        rows = [
-            (who, f"`{_inline(answer['text'])}`" if answer["text"].strip() else "(empty)", f"{answer['reward']:.3g}")
-            for who, answer in sample["answers"].items()
-        ]
-        lines += [f"`{prompt}` (target: `{target}`)", "", *_table(("who", "answer", "reward"), rows)]
-    return lines
+    """One row an example, one column a method."""
+    if not samples:
+        return []
+    who = list(samples[0]["answers"])
+    rows = [(f"`{_inline(sample['prompt'])[-160:]}` (target: `{_inline(sample['target'] or '-')[-160:]}`)",
+             *(_answer(sample["answers"][name]) for name in who)) for sample in samples]  # fmt: skip
+    asked = "The first test examples, each answer with its reward; the lowest seed of each method."
+    return [asked, "", *table(("prompt", *who), rows, words=1 + len(who))]
+
+
+def _answer(answer: Mapping[str, Any]) -> str:
+    text = f"`{_inline(answer['text'])}`" if answer["text"].strip() else "(empty)"
+    return f"{text} {answer['reward']:.3g}"
 
 
 def _inline(text: str) -> str:
@@ -501,7 +462,7 @@ def _inline(text: str) -> str:
 PLAINLY = {
     "conciseness": "**The reward counts characters and nothing else.** No method learnt to answer rightly and briefly: "
     "a high reward here is an answer of the right length, as the answers at the end of this page show, and most runs "
-    "are far from the base model by then. What `hacked` counts is told in [the guide](../guides/compare.md).",
+    "are far from the base model by then. What `hacked` counts is said in [the guide](../guides/compare.md).",
 }
 FAIRNESS = [
     "Settings were searched at equal wall time. At equal completions, tokens and FLOPs a method that takes many "
@@ -566,21 +527,51 @@ def _commands(tree: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _grid(grid: Mapping[str, Any]) -> dict[str, Any]:
-    return {"header": grid["header"], "rows": grid["rows"]}
+# --- the tables beside it ---------------------------------------------------------------------------------------------
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> list[str]:
-    """The first `words` columns to the left, numbers to the right."""
-    rule = "|" + "---|" * words + "---:|" * (len(header) - words)
-    return [*("| " + " | ".join(cell or " " for cell in row) + " |" for row in [header]), rule,
-            *("| " + " | ".join(row) + " |" for row in rows), ""]  # fmt: skip
+def tables(tree: Mapping[str, Any]) -> dict[str, str]:
+    """By name, the CSV of all means at each budget, of all tests, and of every seed."""
+    matches = [(measure, match) for measure, found in tree["measures"].items() for match in found["matches"]]
+    means = [_mean_row(measure, match, group) for measure, match in matches for group in match["groups"]]
+    tests = [_test_row(measure, match, pair) for measure, match in matches for pair in match["pairs"]]
+    seeds = [_seed_row(label, run, SECOND[tree["task"]]) for label, runs in tree["runs"].items() for run in runs]
+    return {"means": _csv(means), "tests": _csv(tests), "seeds": _csv(seeds)}
 
 
-def _bullets(lines: Iterable[str]) -> list[str]:
-    found = [f"- {line}" for line in lines]
-    return [*found, ""] if found else []
+Row = dict[str, Any]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def _csv(rows: Sequence[Row]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _mean_row(measure: str, match: Mapping[str, Any], group: Mapping[str, Any]) -> Row:
+    found = group["estimate"] or {"mean": None, "low": None, "high": None}
+    used = [run["share"] for run in group["runs"] if run["share"] is not None]
+    return {
+        "measure": measure, "matched": match["by"] or "nothing", "budget": match["limit"], "method": group["label"],
+        "seeds": len(group["runs"]), "mean": found["mean"], "low": found["low"], "high": found["high"],
+        "budget_used": round(sum(used) / len(used), 4) if used else None,
+    }  # fmt: skip
+
+
+def _test_row(measure: str, match: Mapping[str, Any], pair: Mapping[str, Any]) -> Row:
+    names = ("a", "b", "difference", "low", "high", "effect", "n_a", "n_b", "paired", "test", "p", "p_adjusted")
+    return {"measure": measure, "matched": match["by"] or "nothing", **{name: pair[name] for name in names}}
+
+
+def _seed_row(label: str, run: Mapping[str, Any], second: str) -> Row:
+    def of(section: str, name: str) -> float | None:
+        return (run[section] or {}).get(name)
+
+    return {
+        "method": label, "seed": run["seed"], "steps": run["steps"],
+        **{f"{name}_{when}": run[when][name] for name in ("reward", second) for when in ("before", "after")},
+        "kl": of("divergence", "exact"), "relative_distance": of("distance", "relative"),
+        "hacked": of("shares_after", "hacked"), "training_seconds": of("cost", "wall_seconds"),
+    }  # fmt: skip

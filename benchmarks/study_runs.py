@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -126,9 +126,7 @@ def calibrate(
     known: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
     missing = [task for task in tasks if task.name not in known]
     if missing:
-        short = [
-            Task(t.name, t.config, t.method, (), {**t.sets, STEPS[t.method]: steps[t.method]}) for t in missing
-        ]  # fmt: skip
+        short = [replace(t, cells=(), sets={**t.sets, STEPS[t.method]: steps[t.method]}, share=1.0) for t in missing]
         copies = max(1, jobs // len(tasks))
         side_by_side(short, range(copies), jobs, to / "calibration", until)
         for task in missing:
@@ -158,6 +156,15 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     """results.json of a sweep; None where it has come to nothing."""
     file = folder / "results.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def rounded(value: Any) -> Any:
+    """The same tree with numbers of six digits, small enough to commit."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def integers(text: str) -> list[int]:

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study_page import LEVEL, _bullets, _listed, _rounded, _table
-from study_runs import ROOT, Task, calibrate, deadline, integers, names, pairs, read_results, side_by_side
+from evoalign.report.markdown import bullets, listed, table
+from study_runs import ROOT, Task, calibrate, deadline, integers, names, pairs, read_results, rounded, side_by_side
 
 RANKS = (1, 2, 4, 8, 16)
 POPULATIONS = (8, 16, 32, 64, 128, 256)
@@ -141,7 +141,7 @@ def collect(folder: Path, figures: Path) -> dict[str, Any]:
         if cells:
             tree["sweeps"][name] = cells
             _draw(name, sweep, cells, figures)
-    return _rounded(tree)
+    return rounded(tree)
 
 
 def _cell(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -200,14 +200,15 @@ def page(tree: Mapping[str, Any]) -> str:
         "",
         "What rank, population and the width of the noise do to half a million weights, on the shipped test splits: "
         "500 problems of Countdown, eight questions of Conciseness. One core a run. Three seeds or fewer say little: "
-        "where two cells cannot be told apart by them, this page says so. The sentences follow from the numbers by "
-        "rules: a cell is told apart from the best where the p of a paired t test over seeds is below 0.05 after "
-        "Holm's correction over the cells of the sweep. The best cell is the luckiest too: its mean is a little high.",
+        "where two cells do not differ significantly, this page says so. The sentences follow from the numbers by "
+        "rules: a cell differs significantly from the best where the p of a paired t test over seeds is below 0.05 "
+        "after Holm's correction over the cells of the sweep. The best cell is the luckiest too: its mean is a little "
+        "high.",
         "",
     ]
     for name, cells in tree["sweeps"].items():
         sweep = SWEEPS[name]
-        lines += [f"## {sweep.asks}", "", sweep.note, "", *_bullets(in_words(name, cells))]
+        lines += [f"## {sweep.asks}", "", sweep.note, "", *bullets(in_words(name, cells))]
         lines += [f"![{sweep.asks}](figures/sweep_{name}.png)", "", *_cells_table(sweep, cells)]
     lines += [
         "## Made with",
@@ -227,8 +228,8 @@ def page(tree: Mapping[str, Any]) -> str:
 
 
 def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the best cell is, and which cannot be told apart from it."""
-    from evoalign.analysis.compare.statistics import adjust, compare
+    """What the best cell is, and which do not differ significantly from it."""
+    from evoalign.analysis.compare.statistics import LEVEL, adjust, compare
 
     sweep = SWEEPS[name]
     means = {_name(sweep, cell): mean(run["reward"] for run in cell["runs"]) for cell in cells}
@@ -239,22 +240,22 @@ def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     others = [label for label in means if label != best]
     few = [label for label in others if len(values[label].keys() & values[best].keys()) < 2]
     tests = [compare(best, values[best], label, values[label]) for label in others if label not in few]
-    # A permutation of three seeds tells nothing apart; a t test does, where it trusts in normal differences.
+    # A permutation test of three seeds can give no p below 0.25; a t test can, where differences are normal.
     tests = adjust([replace(pair, p=pair.p_values.get("paired t")) for pair in tests])
     apart = [pair.b for pair in tests if pair.p_adjusted is not None and pair.p_adjusted < LEVEL]
     alike = [pair.b for pair in tests if pair.b not in apart]
     if apart:
-        lines.append(f"Told apart from it, and below: {_listed(apart)}.")
+        lines.append(f"Significantly below it: {listed(apart)}.")
     if alike:
-        lines.append(f"Not told apart from it by these seeds: {_listed(alike)}.")
+        lines.append(f"No significant difference from it with these seeds: {listed(alike)}.")
     if few:
-        lines.append(f"Not tested against it, for want of two seeds in common: {_listed(few)}.")
+        lines.append(f"Not tested against it, for want of two seeds in common: {listed(few)}.")
     ordered = [label for label in means if label == best or label in alike]
     if name.startswith("rank"):
-        lines.append(f"The least rank that cannot be told apart from the best one: {ordered[0]}.")
+        lines.append(f"The least rank that does not differ significantly from the best one: {ordered[0]}.")
     harmed = [label for label in means if means[label] <= start]
     if harmed:
-        lines.append(f"Mean reward not above the start's: {_listed(harmed)}.")
+        lines.append(f"Mean reward not above the start's: {listed(harmed)}.")
     if name == "population":
         lines += _diversity(sweep, cells)
     return lines
@@ -297,7 +298,7 @@ def _cells_table(sweep: Sweep, cells: Sequence[Mapping[str, Any]]) -> list[str]:
         ))  # fmt: skip
     header = ("cell", "reward of each seed", "mean", second, "share of the run to half of the gain", "changed",
               "hacked", "distance", "generations", "completions", "training seconds")  # fmt: skip
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _mean(runs: Sequence[Mapping[str, Any]], key: str, form: str) -> str:

@@ -275,7 +275,7 @@ class Served:
         from evoalign.types import MEAN
 
         if not self.engine.llm.reset_prefix_cache():
-            say("the prefix cache was not dropped: the bare model may be told faster than it is")
+            say("the prefix cache was not dropped: the bare model may be reported faster than it is")
         return self.took(lambda: self.engine._ask([(MEAN, None)], requests))
 
     def about(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def main() -> None:
             },
             "evaluation": {"max_tokens": 64},
         },
-        overwrite=True,  # a run that is already there is moved aside
+        overwrite=True,  # a run that is already there is renamed
     )
 
     # The run directory is all that `evaluate` needs.

@@ -16,6 +16,22 @@ settings.register_profile("evoalign", deadline=None, max_examples=60, derandomiz
 settings.load_profile("evoalign")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The cases of a test that its mark `first` does not name are slow; a word of it that names no case is an error."""
+    idle: dict[str, set[str]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("first"):
+            test, _, case = item.nodeid.partition("[")
+            said = {word for word in marker.args if word in case}
+            idle[test] = idle.get(test, set(marker.args)) - said
+            if not said:
+                item.add_marker(pytest.mark.slow)
+    whole = not any("::" in arg for arg in config.args)  # else not all cases are here
+    if whole and (wrong := {test: words for test, words in idle.items() if words}):
+        raise pytest.UsageError(f"first() names no case: {wrong}")
+
+
 @pytest.fixture(scope="session")
 def random_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 model with random weights and the tiny model's tokenizer: one layer, about 20,000 parameters."""

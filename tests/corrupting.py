@@ -63,7 +63,7 @@ DAMAGES: dict[str, Damage] = {"truncate": truncate, "flip": flip, "delete": dele
 
 
 class Bench:
-    """A finished run of one space and an engine that tries to go on from damaged copies of it."""
+    """A finished run of one space and an engine that tries to resume from damaged copies of it."""
 
     def __init__(self, space: str, folder: Path) -> None:
         self.run, self.copy = folder / space, folder / f"{space}-copy"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evoalign import evaluation, tokens
+from evoalign import evaluation, rollouts, tokens
 from evoalign.config import Config, from_dict
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.evaluation import paired_interval
@@ -19,7 +19,7 @@ from evoalign.evolve import evolve
 from evoalign.rundir.journal import Journal, read
 from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Prompt, Request, Rollout, Update
 from families import JOURNAL_HEADER
-from test_api_train import Vowels
+from own_task import Vowels
 
 
 class Echo:
@@ -194,7 +194,7 @@ class Broken(Vowels):
 )
 def test_a_task_that_fails_is_named(result: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        evaluation.rewards_of(Broken(result), ["a", "b"], [{}, {}])
+        rollouts.rewards_of(Broken(result), ["a", "b"], [{}, {}])
 
 
 def test_paired_interval() -> None:

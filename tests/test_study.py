@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/es_vs_grpo.py from the search to the page, on the real tiny model: two methods, two cells, one seed."""
 
+import csv
+import io
 import json
 import os
 import subprocess
@@ -16,8 +18,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import es_vs_grpo  # noqa: E402
 import study_page  # noqa: E402
+import sweep_pages  # noqa: E402
 
 SMALL = ("--set", "task.test_size=8", "--methods", "lowrank,grpo", "--jobs", "2", "--seconds", "0.01")
+
+
+pytestmark = pytest.mark.slow
 
 
 def call(*words: str) -> str:
@@ -84,9 +90,30 @@ def test_page_from_the_runs_and_again_from_the_numbers(study: Path, tmp_path: Pa
     for line in page.splitlines():
         if line.startswith("!["):
             assert (tmp_path / "docs" / line.split("](")[1].rstrip(")")).is_file(), line
-    (tmp_path / "docs" / "conciseness.md").unlink()
+    files = [tmp_path / "docs" / "conciseness.md", *sorted((tmp_path / "docs" / "data").iterdir())]
+    texts = [file.read_text() for file in files]
+    for file in files:
+        assert file == files[0] or f"(data/{file.name})" in page
+        file.unlink()
     call("page", *where)
-    assert (tmp_path / "docs" / "conciseness.md").read_text() == page
+    assert [file.read_text() for file in files] == texts and len(files) == 4
+
+
+@pytest.mark.parametrize("task", ["countdown", "conciseness"])
+def test_the_committed_page_and_tables_are_those_of_the_committed_numbers(task: str) -> None:
+    tree = json.loads((ROOT / f"benchmarks/results/es_vs_grpo/{task}.json").read_text())
+    assert (ROOT / f"docs/results/{task}.md").read_text() == study_page.page(tree)
+    tables = study_page.tables(tree)
+    for name, text in tables.items():
+        assert (ROOT / f"docs/results/data/{task}_{name}.csv").read_text() == text
+    rows = list(csv.DictReader(io.StringIO(tables["tests"])))
+    assert len(rows) == sum(len(m["pairs"]) for found in tree["measures"].values() for m in found["matches"])
+    assert len(list(csv.DictReader(io.StringIO(tables["seeds"])))) == sum(map(len, tree["runs"].values()))
+
+
+def test_the_committed_sweeps_are_those_of_the_committed_numbers() -> None:
+    tree = json.loads((ROOT / "benchmarks/results/sweeps.json").read_text())
+    assert (ROOT / "docs/results/sweeps.md").read_text() == sweep_pages.page(tree)
 
 
 def test_pack_holds_what_the_page_needs_and_no_weights(study: Path, tmp_path: Path) -> None:
@@ -129,7 +156,7 @@ def test_words_name_a_winner_only_where_the_test_does() -> None:
         "The highest mean reward is that of GRPO at equal wall time.",
         "At equal FLOPs nothing is said of ES lora: no evaluation of it lies within the budget.",
         *(
-            f"GRPO against ES at equal {by}: above ES lora; below ES lowrank; not told apart from ES full."
+            f"GRPO against ES at equal {by}: above ES lora; below ES lowrank; no significant difference from ES full."
             for by in ("wall time", "FLOPs")
         ),
     ]

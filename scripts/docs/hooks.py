@@ -124,7 +124,7 @@ def default(key: str, engine: str = "transformers") -> str:
     """The default of a setting as YAML writes it; of `engine`, those of the engine of that name."""
     value: Any = config.from_dict({"es": {"sigma": 1}, "engine": engine}).model_dump(mode="json")
     for part in key.split("."):
-        value = value[part]
+        value = (value or {}).get(part)  # a section that is left out has none
     return _yaml(None if key == "es.sigma" else value)
 
 
@@ -220,14 +220,15 @@ def _python(name: str) -> str:
 
 
 def _find(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
-    """The definition of a name, followed through imports."""
-    path = SOURCE.parent.joinpath(*module.split("."))
+    """The definition of a name, followed through imports, under whichever name they bring it."""
+    path = SOURCE.parent.joinpath(*module.removeprefix("evoalign.").split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
-            return _find(node.module, name)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for brought in (a for a in node.names if (a.asname or a.name) == name):
+                return _find(node.module, brought.name)
     raise KeyError(f"{module} has no {name}")
 
 

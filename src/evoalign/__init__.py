@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
     from evoalign.exporting.export import export
+    from evoalign.preflight import doctor
+    from evoalign.preflight.ladder import probe
     from evoalign.spaces import Space
     from evoalign.sweeping.sweep import sweep
     from evoalign.tasks import Data, Task
@@ -35,11 +37,13 @@ _HOMES = {
     "Space": "evoalign.spaces:Space",
     "Task": "evoalign.tasks:Task",
     "compare": "evoalign.analysis.compare.comparison:compare",
+    "doctor": "evoalign.preflight:doctor",
     "dry_run": "evoalign.training.train:dry_run",
     "evaluate": "evoalign.training.resolve:evaluate",
     "export": "evoalign.exporting.export:export",
     "grpo": "evoalign.baselines.train:grpo",
     "load_config": "evoalign.config:load",
+    "probe": "evoalign.preflight.ladder:probe",
     "replay": "evoalign.training.replay:replay",
     "sweep": "evoalign.sweeping.sweep:sweep",
     "train": "evoalign.training.train:train",
@@ -56,11 +60,13 @@ __all__ = [
     "Task",
     "__version__",
     "compare",
+    "doctor",
     "dry_run",
     "evaluate",
     "export",
     "grpo",
     "load_config",
+    "probe",
     "replay",
     "sweep",
     "train",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error a user can meet. A message says what is wrong, which value, and how to mend it."""
+"""Every error a user can meet. A message says what is wrong, which value, and how to fix it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CheckpointError(EvoalignError):
 
 
 class ResumeError(EvoalignError):
-    """A run cannot go on as asked: other settings, another base model, or weights that do not come out the same."""
+    """A run cannot be resumed as asked: other settings, another base model, or weights that come out otherwise."""
 
 
 class StoppedError(EvoalignError):

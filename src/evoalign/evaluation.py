@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
-from evoalign.rollouts import rewards_of, sampling_of, stream
+from evoalign.rollouts import collect, columns_of, derive_seed, sampling_of
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout
+
+PREFIX = "reward/"
+"""Of the measure, and the column of a table, of one of several rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,29 @@ class Scored:
     reward: float
     finish_reason: str
     tokens: int
+    rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """By column, where there are several."""
+
+    def flat(self) -> dict[str, Any]:
+        """A row of a table: `reward/NAME` is a column of rewards."""
+        row = asdict(self)
+        return row | {f"{PREFIX}{name}": value for name, value in row.pop("rewards").items()}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Scored:
+        """From a row as `flat` makes it. Raises TypeError for other columns."""
+        rewards = {name.removeprefix(PREFIX): value for name, value in row.items() if name.startswith(PREFIX)}
+        return cls(**{name: value for name, value in row.items() if not name.startswith(PREFIX)}, rewards=rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`measures` are means over examples, samples and seeds; `measures_E` holds them per example."""
+    """`measures` are means over examples, samples and seeds; `measures_E` holds them per example.
+
+    `reward` is the weighted sum of the task's columns, also where training has another objective: that of a stateful
+    one would change with its state. `reward/NAME` is one of several columns, over the completions that it applies to;
+    per example NaN where it applies to none.
+    """
 
     measures: dict[str, float]
     measures_E: dict[str, tuple[float, ...]]
@@ -52,20 +74,23 @@ def evaluate(
     keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     requests = [
-        Request(i, prompts[e], sampling, stream("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
+        Request(i, prompts[e], sampling, derive_seed("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
     ]
-    rollouts = sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
-    rewards = rewards_of(task, [r.text for r in rollouts], [examples[e] for e, _, _ in keys])
+    rollouts = collect(engine, MEAN_PLAN, requests)
+    texts, asked = [r.text for r in rollouts], [examples[e] for e, _, _ in keys]
+    columns = columns_of(task, texts, asked)
+    rewards = task.weighted.rewards(columns, texts, asked)
+    several = columns if len(columns) > 1 else {}
     scored = [
-        _scored(task, examples, key, rollout, reward)
-        for key, rollout, reward in zip(keys, rollouts, rewards, strict=True)
+        _scored(task, examples, key, rollout, reward, {name: values[i] for name, values in several.items()})
+        for i, (key, rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
     ]
     return summarise(task, examples, scored)
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:
     """Means of the reward, the task's own measures and the shares every task has."""
-    rows: list[dict[str, float]] = []
+    rows: list[dict[str, float | None]] = []
     for s in scored:
         own = task.measures(task.clean(s.text), examples[s.example])
         shares = {
@@ -73,21 +98,33 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
             "truncated_share": float(s.finish_reason == "length"),
             "tokens": float(s.tokens),
         }
-        rows.append({"reward": s.reward, **own, **shares})
-    of_example: list[list[dict[str, float]]] = [[] for _ in examples]
+        columns = {f"{PREFIX}{name}": value for name, value in s.rewards.items()}
+        rows.append({"reward": s.reward, **columns, **own, **shares})
+    of_example: list[list[dict[str, float | None]]] = [[] for _ in examples]
     for row, s in zip(rows, scored, strict=True):
         of_example[s.example].append(row)
-    per_example = {name: tuple(float(np.mean([r[name] for r in group])) for group in of_example) for name in rows[0]}
-    measures = {name: float(np.mean(values)) for name, values in per_example.items()}
-    return Evaluation(measures, per_example, tuple(scored))
+    per_example = {name: tuple(_mean([r[name] for r in group]) for group in of_example) for name in rows[0]}
+    measures = {name: _mean([v for v in values if not math.isnan(v)]) for name, values in per_example.items()}
+    known = {name: value for name, value in measures.items() if not math.isnan(value)}
+    return Evaluation(known, {name: per_example[name] for name in known}, tuple(scored))
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Of the values that are there; NaN where none is."""
+    there = [value for value in values if value is not None]
+    return float(np.mean(there)) if there else math.nan
 
 
 def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of the per-example differences and its 95 % interval (BCa bootstrap, 9,999 resamples, fixed seed)."""
+    """Mean of the per-example differences and its 95 % interval (BCa bootstrap, 9,999 resamples, fixed seed).
+
+    Examples that have the measure in one of them only, which is NaN in the other, do not count; NaN where that is all.
+    """
     from scipy.stats import bootstrap
 
     difference: NDArray[np.float64] = np.asarray(after_E, dtype=np.float64) - np.asarray(before_E, dtype=np.float64)
-    mean = float(difference.mean())
+    difference = difference[~np.isnan(difference)]
+    mean = float(difference.mean()) if len(difference) else math.nan
     if len(difference) < 2 or difference.min() == difference.max():
         return mean, mean, mean
     result: Any = bootstrap((difference,), np.mean, n_resamples=9999, rng=np.random.default_rng(0))
@@ -95,7 +132,12 @@ def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tupl
 
 
 def _scored(
-    task: Task, examples: Sequence[Example], key: tuple[int, int, int], rollout: Rollout, reward: float
+    task: Task,
+    examples: Sequence[Example],
+    key: tuple[int, int, int],
+    rollout: Rollout,
+    reward: float,
+    rewards: Mapping[str, float | None],
 ) -> Scored:
     e, seed, k = key
     prompt = task.prompt(examples[e])
@@ -110,4 +152,5 @@ def _scored(
         reward=reward,
         finish_reason=rollout.finish_reason,
         tokens=len(rollout.token_ids),
+        rewards=rewards,
     )

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from evoalign import shaping
+from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.rollouts import batch, requests_of, score
+from evoalign.rewards.objective import Objective, score
+from evoalign.rollouts import batch, collect, group_of, requests_of
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
@@ -31,11 +32,14 @@ def evolve(
     journal: Journal,
     evaluate_mean: Callable[[], Mapping[str, float]] | None = None,
     first: int = 0,
+    objective: Objective | None = None,
 ) -> Iterator[Generation]:
     """Train from generation `first`, which the engine's mean and the journal have to be at; yields each generation.
 
-    `evaluate_mean` is called every `evaluation.every` generations.
+    `evaluate_mean` is called every `evaluation.every` generations. `objective` has the state that generation `first`
+    begins with; None is a new one of the task's.
     """
+    objective = objective or task.objective()
     es = config.es
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     members = population(es.population_size, antithetic=es.antithetic)
@@ -44,9 +48,10 @@ def evolve(
         clock.start()
         rows = batch(len(examples), config.task.batch_size, config.seed, generation)
         plan = Plan(generation, sigma_at(config, generation), members)
-        rollouts = list(engine.rollout(plan, requests_of(config, rows, prompts, generation)))
+        rollouts = collect(engine, plan, requests_of(config, rows, prompts, generation))
         clock.mark("rollout")
-        scores_MP = score(task, [examples[i] for i in rows], rollouts, len(members))
+        group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation)
+        scores_MP = score(objective, group)
         clock.mark("score")
         coefficients = shaping.shape(scores_MP, es.shaping)
         update = Update(
@@ -59,7 +64,7 @@ def evolve(
             decay=es.decay,
         )
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
-        journal.append(update, fitness_M)
+        journal.append(update, fitness_M, objective.state)
         engine.apply(update)
         weights_hash = engine.fingerprint()
         journal.seal(generation, weights_hash)
@@ -81,32 +86,29 @@ def evolve(
             rollouts=tuple(rollouts),
             prompts=tuple(prompts[i] for i in rows),
             evaluation=evaluation,
+            rewards=group.means,
+            objective=objective.state,
         )
 
 
 def sigma_at(config: Config, generation: int) -> float:
     """What multiplies each tensor's scale: the width of a generation's noise."""
     es = config.es
-    return es.width * _first(config, generation) * shaping.schedule(es.sigma_schedule, generation, es.num_generations)
+    factor = shaping.schedule(es.sigma_schedule, generation, es.num_generations)
+    return es.width * spaces.create(config).width_factor(generation) * factor
 
 
 def step_at(config: Config, generation: int) -> float:
     """eta times the width at generation 0; a sigma schedule changes the noise and not the step."""
     es = config.es
     factor = shaping.schedule(es.learning_rate_schedule, generation, es.num_generations)
-    return es.eta * es.width * _first(config, generation) * factor
+    return es.eta * es.width * spaces.create(config).width_factor(generation) * factor
 
 
 def is_due(config: Config, generation: int) -> bool:
     """Whether the mean is evaluated after this generation; the last one is evaluated by the caller."""
     every = config.evaluation.every
     return every > 0 and (generation + 1) % every == 0 and generation + 1 < config.es.num_generations
-
-
-def _first(config: Config, generation: int) -> float:
-    """`evolve: ab` widens the noise of generation 0, as the published LoRA-population code does."""
-    widened = config.space.name == "lora" and config.lora.evolve == "ab" and generation == 0
-    return config.lora.init_scale if widened else 1.0
 
 
 class _Clock:

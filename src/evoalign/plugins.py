@@ -7,13 +7,17 @@ Only ever called with a name from the user's own config or command line, never f
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from evoalign.errors import ConfigError
 
@@ -38,6 +42,29 @@ def load_object(path: str, what: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ConfigError(f"{what}: {module_name} has no {attribute!r}") from None
+
+
+def own_settings(
+    given: Mapping[str, Any], model: type[BaseModel] | None, section: str, common: Collection[str] = ()
+) -> Any:
+    """What a config's section says beside the settings that all of its kind share, checked: one `model`, or as it is.
+
+    `common` are the names that all share: what is nearly one of them, and nobody declares, is a slip. Raises
+    ConfigError.
+    """
+    known = () if model is None else tuple(info.alias or name for name, info in model.model_fields.items())
+    declared = model is not None and model.model_config.get("extra") != "allow"
+    for name in given:
+        near = difflib.get_close_matches(name, [*known, *common], n=1, cutoff=0.6 if declared else 0.8)
+        if name in known or not (declared or near):
+            continue
+        hint = f"did you mean {section}.{near[0]}?" if near else f"known here: {', '.join(sorted([*known, *common]))}"
+        raise ConfigError(f"unknown setting {section}.{name}; {hint}")
+    try:
+        return dict(given) if model is None else model.model_validate(dict(given))
+    except ValidationError as error:
+        wrong = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+        raise ConfigError("\n".join(f"{section}.{where}: {what}" for where, what in wrong)) from None
 
 
 def _from_name(name: str, what: str) -> ModuleType:

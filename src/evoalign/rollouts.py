@@ -5,38 +5,75 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from evoalign import shaping
-from evoalign.config import Config, EvaluationConfig
+from evoalign.config import Config, SamplingConfig
+from evoalign.engines.base import Engine, pairs_of
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.plugins import FAILURES, described
+from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
-from evoalign.types import Example, Request, Rollout, Sampling
+from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
 
-def sampling_of(settings: EvaluationConfig) -> Sampling:
-    """The sampling settings a config names."""
-    return Sampling(settings.max_tokens, settings.temperature, settings.top_p)
+def sampling_of(settings: SamplingConfig) -> Sampling:
+    """How tokens are drawn, as a section of a config has it."""
+    return Sampling(settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop))
 
 
-def stream(*parts: object) -> int:
+class LostError(EvoalignError):
+    """An engine returned no completion of a member, or one of nobody who was asked."""
+
+    def __init__(self, message: str, member: Member) -> None:
+        super().__init__(message)
+        self.member = member
+
+
+def collect(engine: Engine, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+    """All completions of a plan, member by member and each in the order of the requests: the one door to an engine.
+
+    Raises LostError where a completion is missing or was not asked for; nothing is scored then.
+    """
+    asked = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
+    found: dict[tuple[int, int], Rollout] = {}
+    for rollout in engine.rollout(plan, requests):
+        key = (rollout.member.index, rollout.request)
+        if key not in asked or key in found:
+            raise LostError(f"the engine returned {key} (member, request), which nobody asked for", rollout.member)
+        found[key] = rollout
+    for key, member in asked.items():
+        if key not in found:
+            raise LostError(
+                f"the engine returned no completion for (member, request) {key}; nothing was scored", member
+            )
+    return [found[key] for key in asked]
+
+
+def derive_seed(*parts: object) -> int:
     """A 63-bit number that seeds the draws of one (run, prompt, sample)."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    """`task.rewards`, whatever a task of the user's own makes of it. Raises RewardError."""
+def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+    """`task.columns`, whatever a task of the user's own makes of it. Raises RewardError."""
     try:
-        rewards: Any = task.rewards(texts, examples)
-        return task.checked(rewards.tolist() if hasattr(rewards, "tolist") else rewards, texts, examples)
+        return task.checked_columns(task.columns(texts, examples), texts, examples)
     except EvoalignError:
         raise
     except FAILURES as error:  # also of values that have no length
-        raise RewardError(f"task {task.name} failed to score: {described(error)}; mend it") from error
+        raise RewardError(f"task {task.name} failed to score: {described(error)}; fix it") from error
+
+
+def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    """The weighted sum of the columns, one a completion. Raises RewardError."""
+    return task.weighted.rewards(columns_of(task, texts, examples), texts, examples)
+
+
+def scores_of(objective: Objective, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    """What an objective makes of completions that are nobody's group, each alone, at its state of now."""
+    return judge(objective, grouped(columns, texts, examples, 0))[0].tolist() if texts else []
 
 
 def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]:
@@ -52,22 +89,26 @@ def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]
     return rows
 
 
-def score(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int) -> shaping.Scores:
-    """Rewards as float64 [members, prompts]. Raises EvoalignError where an engine left one out."""
+def group_of(
+    task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
+) -> Group:
+    """What all members said and earned. Raises EvoalignError where an engine left a completion out."""
     cells = {(r.member.index, r.request): r for r in rollouts}
     wanted = [(m, p) for m in range(members) for p in range(len(examples))]
     missing = [cell for cell in wanted if cell not in cells]
     if missing:
         raise EvoalignError(f"the engine returned no completion for (member, prompt) {missing[0]}; nothing was scored")
-    rewards = rewards_of(task, [cells[c].text for c in wanted], [examples[p] for _, p in wanted])
-    return np.asarray(rewards, dtype=np.float64).reshape(members, len(examples))
+    texts = [cells[c].text for c in wanted]
+    columns = columns_of(task, texts, [examples[p] for _, p in wanted])
+    return grouped(columns, texts, examples, generation)
 
 
 def requests_of(
     config: Config, rows: Sequence[int], prompts: Sequence[tuple[int, ...]], generation: int
 ) -> list[Request]:
     """One request for each row of the training examples; all members draw with its seed."""
-    sampling = sampling_of(config.evaluation)
+    sampling = sampling_of(config.sampling)
     return [
-        Request(i, prompts[row], sampling, stream(config.seed, "training", generation, i)) for i, row in enumerate(rows)
+        Request(i, prompts[row], sampling, derive_seed(config.seed, "training", generation, i))
+        for i, row in enumerate(rows)
     ]

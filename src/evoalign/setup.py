@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of, loaded and checked in the order of cost, so that bad input is told early."""
+"""What a run is made of, loaded and checked in the order of cost, so that bad input is reported early."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
-from evoalign.config import Config, EsConfig, from_dict, load
+from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
+from evoalign.rewards.objective import Objective
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
@@ -47,6 +48,7 @@ class Parts(Served):
 
     task: Task
     data: Data
+    objective: Objective
 
     def evaluate_test(self) -> Evaluation:
         """The mean on the test split."""
@@ -58,22 +60,27 @@ class Parts(Served):
         self.task.close()
 
 
-def as_config(config: ConfigLike) -> Config:
-    """A checked Config from any of its forms, with what an engine of the user's own says of it. Raises ConfigError."""
+def as_config(config: ConfigLike, *, needs_es: bool = True) -> Config:
+    """A checked Config from any of its forms, an engine of the user's own read; see `from_dict` for `needs_es`.
+
+    Raises ConfigError.
+    """
     if isinstance(config, str | Path):
-        config = load([config])
-    return engines.read(config if isinstance(config, Config) else from_dict(config))
+        config = load([config], needs_es=needs_es)
+    return engines.read(config if isinstance(config, Config) else from_dict(config, needs_es=needs_es))
 
 
 def assemble(config: Config, task: Task | None = None, reward: Rewards | None = None) -> Parts:
     """Load and check everything, cheapest first."""
     chosen, data = task_and_data(config, task, reward)
     try:
+        objective = chosen.objective()
         served = serve(config)
     except BaseException:
         chosen.close()
         raise
-    return Parts(**{f.name: getattr(served, f.name) for f in fields(served)}, task=chosen, data=data)
+    kept = {f.name: getattr(served, f.name) for f in fields(served)}
+    return Parts(**kept, task=chosen, data=data, objective=objective)
 
 
 def serve(config: Config) -> Served:
@@ -95,6 +102,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     chosen = tasks.isolate(task or tasks.create(config.task, rewards), config.grader)
     try:
+        chosen.objective()  # one that cannot be made is refused here, a dry run's too
         data = chosen.load_data(config.seed)
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:
@@ -106,25 +114,22 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:
-    """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is."""
-    config = with_es(config)
+    """Make an engine ready for the config's space. Raises ModelError where that takes more memory than there is.
+
+    Without a section `es` the mean is served, and nothing is ready to move it.
+    """
     space = spaces.create(config)
     layout = layout_of(space, engine.specs(), engine.dtype)
+    moved_by = optimizer.create(config.es.optimizer) if config.es_ is not None else None
     try:
-        facts = engine.start(space, layout, optimizer.create(config.es.optimizer), config.es.decay > 0)
+        facts = engine.start(space, layout, moved_by, config.decays)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error):
             raise
-        mend = "use space lora" if space.name == "full" else f"lower {space.name}.rank or {space.name}.target_layers"
         raise ModelError(
-            f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {mend}"
+            f"the {layout.parameters:,} numbers that space {space.name} evolves do not fit the memory; {space.smaller}"
         ) from error
     return space, layout, facts
-
-
-def with_es(config: Config) -> Config:
-    """The config; with a population of one's choice where it has none, for who evaluates and perturbs nothing."""
-    return config if config.es_ is not None else config.model_copy(update={"es_": EsConfig(sigma=1.0)})
 
 
 def layout_of(space: Space, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:

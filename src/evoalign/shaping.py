@@ -39,7 +39,7 @@ def centered(scores_MP: Scores) -> Scores:
     """Each prompt's scores against the other members' (leave-one-out), over one std of these, averaged over prompts.
 
     EGGROLL's shaping (arXiv 2511.16652, section 6) with the leave-one-out baseline of arXiv 2609.10980. Under pure
-    noise it is smaller than a z-score by about 1 / sqrt(prompts): steps shrink when members cannot be told apart.
+    noise it is smaller than a z-score by about 1 / sqrt(prompts): steps shrink when members cannot be determined apart.
     """
     members = len(scores_MP)
     advantage_MP = (scores_MP - scores_MP.mean(axis=0)) * (members / (members - 1))
@@ -65,7 +65,7 @@ def shape(scores_MP: Scores, shaping: str) -> Scores:
     usable = np.abs(scores_MP) <= LARGEST_SCORE  # False for NaN
     if not usable.all():
         member, prompt = np.argwhere(~usable)[0]
-        raise RewardError(f"score of member {member}, prompt {prompt} is {scores_MP[member, prompt]}; mend the reward")
+        raise RewardError(f"score of member {member}, prompt {prompt} is {scores_MP[member, prompt]}; fix the reward")
     fitness_M = fitness(scores_MP)
     if fitness_M.max() == fitness_M.min():
         return np.zeros(len(scores_MP))

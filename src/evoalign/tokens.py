@@ -45,7 +45,7 @@ class Tokens:
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt)["input_ids"]
         elif self.tokenizer.chat_template:
-            # A last assistant message is a beginning for the model to go on from.
+            # A last assistant message is a beginning for the model to resume from.
             opened = prompt[-1]["role"] == "assistant"
             try:
                 text = self.tokenizer.apply_chat_template(
@@ -54,13 +54,13 @@ class Tokens:
             except Exception as error:  # of jinja2, or whatever the template calls
                 raise ModelError(
                     f"the model's chat template refuses the prompt {str(prompt)[:80]}: {_one_line(error)}; "
-                    "mend the messages or set task.prompt: raw"
+                    "fix the messages or set task.prompt: raw"
                 ) from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = self.tokenizer("\n".join(m["content"] for m in prompt))["input_ids"]
         if not ids:
-            raise ModelError(f"the prompt {prompt!r} has no tokens; mend the row")
+            raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return tuple(int(i) for i in ids)
 
     def fingerprint(self) -> str:
@@ -73,6 +73,11 @@ class Tokens:
         if ids and ids[-1] in self.stop_ids:  # which a tokenizer may not count among the special ones
             ids = ids[:-1]
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """A completion as far as the first of the texts that end it."""
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
 def load(config: ModelConfig) -> Tokens:

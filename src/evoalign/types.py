@@ -68,18 +68,23 @@ MEAN_PLAN = Plan(generation=0, sigma=0.0, members=(MEAN,))
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1]."""
+    """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1].
+
+    A completion ends where one of the texts `stop` comes up, which its own text leaves out.
+    """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion wanted of every member of a plan.
+    """One completion wanted of every member of a plan, or of the one that it names.
 
-    `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers.
+    `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers, whether
+    they share a request or each have their own of the same seed.
     """
 
     index: int
@@ -87,6 +92,8 @@ class Request:
     sampling: Sampling
     seed: int = 0
     logprobs: bool = False
+    member: Member | None = None
+    """Who answers; None: every member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +209,12 @@ class Facts:
 class Generation:
     """What one generation came to: handed to progress displays, figures and hooks of the user's own.
 
-    `scores_MP` are the raw rewards, `seconds` the wall time by phase (rollout, score, update, other).
+    `scores_MP` are what the objective made of the rewards, `seconds` the wall time by phase (rollout, score, update,
+    other).
     `fitness_M` is the mean over prompts. `rows` are the training examples in the order of the requests, so that
     `rollouts` (all members x prompts) answer the examples `rows[rollout.request]`; `prompts` are their token ids, in
-    the same order. A zero-variance generation moves nothing.
+    the same order. A zero-variance generation moves nothing. `rewards` has the mean of each reward column where there
+    are several (None: it applied to no completion), `objective` the state after this generation where there is one.
     """
 
     index: int
@@ -222,6 +231,8 @@ class Generation:
     rows: tuple[int, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
     prompts: tuple[tuple[int, ...], ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    objective: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def zero_variance(self) -> bool:

@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import evoalign
-from evoalign.analysis import distance
-from evoalign.analysis.distance import Distance, distance_of, distance_of_mean, product_square
+from evoalign.checks import distance
+from evoalign.checks.distance import Distance, distance_of, distance_of_mean, product_square
 from evoalign.config import load
 from evoalign.errors import ModelError
 from evoalign.models import tiny
@@ -45,6 +45,7 @@ def train(output: Path, space: str, dtype: str = "float32", model: Path | None =
     return result.saved, json.loads((output / "results/evaluation.json").read_text())["distance"], told.getvalue()
 
 
+@pytest.mark.first("lora-float32")
 @pytest.mark.parametrize(("space", "dtype"), CASES)
 def test_a_run_tells_the_distance_of_what_it_saved(space: str, dtype: str, tmp_path: Path) -> None:
     """The dense change of each tensor of the float32 mean; nothing else of the package is used."""

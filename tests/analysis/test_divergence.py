@@ -18,8 +18,8 @@ from rich.console import Console
 
 import evoalign
 from evoalign import tasks
-from evoalign.analysis import divergence
-from evoalign.analysis.divergence import Divergence, Reference, Sample, draw, estimators, exact
+from evoalign.checks import divergence
+from evoalign.checks.divergence import Divergence, Reference, Sample, draw, estimators, exact
 from evoalign.config import Config
 from evoalign.engines import weights_hash
 from evoalign.errors import EvoalignError, ModelError
@@ -253,6 +253,7 @@ def many(mean: Served, temperature: float) -> list[Sample]:
     return [Sample(requests[r.request].prompt_ids, r.token_ids) for r in mean.engine.rollout(MEAN_PLAN, requests)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("temperature", "agrees"), [(1.0, True), (0.7, False)])
 def test_estimates_agree_with_the_exact_kl_at_temperature_1_alone(temperature: float, agrees: bool) -> None:
     """Within four standard errors, by completion, since tokens of one follow from each other; at 0.7 k3 is off."""
@@ -350,6 +351,7 @@ def train(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]
     return rows, json.loads((run / "results/evaluation.json").read_text()), told.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", SPACES)
 def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, report, told = train(tree(tmp_path / "with", space, checks={"kl_every": 3, "kl_prompts": 4}))
@@ -369,6 +371,7 @@ def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, m
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_measures_what_was_due(tmp_path: Path) -> None:
     """Stopped after the journal was sealed, before the row was written: as if it had never stopped."""
     checks = {"kl_every": 2, "kl_prompts": 4}

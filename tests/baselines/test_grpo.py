@@ -228,6 +228,7 @@ def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkey
     assert "completions 24 a step (6 prompts x 4), 48 in all" in planning.work_lines(from_dict(tree))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_path: Path) -> None:
     """Before the first step, after it, and as its own reference: always the same arithmetic."""
@@ -315,6 +316,7 @@ def test_no_seed_repeats_the_orders_of_another() -> None:
     assert all(sorted(order) == list(range(20)) for order in orders)
 
 
+@pytest.mark.slow
 def test_the_correction_for_members_changes_the_step(tmp_path: Path) -> None:
     es, grpo = {"sigma": 0.05}, {"rollouts": "es", "max_steps": 1}
     weights = [
@@ -362,6 +364,7 @@ async def digits(completions, **kwargs):
 """
 
 
+@pytest.mark.slow
 def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     questions = [{"prompt": f"Solve: {i} + 5 =", "answer": str(i + 5)} for i in range(32)]
@@ -386,6 +389,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
 # --- how it goes on --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("engine")
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
 def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
@@ -396,9 +400,10 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
     assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 0])
 def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
-    """With `every` 0 there is no state to go on from: it begins again, and what was there is kept."""
+    """With `every` 0 there is no state to resume from: it begins again, and what was there is kept."""
     killed_after(tmp_path / "run", 2 if every else 1, checkpoint={"every": every})
     if not every:
         for other, message in (({"learning_rate": 2e-3}, "other settings"), ({}, "begins again")):
@@ -437,6 +442,7 @@ def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1, 2, None])
 def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
     """Whether it kept a state of its end (1), of an earlier step (2), or none."""
@@ -464,6 +470,7 @@ def test_without_a_state_no_run_is_trained_longer(every: int | None, why: str, t
     assert not list(tmp_path.glob("run.2*"))
 
 
+@pytest.mark.slow
 def test_the_state_before_stays_until_the_new_one_is_whole(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,7 +483,7 @@ def test_the_state_before_stays_until_the_new_one_is_whole(
         mark(policy, directory, done)
 
     monkeypatch.setattr(Policy, "mark_state", die)
-    with pytest.raises(EvoalignError, match="the machine died; it goes on after step 1"):
+    with pytest.raises(EvoalignError, match="the machine died; it resumes after step 1"):
         run(tmp_path / "run")
     monkeypatch.undo()
     run(tmp_path / "run", resume=True)
@@ -493,6 +500,7 @@ class Touches:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
 def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", grpo={"max_steps": 2})
@@ -519,7 +527,7 @@ def test_a_signal_stops_it_after_a_whole_step(straight: Path, tmp_path: Path) ->
     tree = config(
         tmp_path / "run", grader={"isolated": False}, task={"name": "custom", "train_data": str(_prompts(tmp_path))}
     )
-    with pytest.raises(StoppedError, match="stopped after step 2 of 4; go on with grpo") as error:
+    with pytest.raises(StoppedError, match="stopped after step 2 of 4; resume with grpo") as error:
         evoalign.grpo(tree, reward=reward, console=Console(file=io.StringIO()))
     assert error.value.signal == signal.SIGTERM
     assert len(rows(tmp_path / "run")) == 2
@@ -533,6 +541,7 @@ def _prompts(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollouts", ["engine", "trl"])
 def test_two_processes_share_a_step_and_go_on_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     """Data parallel over gloo: each takes one of the two prompts, one of them writes, and both resume."""
@@ -575,6 +584,7 @@ def test_a_run_of_other_settings_is_not_gone_on_with(straight: Path) -> None:
 # --- an adapter ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_and_saved_as_peft_loads_it(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -626,7 +636,7 @@ def _moved(model: Any) -> float:
         ({"grpo": {"trl": {"generation_batch_size": 8}}}, "by grpo.steps_per_generation; take it out"),
         ({"grpo": {"trl": {"fsdp": "full_shard"}}}, "use ZeRO stage 1 or 2"),
         ({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 3}}}}}, "use ZeRO stage 1 or 2"),
-        ({"grpo": {"top_k": 5}}, "grpo.top_k is for TRL's own generation alone.*set grpo.rollouts trl"),
+        ({"grpo": {"top_k": 5}}, "grpo.trl.top_k is for TRL's own generation alone.*set grpo.rollouts trl"),
         ({"grpo": {"trl": {"min_p": 0.1}}}, "grpo.trl.min_p is for TRL's own generation alone"),
         (
             {"grpo": {"gradient_accumulation_steps": 3, "steps_per_generation": 2}},

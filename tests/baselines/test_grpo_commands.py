@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 
 import evoalign
 from calling import Run, caller
-from evoalign import preflight as doctor
+from evoalign import preflight
 from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
-from evoalign.exporting import card
+from evoalign.exporting.public import private_paths, public
 from evoalign.models import tiny
 from evoalign.rundir import checkpoint, parquet
 from evoalign.rundir.directory import saved_folders
@@ -152,6 +152,7 @@ def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
             what()
 
 
+@pytest.mark.slow
 def test_evaluating_needs_no_trl() -> None:
     modules = "evoalign.training.resolve, evoalign.exporting.export, evoalign.preflight"
     code = f"import sys, {modules}; sys.exit('trl' in sys.modules)"
@@ -248,8 +249,8 @@ def test_a_merge_with_another_base_is_refused_where_the_run_wrote_down_its_base(
 
 def test_paths_in_settings_of_trl_stay_at_home(tmp_path: Path) -> None:
     ours = from_dict(config(tmp_path / "x", grpo={"trl": {"deepspeed": "/home/me/zero.json"}}))
-    assert card.private_paths(ours) == ["/home/me/zero.json"]
-    assert card.public(ours).grpo.trl == {"deepspeed": "zero.json"}
+    assert private_paths(ours) == ["/home/me/zero.json"]
+    assert public(ours).grpo.trl["deepspeed"] == "zero.json"
 
 
 # --- no journal; the other method -----------------------------------------------------------------------------------
@@ -304,46 +305,46 @@ def test_train_needs_the_section_es_and_says_so_first(run: Run, tmp_path: Path) 
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 
-def statuses(found: list[doctor.Finding]) -> dict[str, str]:
+def statuses(found: list[preflight.Finding]) -> dict[str, str]:
     return {finding.name: finding.status for finding in found}
 
 
 def test_the_doctor_takes_a_config_for_grpo_alone(tmp_path: Path) -> None:
-    found = doctor.examine(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
-    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED_FOR_GRPO]
+    found = preflight.doctor(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
+    assert [f.name for f in found[3:]] == [name for name, _ in preflight.CONFIGURED_FOR_GRPO]
     assert {s for name, s in statuses(found[3:]).items() if name != "canary"} == {"ok"}
     told = {f.name: f for f in found}
     assert told["canary"].status == "skipped" and "no members" in told["canary"].detail
     assert "a group of 4 completions scored" in told["generation"].detail
-    assert doctor.verdict(found)[1] == 0
+    assert preflight.verdict(found)[1] == 0
     assert not list(tmp_path.iterdir())
 
 
 def test_the_doctor_finds_what_grpo_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"per_device_train_batch_size": 64, "trl": {"loss_typ": 1}, "tune": "lora"}
     tree = config(tmp_path / "new", grpo=wrong, lora={"target_layers": [99]})
-    found = {f.name: f for f in doctor.examine(from_dict(tree))}
-    assert found["config"].status == "warning" and "num_generations 2" in found["config"].mend
+    found = {f.name: f for f in preflight.doctor(from_dict(tree))}
+    assert found["config"].status == "warning" and "num_generations 2" in found["config"].fix
     assert found["trl"].status == "failed" and "loss_type" in found["trl"].detail
     assert found["round"].status == "failed" and "takes 32 prompts" in found["round"].detail
     assert found["targets"].status == "failed" and "99" in found["targets"].detail
     assert found["engine"].status == found["disk"].status == "skipped"
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
-    found = {f.name: f for f in doctor.examine(from_dict(config(tmp_path / "new")))}
-    assert found["trl"].status == "failed" and "evoalign[grpo]" in found["trl"].mend
+    found = {f.name: f for f in preflight.doctor(from_dict(config(tmp_path / "new")))}
+    assert found["trl"].status == "failed" and "evoalign[grpo]" in found["trl"].fix
 
 
 def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -> None:
-    found = doctor.examine(load([runs["lora"] / "config.yaml"]))
+    found = preflight.doctor(load([runs["lora"] / "config.yaml"]))
     assert statuses(found)["output"] == "warning"
-    line, code = doctor.verdict(found)
+    line, code = preflight.verdict(found)
     assert code == 0 and "ready (grpo needs --resume or --overwrite)" in line
 
 
 def test_a_config_of_both_is_examined_as_train_takes_it(tmp_path: Path) -> None:
-    found = doctor.examine(from_dict(config(tmp_path / "new", es=ES)))
-    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED]
-    assert doctor.verdict(found)[1] == 0
+    found = preflight.doctor(from_dict(config(tmp_path / "new", es=ES)))
+    assert [f.name for f in found[3:]] == [name for name, _ in preflight.CONFIGURED]
+    assert preflight.verdict(found)[1] == 0
 
 
 # --- dry run --------------------------------------------------------------------------------------------------------
@@ -426,7 +427,7 @@ def test_a_dry_run_says_what_stands_in_the_way(runs: dict[str, Path], tmp_path: 
 
 def test_a_dry_run_of_a_resume(runs: dict[str, Path], run: Run) -> None:
     done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.max_steps=9")
-    assert done.code == 0 and "goes on after step 2 of 9" in done.out, done.err
+    assert done.code == 0 and "resumes after step 2 of 9" in done.out, done.err
     done = run("grpo", runs["full"], "--resume", "--dry-run", "-s", "grpo.beta=0.5")
     assert done.code == 2 and "other settings: grpo.beta is 0.0 in the run and 0.5 now" in done.err
     # The steps belong to what a run is only with a schedule, which the run has not.

@@ -24,6 +24,7 @@ def config(folder, variant, dtype="float32", **more):
     return from_dict(tree)
 
 
+@pytest.mark.first("lora-float32", "full-float32", "lowrank-float32")
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", SPACES)
@@ -32,11 +33,13 @@ def test_the_contract(random_qwen2, variant, dtype, check):
         check(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["lora", "full"])
 def test_all_of_it_on_the_shipped_model(variant):
     contract.check_engine(TransformersEngine, config("tiny", variant))
 
 
+@pytest.mark.slow
 def test_small_chunks_keep_the_contract(random_qwen2):
     contract.check_engine(TransformersEngine, config(random_qwen2, "lowrank", engine={"device": "cpu", "max_rows": 2}))
 
@@ -72,13 +75,16 @@ class Subtracts(TransformersEngine):
 
     def rollout(self, plan, requests):
         yield from super().rollout(plan, requests)
-        for tensor in self._master.values():
-            tensor.add_(1e-3).sub_(1e-3)
+        for part in self.mean.parts:
+            part.master.add_(1e-3).sub_(1e-3)
 
 
 class ForgetsToServe(TransformersEngine):
-    def _served(self, name):
-        return None
+    def start(self, *args, **kwargs):
+        facts = super().start(*args, **kwargs)
+        for part in self.mean.parts:
+            part.served = None
+        return facts
 
 
 class TwiceTheStep(TransformersEngine):
@@ -95,12 +101,12 @@ class ConstantFingerprint(TransformersEngine):
 class MovesOnZero(TransformersEngine):
     def apply(self, update):
         super().apply(update)
-        next(iter(self._master.values())).add_(1e-3)
+        self.mean.parts[0].master.add_(1e-3)
 
 
 class SharesItsState(TransformersEngine):
     def state(self):
-        yield from self._master.items()
+        yield from ((part.name, part.master) for part in self.mean.parts)
 
 
 class ForgetsToLoad(TransformersEngine):

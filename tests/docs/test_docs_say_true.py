@@ -25,6 +25,7 @@ from pages import PAGES, REPOSITORY, Block, blocks, hooks, words
 import evoalign
 from evoalign import cli
 from evoalign.config import ENGINES, from_dict, parse_overrides
+from evoalign.config.grpo import OF_TRL
 from evoalign.engines import Engine
 from evoalign.spaces import Space
 
@@ -84,7 +85,7 @@ def _commands(command: Any) -> list[Any]:
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda b: b.id)
 def test_a_config_is_one_that_evoalign_takes(block: Block) -> None:
     tree = yaml.safe_load(block.text)
-    from_dict(tree if "es" in tree else {**tree, **WIDTH})
+    from_dict({**WIDTH, **tree})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
@@ -106,7 +107,7 @@ def settings() -> dict[str, str]:
         parts = setting["key"].split(".")
         for count in range(1, len(parts) + 1):
             found.setdefault(".".join(parts[:count]), hooks.engine_of(setting["section"]))
-    return found
+    return found | {f"grpo.trl.{name}": "transformers" for name in OF_TRL}
 
 
 def test_the_settings_of_every_engine_are_known() -> None:
@@ -147,6 +148,31 @@ def test_names_and_files_in_running_text_exist(page: Path) -> None:
             assert (REPOSITORY / word).exists(), f"{by_page(page)}: no file {word}"
 
 
+def test_the_reference_documents_the_function_that_the_name_brings() -> None:
+    for name, home in evoalign._HOMES.items():
+        node, found = hooks._find(*home.split(":")), getattr(evoalign, name)
+        assert node.name == found.__name__, name
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert [a.arg for a in arguments] == list(inspect.signature(found).parameters), name
+
+
+def test_the_map_of_the_readme_names_every_part_of_the_source_once() -> None:
+    (shown,) = (b.text for b in blocks("text") if by_page(b.page) == "README.md")
+    listed = re.findall(r"(?:^  |;  |, )([a-z]+(?:/|\.py))(?=  |$|, )", shown, re.MULTILINE)
+    source = REPOSITORY / "src" / "evoalign"
+    packages = {f"{file.parent.name}/" for file in source.glob("*/__init__.py")}
+    assert sorted(listed) == sorted(packages | {f.name for f in source.glob("[!_]*.py")})
+
+
+def test_the_first_sixty_lines_of_the_readme_have_what_one_needs_first() -> None:
+    text = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:60])
+    python = next(b.text for b in blocks("python") if by_page(b.page) == "README.md")
+    wanted = ("make demo", "make test", "| before | after |", "pip install .", python)
+    assert [each for each in wanted if each not in text] == []
+    assert len(python.splitlines()) <= 5
+
+
 def imported(title: str, folder: Path) -> ModuleType:
     """The block of Python that a page shows as a file of this name, as a module."""
     file = folder / title
@@ -163,7 +189,16 @@ def test_the_space_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
 
     module = imported("my_spaces.py", tmp_path)
     tree = next(yaml.safe_load(b.text) for b in blocks("yaml") if "my_spaces:Norms" in b.text)
-    spaces.check_space(module.Norms(from_dict(tree)))
+    spaces.check_space(module.Norms(from_dict({**WIDTH, **tree})))
+
+
+def test_the_objective_of_the_guide_scores_and_moves_its_state(tmp_path: Path) -> None:
+    from evoalign.rewards.objective import grouped, score
+
+    objective = imported("my_objective.py", tmp_path).Priced(limit=0.25)
+    group = grouped({"right": [1.0, 0.0], "cost": [0.5, 1.0]}, ["a", "b"], [{}], 0)
+    assert score(objective, group).tolist() == [[0.5], [-1.0]]
+    assert objective.state == {"ln_price": 0.25}
 
 
 def test_the_readers_of_the_file_formats_read_what_a_run_leaves(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def visit(browser: Any) -> Iterator[Any]:
         tab.context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_every_page_renders(visit: Any, site: Path, address: str, size: dict[str, int], scheme: str) -> None:

@@ -66,7 +66,7 @@ def seen(engine_class, settings):
         found["specs"] = [(s.name, s.shape, round(s.mean_abs, 12)) for s in engine.specs()]
         found["start"] = engine.fingerprint(), bench.facts.model_hash, texts()
         engine.apply(bench.update())
-        found["moved"] = engine.fingerprint(), engine.sample(500).tolist(), texts()
+        found["moved"] = engine.fingerprint(), engine.probe_weights(500).tolist(), texts()
         state, slots = dict(engine.state()), dict(engine.optimizer_state())
         found["slots"] = {name: tensor.double().sum().item() for name, tensor in slots.items()}
         engine.load({name: tensor * 0.5 for name, tensor in state.items()}, slots)

@@ -167,6 +167,7 @@ def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
     return tuple(map(loaded.encode, chats))
 
 
+@pytest.mark.first("lowrank]")
 @pytest.mark.parametrize("name", SPACES)
 def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
     from evoalign.models import tiny
@@ -182,6 +183,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: build(family, place / family) for family in FAMILIES}
 
 
+@pytest.mark.first("llama-apart-False", "opt-apart-False")
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -193,6 +195,7 @@ def test_members_of_every_family_are_plain_models(
     run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
 
 
+@pytest.mark.first("llama-lora")
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_every_space_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:

@@ -156,9 +156,10 @@ def test_logprobs_come_where_they_were_asked_for(bench: Bench) -> None:
     assert [cells[-1, i].logprobs is None for i in range(3)] == [True, False, True]
 
 
-def test_requests_that_differ_in_sampling_are_refused(bench: Bench) -> None:
-    from evoalign.errors import EvoalignError
-
-    asked = [Request(0, (30, 31), Sampling(4)), Request(1, (30, 31), Sampling(5))]
-    with pytest.raises(EvoalignError, match="differ in their sampling"):
-        list(bench.engine.rollout(MEAN_PLAN, asked))
+def test_requests_that_differ_in_sampling_are_answered_as_alone(bench: Bench) -> None:
+    asked = [Request(0, (30, 31), Sampling(4)), Request(1, (30, 31), Sampling(5)), Request(2, (30, 31), WARM, 7)]
+    together = bench.ask(MEAN_PLAN, asked)
+    assert [len(together[-1, i].token_ids) <= n for i, n in enumerate((4, 5))] == [True, True]
+    for request in asked:
+        alone = bench.ask(MEAN_PLAN, [request])
+        assert together[-1, request.index].token_ids == alone[-1, request.index].token_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor has to catch: each fault is a finding that says how to mend it, and hides no other check."""
+"""What the doctor has to catch: each fault is a finding that says how to fix it, and hides no other check."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from evoalign import engines
-from evoalign import preflight as doctor
+from doctored import DATA, config, of, statuses
+from evoalign import engines, preflight
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
-from test_doctor import DATA, config, of, statuses
 
 
 @pytest.fixture
@@ -55,16 +54,16 @@ class Ignores(TransformersEngine):
 
 def test_an_ignored_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "create", Ignores)
-    found = doctor.examine(config(tmp_path))
+    found = preflight.doctor(config(tmp_path))
     assert of(found, "canary").status == "failed"
     assert of(found, "canary").detail.startswith("canary: member 0 answers as the unperturbed model does: the engine")
     assert statuses(found)["engine"] == statuses(found)["generation"] == "ok"
-    assert doctor.verdict(found) == ("verdict: not ready; 1 failed: canary", 1)
+    assert preflight.verdict(found) == ("verdict: not ready; 1 failed: canary", 1)
 
 
 def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "create", Ignores)
-    assert of(doctor.examine(None), "canary").status == "failed"
+    assert of(preflight.doctor(None), "canary").status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_modules_and_layers_that_the_model_lacks(tmp_path: Path, lora: dict[str, Any], message: str) -> None:
-    found = doctor.examine(config(tmp_path, lora=lora))
+    found = preflight.doctor(config(tmp_path, lora=lora))
     assert of(found, "targets").status == "failed" and message in of(found, "targets").detail
     assert {of(found, name).status for name in ("memory", "disk", "engine", "canary", "generation")} == {"skipped"}
     assert of(found, "prompt length").status == "ok"
@@ -86,18 +85,18 @@ def test_modules_and_layers_that_the_model_lacks(tmp_path: Path, lora: dict[str,
 
 def test_a_missing_chat_template(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=None)
-    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
     finding = of(found, "chat template")
     assert finding.status == "failed" and "has no chat template: the model would read the bare text" in finding.detail
-    assert "task.prompt: raw" in finding.mend
+    assert "task.prompt: raw" in finding.fix
     assert statuses(found)["canary"] == "ok"
-    raw = doctor.examine(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
-    assert of(raw, "chat template").status == "ok" and doctor.verdict(raw)[1] == 0
+    raw = preflight.doctor(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
+    assert of(raw, "chat template").status == "ok" and preflight.verdict(raw)[1] == 0
 
 
 def test_a_chat_template_that_refuses_the_messages(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template="{{ raise_exception('no users here') }}")
-    finding = of(doctor.examine(config(tmp_path, model={"name": str(folder)})), "chat template")
+    finding = of(preflight.doctor(config(tmp_path, model={"name": str(folder)})), "chat template")
     assert finding.status == "failed" and "no users here" in finding.detail
 
 
@@ -105,29 +104,29 @@ def test_no_stop_token_is_a_warning(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", eos_token_id=None)
-    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
-    assert of(found, "tokenizer").status == "warning" and "evaluation.max_tokens" in of(found, "tokenizer").mend
-    assert doctor.verdict(found)[1] == 0
+    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
+    assert of(found, "tokenizer").status == "warning" and "always run to max_tokens" in of(found, "tokenizer").fix
+    assert preflight.verdict(found)[1] == 0
 
 
 def test_prompts_beyond_the_models_positions(tmp_path: Path) -> None:
-    found = doctor.examine(config(tmp_path, evaluation={"max_tokens": 2040}))
+    found = preflight.doctor(config(tmp_path, evaluation={"max_tokens": 2040}))
     assert of(found, "prompt length").status == "failed"
     assert "exceed the model's 2048 positions" in of(found, "prompt length").detail
 
 
 def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path: Path) -> None:
-    case = doctor.Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
-    for check in (doctor.plan.check_task, doctor.plan.check_tokenizer):
+    case = preflight.Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
+    for check in (preflight.plan.check_task, preflight.plan.check_tokenizer):
         check(case)
-    finding = doctor.plan.check_lengths(case)
+    finding = preflight.plan.check_lengths(case)
     assert finding.status == "failed" and "exceed engine.max_model_len 30" in finding.detail
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
     assert of(found, "tokenizer").status == "failed"
     assert of(found, "engine").status == "skipped" and "needs tokenizer" in of(found, "engine").detail
     assert of(found, "targets").status == of(found, "disk").status == "ok"
@@ -135,7 +134,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
 
 def test_damaged_weights(tmp_path: Path, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\0" * 100)
-    found = doctor.examine(config(tmp_path, model={"name": str(folder)}))
+    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
     assert of(found, "engine").status == "failed" and "does not load" in of(found, "engine").detail
     assert of(found, "canary").status == "skipped"
 
@@ -144,7 +143,7 @@ def test_damaged_weights(tmp_path: Path, folder: Path) -> None:
 
 
 def test_lost_data(tmp_path: Path) -> None:
-    found = doctor.examine(config(tmp_path, task={"train_data": "nowhere.json"}))
+    found = preflight.doctor(config(tmp_path, task={"train_data": "nowhere.json"}))
     assert of(found, "task").status == "failed" and "no data file nowhere.json" in of(found, "task").detail
     assert of(found, "gold answers").status == of(found, "generation").status == "skipped"
     assert of(found, "canary").status == "ok"
@@ -155,20 +154,20 @@ def test_an_error_that_nobody_foresaw_hides_no_other_check(tmp_path: Path, monke
         raise ValueError("a bug of the user's own\nand more")
 
     monkeypatch.setattr(Conciseness, "load_data", broken)
-    found = doctor.examine(config(tmp_path))
-    assert of(found, "task") == doctor.Finding("task", "failed", "ValueError: a bug of the user's own")
+    found = preflight.doctor(config(tmp_path))
+    assert of(found, "task") == preflight.Finding("task", "failed", "ValueError: a bug of the user's own")
     assert of(found, "canary").status == "ok"
 
 
 def test_gold_answers_that_fall_short_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: "x" * 500)
-    found = doctor.examine(config(tmp_path))
+    found = preflight.doctor(config(tmp_path))
     assert of(found, "gold answers").status == "warning" and "earns -4" in of(found, "gold answers").detail
 
 
 def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: None)
-    finding = of(doctor.examine(config(tmp_path)), "gold answers")
+    finding = of(preflight.doctor(config(tmp_path)), "gold answers")
     assert finding.status == "ok" and finding.detail == "10 of 10 examples have no gold answer"
 
 
@@ -181,13 +180,13 @@ def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_a_reward_that_fails(tmp_path: Path, body: str, message: str) -> None:
-    found = doctor.examine(config(tmp_path, task=task_of(tmp_path, body), grader={"isolated": False}))
+    found = preflight.doctor(config(tmp_path, task=task_of(tmp_path, body), grader={"isolated": False}))
     assert of(found, "generation").status == "failed" and message in of(found, "generation").detail
     assert of(found, "canary").status == "ok"
 
 
 def test_a_good_reward_of_ones_own(tmp_path: Path) -> None:
-    found = doctor.examine(config(tmp_path, task=task_of(tmp_path, "return [float(len(c)) for c in completions]")))
+    found = preflight.doctor(config(tmp_path, task=task_of(tmp_path, "return [float(len(c)) for c in completions]")))
     assert set(statuses(found).values()) == {"ok"}, found
 
 
@@ -199,7 +198,7 @@ def test_a_column_that_the_test_split_lacks(tmp_path: Path) -> None:
     }.items():
         (tmp_path / f"{name}.jsonl").write_text(3 * (json.dumps(rows) + "\n"))
     task |= {"test_data": str(tmp_path / "test.jsonl")}
-    found = doctor.examine(config(tmp_path, task=task, grader={"isolated": False}))
+    found = preflight.doctor(config(tmp_path, task=task, grader={"isolated": False}))
     assert of(found, "generation").status == "failed", found
     assert of(found, "generation").detail.startswith("the test split: ") and "answer" in of(found, "generation").detail
 
@@ -209,9 +208,9 @@ def test_a_reward_file_that_ends_the_process(tmp_path: Path, isolated: bool) -> 
     task = task_of(tmp_path, "return [0.0] * len(completions)")
     with (tmp_path / "mine.py").open("a") as file:
         file.write("import sys\nsys.exit()\n")
-    found = doctor.examine(config(tmp_path, task=task, grader={"isolated": isolated}))
+    found = preflight.doctor(config(tmp_path, task=task, grader={"isolated": isolated}))
     assert of(found, "task").status == "failed", found
-    assert of(found, "canary").status == "ok" and doctor.verdict(found)[1] == 1
+    assert of(found, "canary").status == "ok" and preflight.verdict(found)[1] == 1
 
 
 @pytest.fixture
@@ -242,39 +241,39 @@ def test_whether_wandb_would_start(
     pytest.importorskip("wandb")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    finding = doctor.plan.check_trackers(doctor.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == status and words in finding.detail, finding
-    assert status == "ok" or "WANDB_MODE" in finding.mend
+    assert status == "ok" or "WANDB_MODE" in finding.fix
     assert not [p for p in no_wandb_account.iterdir() if p.name != ".cache"], "nothing is left but wandb's own cache"
 
 
 def test_a_key_that_wandb_login_left(tmp_path: Path, no_wandb_account: Path) -> None:
     pytest.importorskip("wandb")
     (no_wandb_account / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {'b' * 40}\n")
-    finding = doctor.plan.check_trackers(doctor.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == "ok" and "has a key" in finding.detail, finding
 
 
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    finding = doctor.plan.check_trackers(doctor.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
-    assert finding.status == "failed" and "evoalign[wandb]" in finding.mend
+    finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    assert finding.status == "failed" and "evoalign[wandb]" in finding.fix
 
 
 # --- memory and disk ---
 
 
 def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.plan, "free_memory", lambda config: 1000)
-    found = doctor.examine(config(tmp_path, "full"))
-    assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").mend
+    monkeypatch.setattr(preflight.plan, "free_memory", lambda config: 1000)
+    found = preflight.doctor(config(tmp_path, "full"))
+    assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").fix
     assert of(found, "engine").status == "skipped" and "needs memory" in of(found, "engine").detail
 
 
 def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.plan, "free_memory", lambda config: 2**30)
-    finding = of(doctor.examine(config(tmp_path)), "memory")
-    assert finding.status == "warning" and finding.mend == "set engine.memory_gib to at most 0.8"
+    monkeypatch.setattr(preflight.plan, "free_memory", lambda config: 2**30)
+    finding = of(preflight.doctor(config(tmp_path)), "memory")
+    assert finding.status == "warning" and finding.fix == "set engine.memory_gib to at most 0.8"
 
 
 @pytest.mark.parametrize(
@@ -290,21 +289,21 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
     monkeypatch.setattr(engines, "create", full)
-    finding = of(doctor.examine(config(tmp_path, space, engine={"name": engine})), "engine")
-    assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.mend
+    finding = of(preflight.doctor(config(tmp_path, space, engine={"name": engine})), "engine")
+    assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.fix
 
 
 def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is what can be smaller; where weights, mean and members do not fit, what holds them."""
     wanted = config(tmp_path, "full", engine={"name": "vllm"})
-    found: list[doctor.Finding] = []
+    found: list[preflight.Finding] = []
     for free in (2**30, 1000):
-        monkeypatch.setattr(doctor.plan, "free_memory", lambda config, free=free: free)
-        case = doctor.Case(wanted)
-        doctor.plan.check_targets(case)
-        found.append(doctor.plan.check_memory(case))
-    assert found[0].status == "warning" and found[0].mend == "set engine.kv_cache_gib to at most 0.8"
-    assert found[1].status == "failed" and "engine.master host" in found[1].mend
+        monkeypatch.setattr(preflight.plan, "free_memory", lambda config, free=free: free)
+        case = preflight.Case(wanted)
+        preflight.plan.check_targets(case)
+        found.append(preflight.plan.check_memory(case))
+    assert found[0].status == "warning" and found[0].fix == "set engine.kv_cache_gib to at most 0.8"
+    assert found[1].status == "failed" and "engine.master host" in found[1].fix
     assert "1.00 GiB for the cache" in found[1].detail
 
 
@@ -313,46 +312,46 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
     split = {"name": "vllm", "tensor_parallel_size": 2}
-    assert doctor.plan.free_memory(config(tmp_path, engine=split)) == 14 * 2**30
-    assert doctor.plan.free_memory(config(tmp_path)) == 7 * 2**30
+    assert preflight.plan.free_memory(config(tmp_path, engine=split)) == 14 * 2**30
+    assert preflight.plan.free_memory(config(tmp_path)) == 7 * 2**30
 
 
 def test_free_memory_of_this_machine() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = doctor.plan._free_on_host()
+    free = preflight.plan._free_on_host()
     assert free is not None and 0 < free <= total
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    finding = of(doctor.examine(config(tmp_path, engine={"device": "cuda"})), "engine")
+    finding = of(preflight.doctor(config(tmp_path, engine={"device": "cuda"})), "engine")
     assert finding.status == "failed" and "cuda is not there; use cpu or auto" in finding.detail
 
 
 def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    finding = doctor.machine.check_accelerators()
+    finding = preflight.machine.check_accelerators()
     assert finding.status == "warning" and "built for CUDA 13.0 and sees no GPU" in finding.detail
-    assert "driver" in finding.mend
+    assert "driver" in finding.fix
 
 
 def test_the_probe_meets_a_full_disk() -> None:
     with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as file:
-        doctor.plan.write_probe(file)
+        preflight.plan.write_probe(file)
 
 
 def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
     """A limit that no file system statistic shows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (doctor.plan.PROBE_BYTES // 2, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (preflight.plan.PROBE_BYTES // 2, hard))
     try:
-        finding = doctor.plan.check_output(doctor.Case(config(tmp_path)))
+        finding = preflight.plan.check_output(preflight.Case(config(tmp_path)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert finding.status == "failed" and "1.0 MiB cannot be written" in finding.detail
-    assert "raise the quota" in finding.mend
+    assert "raise the quota" in finding.fix
     assert list(tmp_path.iterdir()) == []
 
 
@@ -369,7 +368,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    found = doctor.examine(config(tmp_path, "full", output_dir=str(small_disk / "run")))
+    found = preflight.doctor(config(tmp_path, "full", output_dir=str(small_disk / "run")))
     assert of(found, "output").status == "failed" and "No space left" in of(found, "output").detail
     assert of(found, "disk").status == "failed" and "free in" in of(found, "disk").detail
     assert of(found, "canary").status == of(found, "generation").status == "ok"
@@ -380,20 +379,21 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 << 20))
     made = config(tmp_path, "full", checkpoint={"every": 1, "keep_last": 2})
-    finding = of(doctor.examine(made), "disk")
+    finding = of(preflight.doctor(made), "disk")
     assert finding.status == "failed" and "for 4 checkpoints" in finding.detail
-    assert "checkpoint.keep_last" in finding.mend
+    assert "checkpoint.keep_last" in finding.fix
 
 
 def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = doctor.examine(config(tmp_path, output_dir=str(tmp_path / "file/run")))
+    found = preflight.doctor(config(tmp_path, output_dir=str(tmp_path / "file/run")))
     assert of(found, "output").status == "failed" and "is a file" in of(found, "output").detail
 
 
 # --- the whole command ---
 
 
+@pytest.mark.slow
 def test_several_faults_are_all_told_with_exit_code_1(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=None)
     file = tmp_path / "c.yaml"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from evoalign import evaluation, tasks
+from evoalign import rollouts, tasks
 from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
@@ -261,6 +261,7 @@ def refused(task: Task, texts: list[str], example: dict[str, Any]) -> RewardErro
 HUNG = "no answer within 1 s"
 
 
+@pytest.mark.first("fork-sleeps", "fork-exits", "fork-leaves-", "fork-kills", "fork-segfaults", "fork-raises")
 @pytest.mark.parametrize(
     ("make", "name", "reason", "message"),
     [
@@ -287,7 +288,7 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
     error = refused(task, ["a", "bomb it", "c"], row(log, id=7))
     assert f"reward function {name} " in str(error)
     assert message in str(error)
-    assert "the completion 'bomb it' does it alone; mend it" in str(error)
+    assert "the completion 'bomb it' does it alone; fix it" in str(error)
     assert "\n" not in str(error)
     failed = error.failed or {}
     seconds, trace = failed.pop("seconds"), failed.pop("traceback")
@@ -349,6 +350,7 @@ def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None
     assert task.rewards(["a"], [row(log, line=line)]) == [1.0]
 
 
+@pytest.mark.slow
 def test_an_endless_answer_is_cut(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LINE_LIMIT", 1000)
     error = refused(make("drips", retries=0), ["bomb"], row(log))
@@ -390,6 +392,7 @@ def test_no_completion_is_blamed_for_a_batch(make: Make, log: Path) -> None:
     assert (failed["completion"], failed["completions"], failed["count"]) == (None, ["a", "b", "c", "d"], 4)
 
 
+@pytest.mark.slow
 def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
     assert "'bomb 1' does it alone, and so do others" in str(
         refused(make("exits", retries=0), ["a", "bomb 1", "b", "bomb 2"], row(log))
@@ -397,6 +400,7 @@ def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
     assert "and so do others" not in str(refused(make("exits", retries=0), ["a", "bomb 1", "b"], row(log)))
 
 
+@pytest.mark.slow
 def test_the_function_that_hangs_is_the_one_named(make: Make, log: Path) -> None:
     error = refused(make("good", "sleeps", "raises", retries=0, timeout=1.0), ["bomb"], row(log))
     assert str(error).startswith("reward function sleeps hung")
@@ -521,14 +525,14 @@ def ways(error: BaseException) -> list[Task]:
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), asyncio.CancelledError(), ValueError("a\nb")])
 def test_a_reward_that_leaves_does_not_end_the_run(error: BaseException) -> None:
     for task in ways(error):
-        with pytest.raises(RewardError, match=rf"failed[^\n]*: {type(error).__name__}[^\n]*; mend it$"):
-            evaluation.rewards_of(task, ["a", "b"], [{"prompt": "?"}] * 2)
+        with pytest.raises(RewardError, match=rf"failed[^\n]*: {type(error).__name__}[^\n]*; fix it$"):
+            rollouts.rewards_of(task, ["a", "b"], [{"prompt": "?"}] * 2)
 
 
 def test_ctrl_c_in_a_reward_passes() -> None:
     for task in ways(KeyboardInterrupt()):
         with pytest.raises(KeyboardInterrupt):
-            evaluation.rewards_of(task, ["a"], [{"prompt": "?"}])
+            rollouts.rewards_of(task, ["a"], [{"prompt": "?"}])
 
 
 @pytest.mark.parametrize(
@@ -537,7 +541,7 @@ def test_ctrl_c_in_a_reward_passes() -> None:
 )
 def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
     with pytest.raises(RewardError, match=r"task own gave .{1,60} as the reward of 'a'"):
-        evaluation.rewards_of(Own(lambda: value), ["a"], [{}])
+        rollouts.rewards_of(Own(lambda: value), ["a"], [{}])
 
 
 # --- no orphans -----------------------------------------------------------------------------------------------------
@@ -566,6 +570,7 @@ def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
     assert_gone([worker, child])
 
 
+@pytest.mark.slow
 @linux
 @both
 @pytest.mark.parametrize("text", ["a", "bomb", "exit"])

@@ -123,6 +123,7 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["failed_completion.json"]
 
 
+@pytest.mark.slow
 def test_a_run_may_not_choose_what_is_imported(tmp_path):
     marker = tmp_path / "imported"
     (tmp_path / "mine.py").write_text(

@@ -87,6 +87,7 @@ def test_a_project_folder_with_a_config_is_no_run(tmp_path: Path, how: dict[str,
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.yaml", "data", "reward.py", "thesis.txt"]
 
 
+@pytest.mark.slow
 def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Path) -> None:
     killing.killed("lora", "before the journal", 0, tmp_path / "run")
     (tmp_path / "run/notes.txt").write_text("mine")
@@ -95,6 +96,7 @@ def test_a_run_that_never_began_goes_on_only_where_nothing_else_is(tmp_path: Pat
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_note_in_a_saved_mean_stays(copy: Path) -> None:
     note = copy / "loras/generation_0006/NOTES.md"
     note.write_text("mine")
@@ -150,6 +152,7 @@ def running(run: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_run_that_is_going_on_is_neither_moved_nor_resumed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = running(run)
@@ -249,6 +252,7 @@ class Brief(Conciseness):
         return -float(len(text))
 
 
+@pytest.mark.slow
 def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
     tree = small(tmp_path / "run")
     task = Brief(evoalign.Config.model_validate(tree).task)
@@ -259,6 +263,7 @@ def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
     evoalign.train(tree, task=Brief(evoalign.Config.model_validate(tree).task), resume=True, console=quiet())
 
 
+@pytest.mark.slow
 def test_other_data_are_another_run(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([{"prompt": "Say a:", "answer": "a"}, {"prompt": "Say b:", "answer": "b"}]))
@@ -279,6 +284,7 @@ def cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Path, tmp_path: Path) -> None:
     moved = copy.rename(tmp_path / "run #2: 2024")
     for target in (str(moved), str(moved / "config.yaml"), moved.name):
@@ -290,6 +296,7 @@ def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Pat
     assert [p.name for p in tmp_path.iterdir()] == [moved.name]
 
 
+@pytest.mark.slow
 def test_a_run_without_its_config_says_what_to_give(copy: Path, tmp_path: Path) -> None:
     (copy / "config.yaml").unlink()
     done = cli("train", str(copy), "--resume", cwd=tmp_path)
@@ -306,6 +313,7 @@ def test_a_hook_may_change_the_working_directory(tmp_path: Path, monkeypatch: py
 # --- failures in the middle ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [TimeoutError(), OSError(28, "No space left on device"), EvoalignError("a judge is out")]
 )
@@ -314,7 +322,7 @@ def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path: Path, error: Exc
         if generation.index == 1:
             raise error
 
-    with pytest.raises(EvoalignError, match=r"2 generations are kept; go on with: evoalign train .*run --resume"):
+    with pytest.raises(EvoalignError, match=r"2 generations are kept; resume with: evoalign train .*run --resume"):
         evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
     evoalign.train(small(tmp_path / "run", 3), resume=True, console=quiet())
 
@@ -323,7 +331,7 @@ def test_out_of_memory_says_which_settings_help(tmp_path: Path) -> None:
     def hook(generation: evoalign.Generation) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
-    message = r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows; 1 generations are kept; go on with: "
+    message = r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows; 1 generations are kept; resume with: "
     with pytest.raises(EvoalignError, match=message):
         evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
 

@@ -81,7 +81,7 @@ def test_greedy_tokens_equal_merged_weights(space):
     for module in model.modules():
         module._forward_hooks.clear()
     served = dict(model.named_parameters())
-    masters = dict(engine._master)
+    masters = {p.name: p.master for p in engine.mean.parts}
     differing = 0
     for member in plan.members:
         weights = {n: p.detach().clone() for n, p in served.items()}
@@ -112,4 +112,4 @@ def test_bfloat16_serves_the_rounded_master(space):
     assert len(rollouts) == 8 and engine.fingerprint() == before
     if space != "lora":
         for tensor in layout.tensors:
-            assert torch.equal(engine._parameters[tensor.name], engine._master[tensor.name].bfloat16())
+            assert torch.equal(engine._parameters[tensor.name], engine.mean[tensor.name].bfloat16())

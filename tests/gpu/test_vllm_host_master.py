@@ -28,7 +28,7 @@ def seen(engine_class, tree):
             found.append(engine.fingerprint())
         state = dict(engine.state())
         engine.load({name: tensor * 0.5 for name, tensor in state.items()})
-        return [*found, engine.fingerprint(), engine.sample(300).tolist()]
+        return [*found, engine.fingerprint(), engine.probe_weights(300).tolist()]
 
 
 @pytest.mark.parametrize("space", ["lowrank", "full"])

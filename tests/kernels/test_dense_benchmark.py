@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dense.py"
 
 
+@pytest.mark.slow
 def test_it_measures_and_writes_what_it_found(tmp_path):
     found = tmp_path / "found.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--layers", "1", "--width", "32", "--members", "3",

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from evoalign.engines import base
+from evoalign.engines import hash as hashes
 
 PARTS = [
     ((), None),
@@ -21,7 +21,7 @@ def in_torch(monkeypatch):
     def run(*args):
         with monkeypatch.context() as patch:
             patch.delenv("TRITON_INTERPRET")
-            return base.tensor_sum(*args)
+            return hashes.tensor_sum(*args)
 
     return run
 
@@ -31,26 +31,26 @@ def in_torch(monkeypatch):
 def test_sums_are_the_same(in_torch, shape, slices, dtype):
     size = [min(s.stop - s.start, n) for s, n in zip(slices, shape, strict=True)] if slices else shape
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    got = base.tensor_sum(tensor, shape, slices)
+    got = hashes.tensor_sum(tensor, shape, slices)
     assert (got - in_torch(tensor, shape, slices)) % (1 << 64) == 0
-    assert (got - base.tensor_sum(-tensor, shape, slices)) % (1 << 64) != 0
+    assert (got - hashes.tensor_sum(-tensor, shape, slices)) % (1 << 64) != 0
 
 
 def test_special_numbers(in_torch):
     tensor = torch.tensor([0.0, -0.0, 1e-45, float("inf"), -float("inf"), float("nan"), 3.4e38])
-    assert (base.tensor_sum(tensor) - in_torch(tensor)) % (1 << 64) == 0
+    assert (hashes.tensor_sum(tensor) - in_torch(tensor)) % (1 << 64) == 0
 
 
 def test_the_layout_in_memory_does_not_matter(in_torch):
     tensor = torch.randn(40, 30)
     turned = tensor.T.contiguous().T
-    assert (base.tensor_sum(turned) - in_torch(tensor)) % (1 << 64) == 0
+    assert (hashes.tensor_sum(turned) - in_torch(tensor)) % (1 << 64) == 0
 
 
 def test_parts_add_up():
     tensor = torch.randn(9, 31)
     parts = [(slice(0, 4), slice(0, 31)), (slice(4, 9), slice(0, 10)), (slice(4, 9), slice(10, 31))]
-    total = sum(base.tensor_sum(tensor[p], tensor.shape, p) for p in parts)
-    assert (total - base.tensor_sum(tensor)) % (1 << 64) == 0
-    own = base.weights_hash_of_sums([("w", tensor.shape, total)])
-    assert own == base.weights_hash([("w", tensor)])
+    total = sum(hashes.tensor_sum(tensor[p], tensor.shape, p) for p in parts)
+    assert (total - hashes.tensor_sum(tensor)) % (1 << 64) == 0
+    own = hashes.weights_hash_of_sums([("w", tensor.shape, total)])
+    assert own == hashes.weights_hash([("w", tensor)])

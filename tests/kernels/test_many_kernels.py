@@ -59,6 +59,7 @@ def count_launches(monkeypatch, module, kernel):
     return launches
 
 
+@pytest.mark.first("lora-1-0")
 @pytest.mark.parametrize(
     ("rank", "pad", "cut", "dtype"),
     [(1, 0, "whole", torch.bfloat16), (1, 7, "rows", torch.float32), (2, 0, "columns", torch.bfloat16),
@@ -90,6 +91,7 @@ def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, ra
             assert int((whole != 7).sum()) <= len(MEMBERS) * factor[0].numel()
 
 
+@pytest.mark.slow
 def test_parts_of_the_same_size_from_other_places():
     """They lie alike in memory, and differ in where a Philox call begins and where the next row does."""
     from evoalign.kernels.noise import Job, Jobs
@@ -171,6 +173,7 @@ def ordered(space, layout, name, up, master, start):
     return mean + total * torch.tensor(1 / len(up.members)) * torch.tensor(up.step * layout[name].scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "cut", "turned", "memory"),
     [(1, WHOLE, False, 1 << 25), (2, ROWS, False, 5000), (8, COLUMNS, False, 1), (2, COLUMNS, True, 1 << 25)],
@@ -200,6 +203,7 @@ def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned,
             assert not kept[2][untouched].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [None, *BITS])
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 def test_moves_alone_are_the_same(served, decay):

@@ -68,6 +68,7 @@ def test_normals_have_the_same_bits(tuned, shape, slices, generation):
     assert same(got, in_torch(shape, generation, members, slices=slices))
 
 
+@pytest.mark.first("shape1-", "shape5-")
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("shape", "slices"), PARTS[1:11])

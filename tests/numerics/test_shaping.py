@@ -133,6 +133,7 @@ def test_identity_is_the_fitness(scores_MP):
     assert shaping.fitness(scores_MP).tolist() == fitness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(scores_MP=scores, seed=st.integers(0, 100))
 def test_members_are_treated_alike(name, scores_MP, seed):
@@ -158,7 +159,7 @@ def test_a_score_that_is_not_finite_is_an_error(name, value):
 @pytest.mark.parametrize("scores_MP", [[[1e308, 1e308], [0, 0]], [[1e308], [-1e308]], [[2.0, 1], [3, 1e200]]])
 def test_a_score_too_large_for_float64_is_an_error(name, scores_MP):
     """Its square overflows: coefficients would be NaN, or all zero."""
-    with pytest.raises(RewardError, match=r"score of member ., prompt . is 1e\+(308|200); mend the reward"):
+    with pytest.raises(RewardError, match=r"score of member ., prompt . is 1e\+(308|200); fix the reward"):
         shaping.shape(np.array(scores_MP), name)
 
 

@@ -105,6 +105,7 @@ def test_when_completions_are_kept(every: int, kept: list[int]) -> None:
     assert due == kept
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     rows = written(path, generation([[1.0, 2.0], [3.0, 4.0]]))

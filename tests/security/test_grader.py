@@ -46,12 +46,14 @@ def test_the_bomb_list_is_whole() -> None:
     assert graded(BENCHMARK["GOLD"]) == 1.1
 
 
+@pytest.mark.slow
 def test_ten_thousand_fuzzed_completions() -> None:
     rewards = [graded(text) for text in BENCHMARK["completions"](10_000, seed=1)]
     assert {round(reward, 9) for reward in rewards} <= REWARDS
     assert 0 < sum(reward > 1 for reward in rewards) < 4_000  # the fuzz reaches right answers and wrong ones
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.text(max_size=300))
 def test_any_text(text: str) -> None:

@@ -87,7 +87,7 @@ def test_null_text_and_lists_are_left_out_and_booleans_are_numbers() -> None:
     assert step_and_values({"generation": 7, "x": {"generation": 1}}) == (7, {"x/generation": 1.0})
 
 
-# --- what was told is there -----------------------------------------------------------------------------------------
+# --- what was reported is there ------------------------------------------------------------------------------------
 
 
 def tensorboard(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -244,7 +244,7 @@ def test_a_tracker_chosen_only_at_the_resume_starts(tmp_path: Path, backend: str
 
 
 class Broken:
-    """Fails where it is told to, and remembers what it was told."""
+    """Fails where it is told to, and remembers what it was reported."""
 
     def __init__(self, *failing: str) -> None:
         self.failing, self.told = failing, list[str]()
@@ -428,6 +428,7 @@ print(json.dumps({"threads": alive, "children": names, "environment": dict(os.en
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks into /proc")
 def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path) -> None:
     run = folders / "run"
@@ -493,6 +494,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"tensorboard", 
 """
 
 
+@pytest.mark.slow
 def test_a_run_without_trackers_imports_none(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", UNASKED, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

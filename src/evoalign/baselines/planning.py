@@ -19,9 +19,10 @@ from evoalign.config import Config, SpaceConfig
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
+from evoalign.rewards.objective import Objective
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
-from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data, with_es
+from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
 from evoalign.spaces import create as create_space
 from evoalign.training.resolve import trained_dtype
 from evoalign.types import TensorSpec
@@ -62,7 +63,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     standing = _standing(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    refusals = _refusals(config, len(data.train))
+    refusals = _refusals(config, len(data.train), task.objective())
     lines = [*standing, *refusals, *default_lines(config), *step_lines(config), *work_lines(config)]
     try:
         specs = specs_of_config(config)
@@ -82,7 +83,7 @@ def trained(config: Config, specs: Sequence[TensorSpec]) -> int:
         return parameters(specs)
     lora = config.lora.model_copy(update={"evolve": "ab"})
     both = config.model_copy(update={"space": SpaceConfig(name="lora"), "lora": lora, "es_": None})
-    return layout_of(create_space(with_es(both)), specs, torch.float32).parameters
+    return layout_of(create_space(both), specs, torch.float32).parameters
 
 
 def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
@@ -90,7 +91,7 @@ def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
     size = getattr(torch, trained_dtype(config)).itemsize
     is_adapter = config.grpo.tune == "lora"
     each = 4 if is_adapter else size
-    count, slots = trained(config, specs), SLOTS.get(config.grpo.optim)
+    count, slots = trained(config, specs), SLOTS.get(config.grpo.by_name["optim"])
     copies = (config.grpo.beta > 0 and not is_adapter) + (config.checks.kl_every > 0)
     return Memory(
         weights=size * parameters(specs),
@@ -123,9 +124,10 @@ def step_lines(config: Config) -> list[str]:
     """How the policy moves; a warning where groups are small."""
     grpo = config.grpo
     tuned = f"LoRA of rank {config.lora.rank}" if grpo.tune == "lora" else "all weights"
+    trl = grpo.by_name
     lines = [
-        f"{grpo.max_steps} steps of {grpo.optim} on {tuned}, learning rate {grpo.learning_rate:g} "
-        f"({grpo.lr_scheduler_type}), loss {grpo.loss_type}, beta {grpo.beta:g}, completions by {_source(config)}"
+        f"{grpo.max_steps} steps of {trl['optim']} on {tuned}, learning rate {grpo.learning_rate:g} "
+        f"({trl['lr_scheduler_type']}), loss {trl['loss_type']}, beta {grpo.beta:g}, completions by {_source(config)}"
     ]
     if grpo.num_generations < FEW:
         lines.append(
@@ -183,7 +185,7 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
 
 def memory_words(config: Config, need: Memory) -> str:
     """Bytes by what they hold."""
-    dtype, optim = trained_dtype(config), config.grpo.optim
+    dtype, optim = trained_dtype(config), config.grpo.by_name["optim"]
     parts = [f"{dtype} weights {gib(need.weights)}"]
     parts += [f"adapter {gib(need.adapter)}"] if need.adapter else []
     parts += [f"gradients {gib(need.gradients)}"]
@@ -209,7 +211,7 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
         state = last_state(run)
         if state is not None:
             refuse_differences(run, config)
-            return [f"goes on after step {state[1]} of {config.grpo.max_steps}"]
+            return [f"resumes after step {state[1]} of {config.grpo.max_steps}"]
         if died_early(run, config):
             return [f"{run.path} ended before a state was saved: it begins again, and what is there is moved aside"]
     try:
@@ -219,15 +221,20 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
     return []
 
 
-def _refusals(config: Config, examples: int) -> list[str]:
+def _refusals(config: Config, examples: int, objective: Objective) -> list[str]:
     """What a run would refuse before it loads a weight."""
     found: list[str] = []
     if not tracking.is_installed("trl"):
         found.append("refused as it stands: GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
-    refusing = (settings.check, settings.trains_on_cpu, partial(settings.check_prompts, examples=examples))
+    refusing = (
+        partial(settings.check, config),
+        partial(settings.trains_on_cpu, config),
+        partial(settings.check_prompts, config, examples),
+        partial(settings.check_objective, objective),
+    )
     for refuse in refusing:
         try:
-            refuse(config)
+            refuse()
         except ConfigError as error:
             found.append(f"refused as it stands: {error}")
     return found

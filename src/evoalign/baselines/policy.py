@@ -99,7 +99,7 @@ class Policy:
             self.shape,
             [len(self.lengths[row]) for row, _ in answers],
             [tokens for _, tokens in answers],
-            checkpointing=grpo.gradient_checkpointing,
+            checkpointing=grpo.by_name["gradient_checkpointing"],
             adapted=self.adapted,
             all_logits=self.on_cpu,
         )
@@ -239,7 +239,7 @@ def finished(run: RunDir, config: Config) -> Path | None:
 
 
 def died_early(run: RunDir, config: Config) -> bool:
-    """Whether a run of GRPO that ended before it had a state to go on from is here: it can only begin again.
+    """Whether a run of GRPO that ended before it had a state to resume from is here: it can only begin again.
 
     Raises ResumeError where that would be another run, or where it had come to its end.
     """
@@ -266,7 +266,7 @@ def refuse_differences(run: RunDir, config: Config) -> None:
     """Raise ResumeError where the run was made with other settings."""
     odd, _ = differences(config, load([run.config]), "grpo")
     if odd:
-        raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
+        raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
 
 
 def _tuned(model: Any) -> frozenset[str]:

@@ -22,7 +22,7 @@ from evoalign import evolve
 from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError
-from evoalign.rollouts import stream
+from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import layout_of
 from evoalign.spaces import Space
 from evoalign.tokens import Tokens
@@ -62,10 +62,10 @@ class EngineRollouts:
         first = self._asked if step == self._step else 0
         self._step, self._asked = step, first + len(prompts)
         encoded = [self.tokens.encode(prompt) for prompt in prompts]
-        seeds = [stream(self.config.seed, "grpo", step, process, first + i) for i in range(len(prompts))]
+        seeds = [derive_seed(self.config.seed, "grpo", step, process, first + i) for i in range(len(prompts))]
         requests = [Request(i, ids, self.sampling, seeds[i]) for i, ids in enumerate(encoded)]
         with answering(self.model, mixed=self.mixed):
-            found = sorted(self.engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+            found = collect(self.engine, MEAN_PLAN, requests)
         return _output(encoded, found)
 
 
@@ -93,7 +93,7 @@ class MemberRollouts:
         requests = [Request(i, ids, self.sampling, logprobs=True) for i, ids in enumerate(encoded[::group])]
         plan = Plan(step, self.sigma(step), self.members)
         with answering(self.model, mixed=self.mixed):
-            found = sorted(self.engine.rollout(plan, requests), key=_by_group)
+            found = sorted(collect(self.engine, plan, requests), key=_by_group)
         return _output(encoded, found)
 
     def sigma(self, step: int) -> float:

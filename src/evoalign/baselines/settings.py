@@ -15,8 +15,9 @@ import torch
 
 from evoalign.config import Config, GrpoConfig
 from evoalign.errors import ConfigError
+from evoalign.rewards.objective import Objective, refuse_whole_groups
 
-OURS = frozenset({"tune", "bf16", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
+OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
 """Fields of the section that TRL does not have, or that mean more here."""
 SET = {
     "output_dir": "output_dir",
@@ -56,8 +57,8 @@ def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str,
     """Keyword arguments of TRL's GRPOConfig. `known` has its fields. Raises ConfigError for what cannot be."""
     check(config)
     grpo = config.grpo
-    plain = {name: getattr(grpo, name) for name in GrpoConfig.model_fields if name not in OURS}
-    chosen = {name: value for name, value in plain.items() if value is not None}
+    every = grpo.by_name
+    chosen = {name: value for name, value in every.items() if name not in OURS and value is not None}
     return {
         **chosen,
         "output_dir": str(folder),
@@ -74,7 +75,7 @@ def arguments(config: Config, folder: Path, *, on_cpu: bool, known: Mapping[str,
         "report_to": "none",
         "disable_tqdm": True,
         "log_level": "error",
-        **_known(grpo.trl, known),
+        **_known(every["trl"], known),
     }
 
 
@@ -85,11 +86,23 @@ def check(config: Config) -> None:
             raise ConfigError(f"grpo.trl.{name} is set elsewhere here: by {SET[name]}; take it out of grpo.trl")
         if name in GrpoConfig.model_fields:
             raise ConfigError(f"grpo.trl.{name} has a place of its own: grpo.{name}")
+    if config.sampling.stop:
+        raise ConfigError("sampling.stop: GRPO's completions end at the model's stop tokens alone; take it out")
     if _splits_weights(config.grpo.trl):
         raise ConfigError(f"grpo.trl: {SPLIT}")
     if config.grpo.rollouts == "es" and config.es.antithetic and config.grpo.num_generations % 2:
         raise ConfigError(
             f"es.antithetic needs an even grpo.num_generations, not {config.grpo.num_generations}: members are pairs"
+        )
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise ConfigError for an objective that GRPO cannot serve: its trainer's state has no place for another."""
+    refuse_whole_groups(objective, "GRPO")
+    if objective.state:
+        raise ConfigError(
+            f"objective {objective.name} has a state ({', '.join(objective.state)}), which a run of GRPO cannot "
+            "resume; take another task.objective for it, such as weighted_sum"
         )
 
 
@@ -138,12 +151,12 @@ def fields_of(kind: type) -> dict[str, Any]:
 
 def longest(config: Config) -> int:
     """Tokens of a completion at most."""
-    return config.grpo.max_completion_length or config.evaluation.max_tokens
+    return config.grpo.max_completion_length or config.sampling.max_tokens
 
 
 def mixed(config: Config, *, on_cpu: bool) -> bool:
     """Whether arithmetic is bfloat16 on float32 weights."""
-    wanted = config.grpo.bf16
+    wanted = config.grpo.by_name["bf16"]
     return (not on_cpu and config.model.dtype in ("auto", "float32")) if wanted is None else wanted
 
 
@@ -164,7 +177,7 @@ def passes(grpo: GrpoConfig) -> int:
 
 def misaligned(grpo: GrpoConfig) -> bool:
     """Whether completions may be older than the weights of a step, so that TRL takes their log-probabilities first."""
-    return grpo.gradient_accumulation_steps % passes(grpo) != 0 or grpo.use_vllm
+    return grpo.gradient_accumulation_steps % passes(grpo) != 0 or bool(grpo.by_name["use_vllm"])
 
 
 def round_size(grpo: GrpoConfig, processes: int = 1) -> int:

@@ -14,18 +14,19 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from evoalign import tracking
-from evoalign.analysis import divergence
-from evoalign.analysis.divergence import Reference
 from evoalign.baselines.policy import SAVE_EVERY, Policy
 from evoalign.baselines.rollouts import answering
 from evoalign.baselines.settings import cycle
+from evoalign.checks import divergence
+from evoalign.checks.divergence import Reference
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.evaluation import Evaluation
 from evoalign.report import figures
 from evoalign.report.progress import Display
 from evoalign.report.rows import Row, spread
-from evoalign.rollouts import rewards_of
+from evoalign.rewards.objective import means
+from evoalign.rollouts import columns_of, scores_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.training import saving
@@ -54,6 +55,8 @@ class Answer:
     reward: float
     tokens: int
     truncated: bool
+    rewards: Mapping[str, float | None]
+    """By column."""
 
 
 def save_every(every: int | None) -> int:
@@ -69,6 +72,7 @@ class Steps(TrainerCallback):
 
     def __init__(self, policy: Policy, run: RunDir | None, stop: Stop, console: Console, tell: Tell) -> None:
         self.policy, self.config, self.run, self.stop, self.tell = policy, policy.config, run, stop, tell
+        self.objective = policy.task.objective()
         # Not "no update": what float32 leaves of a mean is an advantage of up to 1e-4, which Adam scales up.
         self.display = Display(policy.config.grpo.max_steps, console, unit="step", still="rewards equal")
         self.trackers: list[tracking.Tracker] = []
@@ -84,20 +88,23 @@ class Steps(TrainerCallback):
         self._drawing = self._drawn = 0.0
 
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """The one reward function that TRL is given: the task's own, on the texts that ES would score."""
+        """The one reward function that TRL is given: what the objective makes of the texts that ES would score."""
         start = time.perf_counter()
         policy, ids_of = self.policy, columns["completion_ids"]
         texts = [policy.tokens.decode(ids) for ids in ids_of]
-        rewards = rewards_of(policy.task, texts, [policy.data.train[row] for row in columns["row"]])
-        for row, text, reward, ids in zip(columns["row"], texts, rewards, ids_of, strict=True):
+        examples = [policy.data.train[row] for row in columns["row"]]
+        found = columns_of(policy.task, texts, examples)
+        rewards = scores_of(self.objective, found, texts, examples)
+        for i, (row, text, ids) in enumerate(zip(columns["row"], texts, ids_of, strict=True)):
             ended = bool(len(ids)) and int(ids[-1]) in policy.tokens.stop_ids
-            self._pending.append(Answer(int(row), text, reward, len(ids), not ended))
+            own = {name: values[i] for name, values in found.items()}
+            self._pending.append(Answer(int(row), text, rewards[i], len(ids), not ended, own))
         self._score_seconds += time.perf_counter() - start
         return rewards
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step has begun: all of a state that is gone on from is read by then."""
+        """Whether a step has begun: all of a state that is resumed from is read by then."""
         return self._began > 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -165,7 +172,7 @@ class Steps(TrainerCallback):
         return asdict(self._reference.divergence(policy.model, samples))
 
     def measure_start(self) -> None:
-        """What cannot be measured, or does not fit, is told before the first step."""
+        """What cannot be measured, or does not fit, is reported before the first step."""
         if self.run is not None and self.config.checks.kl_every:
             start = time.monotonic()
             kl, seconds = self.measure()["exact"], time.monotonic() - start
@@ -187,6 +194,7 @@ class Steps(TrainerCallback):
         words = figures.GRPO_WORDS
         figures.evolution(rows, folder / "evolution.png", title=title, baseline=self.baseline, words=words)
         figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
+        figures.rewards(rows, folder / "rewards.png", title=title, words=words)
         figures.divergence(rows, folder / "divergence.png", title=title, baseline=self.baseline, final=final)
         self._drawn = time.monotonic()
         self._drawing = self._drawn - start
@@ -206,6 +214,7 @@ class Steps(TrainerCallback):
         rewards = np.asarray([a.reward for a in answers], dtype=np.float64)
         groups = rewards.reshape(-1, group)
         rollout, score = float(self.trainer.rollout_seconds), self._score_seconds
+        by_column = means({name: [a.rewards[name] for a in answers] for name in answers[0].rewards})
         seconds = {"rollout": rollout, "score": score, "update": max(0.0, self._spent - rollout - score)}
         return {
             "generation": step,
@@ -221,6 +230,7 @@ class Steps(TrainerCallback):
             "divergence": None,
             "budget": self._cost(fresh).as_dict(),
             "grpo": {name: _number(logs.get(key)) for key, name in LOGGED.items()},
+            **({"rewards": by_column} if by_column else {}),
         }
 
     def _cost(self, fresh: Sequence[Answer]) -> Cost:

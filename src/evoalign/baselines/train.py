@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 
 from evoalign import tokens, tracking
-from evoalign.analysis.distance import distance_of
 from evoalign.baselines import planning, settings
 from evoalign.baselines.policy import Policy, died_early, finished, last_state, refuse_differences, states
 from evoalign.baselines.steps import Steps
+from evoalign.checks.distance import distance_of
 from evoalign.config import Config, code_of
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import load_model
@@ -65,6 +65,7 @@ def grpo(
         with Stop() as stop:
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
+                settings.check_objective(chosen.objective())
                 work = _Grpo(config, run, chosen, data, stop, console or Console(quiet=run is None), given)
                 with warnings.catch_warnings():  # TRL and transformers use a name that transformers 6 will drop
                     warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
@@ -88,7 +89,7 @@ def _enter(run: RunDir, config: Config, *, overwrite: bool, resume: bool) -> Non
         run.refuse(overwrite=overwrite)
     elif method_of(run.path) == "es":
         raise ResumeError(
-            f"{run.path} holds a run of ES; go on with: evoalign train {shlex.quote(str(run.path))} --resume"
+            f"{run.path} holds a run of ES; resume with: evoalign train {shlex.quote(str(run.path))} --resume"
         )
     run.lock()
     if resume and finished(run, config) is None and last_state(run) is None and not died_early(run, config):
@@ -150,7 +151,7 @@ class _Grpo:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _state(self) -> tuple[Path, int] | None:
-        """The trainer's state to go on from. Raises ResumeError where the run is another one."""
+        """The trainer's state to resume from. Raises ResumeError where the run is another one."""
         path = Path(self.config.output_dir).expanduser().absolute()
         run = self.run or RunDir(path)
         state = last_state(run)
@@ -315,7 +316,7 @@ class _Grpo:
         steps.evaluating = budget.read_evaluation(run.budget)
         run.go_on(self.config, make_manifest(self.config, {}, command_line(), "grpo"))
         steps.trackers = tracking.create(self.config, run.path, done)
-        self.tell(f"goes on after step {done} of {self.config.grpo.max_steps}")
+        self.tell(f"resumes after step {done} of {self.config.grpo.max_steps}")
         before = outcome.read_completions(run, "before", self.task, self.data)
         if before is None:
             raise ResumeError(f"{run.completions('before')} is missing or damaged: put it back, or begin another run")
@@ -378,10 +379,10 @@ class _Grpo:
 
     def _how_to_go_on(self) -> str:
         if self.given is not None:
-            return f"go on with grpo(..., {self.given}=..., resume=True)"
+            return f"resume with grpo(..., {self.given}=..., resume=True)"
         assert self.run is not None
         target = self.run.config if code_of(self.config) else self.run.path
-        return f"go on with: evoalign grpo {shlex.quote(str(target))} --resume"
+        return f"resume with: evoalign grpo {shlex.quote(str(target))} --resume"
 
     def _explained(self, error: Exception) -> Exception:
         """A new run that fails before its first step is taken back; later, the error says from where it goes on."""
@@ -391,7 +392,7 @@ class _Grpo:
             self.run.undo()
             return error
         state = last_state(self.run)
-        whence = f"it goes on after step {state[1]}" if state else "no state had been saved, so it begins again"
+        whence = f"it resumes after step {state[1]}" if state else "no state had been saved, so it begins again"
         kept = f"{whence}: {self._how_to_go_on()}"
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         room = "; lower grpo.per_device_train_batch_size and raise grpo.gradient_accumulation_steps"

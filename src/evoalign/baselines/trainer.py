@@ -14,7 +14,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from evoalign.rollouts import stream
+from evoalign.rollouts import derive_seed
 from evoalign.tokens import Tokens
 
 __all__ = ["GRPOConfig", "Trainer"]
@@ -29,7 +29,7 @@ class EpochSampler(RepeatSampler):
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch."""
         if self.shuffle:
-            self.generator.manual_seed(stream("order", self.seed, epoch))
+            self.generator.manual_seed(derive_seed("order", self.seed, epoch))
 
 
 class Trainer(GRPOTrainer):

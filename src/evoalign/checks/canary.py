@@ -23,10 +23,14 @@ import torch
 
 from evoalign.engines import ABSENT, Engine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
+from evoalign.rollouts import LostError, collect
 from evoalign.spaces import Space
+from evoalign.spaces.targets import by_layer
 from evoalign.types import MEAN, MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling
 
 TOKENS = 4
+SMALL = 1e-3
+"""The width to start from where no config says how wide its members' noise is."""
 ENORMOUS = 1e3
 """Standard deviation of noise that leaves nothing of a model: weights are below 1."""
 FLOOR = {torch.float32: 2**-10, torch.bfloat16: 2**-5, torch.float16: 2**-8}
@@ -56,7 +60,7 @@ def check(
     `width` is the sigma of a plan of this generation. `exact` (`Facts.deterministic`) wants the mean to answer to the
     last bit as it did before. Cost: at best 8 completions of `TOKENS` tokens and two fingerprints.
     """
-    sampling = Sampling(min(TOKENS, space.config.evaluation.max_tokens))
+    sampling = Sampling(min(TOKENS, space.config.sampling.max_tokens))
     request = Request(0, tuple(prompt_ids), sampling, logprobs=True)
     fingerprint = engine.fingerprint()
     mean = _ask(engine, MEAN_PLAN, request)[MEAN.index]
@@ -65,14 +69,14 @@ def check(
     if engine.fingerprint() != fingerprint:
         raise CanaryError(
             "canary: the mean was changed by members that only answered; the engine does not restore its weights "
-            "exactly, so no update of this run can be trusted: mend the engine"
+            "exactly, so no update of this run can be trusted: fix the engine"
         )
     again = _ask(engine, MEAN_PLAN, request)[MEAN.index]
     allowed = 0.0 if exact else max(4 * floor, LOOSE * FLOOR[layout.torch_dtype])
     if not distance(mean, again) <= allowed:
         raise CanaryError(
             f"canary: the unperturbed model answered {mean.text!r} {_shown(mean)} before the members and "
-            f"{again.text!r} {_shown(again)} after them; the engine serves what a member left behind: mend the engine"
+            f"{again.text!r} {_shown(again)} after them; the engine serves what a member left behind: fix the engine"
         )
 
 
@@ -123,7 +127,7 @@ def _check_members(
     if math.isinf(floor):
         raise CanaryError(
             f"canary: members without noise answer {_texts(control)}, and the unperturbed model {mean.text!r}; "
-            "the engine adds weights of others to them: mend the engine"
+            "the engine adds weights of others to them: fix the engine"
         )
     threshold, wide = max(4 * floor, FLOOR[layout.torch_dtype]), width
     for wide in widths(layout, width):
@@ -136,7 +140,7 @@ def _check_members(
         if not pairs:
             return floor
     if _is_enormous(layout, 10 * width):
-        setting = "es.sigma" if space.config.es.sigma is not None else "es.noise_multiplier"
+        setting = "es.noise_multiplier" if by_layer(space.config) else "es.sigma"
         raise CanaryError(
             f"canary: members answer alike with noise of {setting} {width:g}, which leaves nothing of a model; "
             f"lower {setting}"
@@ -153,16 +157,17 @@ def _check_refusals(engine: Engine, request: Request, generation: int, width: fl
     else:
         raise CanaryError(
             f"canary: the engine loads {NOWHERE} without an error though the model has no such tensor, so an adapter "
-            "of wrong names would be dropped: mend the engine's load"
+            "of wrong names would be dropped: fix the engine's load"
         )
     try:
-        answers = list(engine.rollout(Plan(address(generation), width, (ABSENT,)), [request]))
+        said = repr(collect(engine, Plan(address(generation), width, (ABSENT,)), [request])[0].text)
     except ModelError:
         return
-    said = repr(answers[0].text) if answers else "nothing"
+    except LostError:
+        said = "nothing"
     raise CanaryError(
         f"canary: a member that does not exist answers {said} instead of being refused; the engine takes the base "
-        "model for an adapter that it does not know: mend the engine, or use another version of the server"
+        "model for an adapter that it does not know: fix the engine, or use another version of the server"
     )
 
 
@@ -180,11 +185,11 @@ def _of(pairs: Sequence[Pair], mean: Rollout, answers: Answers) -> list[tuple[Ro
 
 def _ask(engine: Engine, plan: Plan, request: Request) -> dict[int, Rollout]:
     """Answers by member. Raises CanaryError where the engine leaves a member out."""
-    answers = {r.member.index: r for r in engine.rollout(plan, [request])}
-    missing = [m.index for m in plan.members if m.index not in answers]
-    if missing:
-        raise CanaryError(f"canary: the engine gives no answer of member {missing[0]} (-1: the mean): mend the engine")
-    return answers
+    try:
+        return {r.member.index: r for r in collect(engine, plan, [request])}
+    except LostError as error:
+        who = f"member {error.member.index} (-1: the mean)"
+        raise CanaryError(f"canary: the engine gives no answer of {who}: fix the engine") from error
 
 
 def _logprobs(rollout: Rollout) -> Sequence[float]:
@@ -200,8 +205,8 @@ def _alike(pair: Pair, space: Space) -> str:
             f"what space {space.name} evolves takes no part; choose other target modules, or another engine version"
         )
     if pair == (0, 1):
-        return f"members of opposite sign answer alike: the engine ignores the sign of the members' {carried}; mend it"
-    return f"members {pair[0]} and {pair[1]} answer alike: the engine gives all members the same {carried}; mend it"
+        return f"members of opposite sign answer alike: the engine ignores the sign of the members' {carried}; fix it"
+    return f"members {pair[0]} and {pair[1]} answer alike: the engine gives all members the same {carried}; fix it"
 
 
 def _texts(answers: Answers) -> str:

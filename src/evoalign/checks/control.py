@@ -13,7 +13,8 @@ import numpy as np
 from evoalign import evolve
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.rollouts import rewards_of, stream
+from evoalign.rewards.objective import Objective
+from evoalign.rollouts import collect, columns_of, derive_seed, scores_of
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout
@@ -28,30 +29,40 @@ class Control(NamedTuple):
 
 
 def control(
-    config: Config, engine: Engine, task: Task, tokens: Tokens, examples: Sequence[Example], generation: int
+    config: Config,
+    engine: Engine,
+    task: Task,
+    tokens: Tokens,
+    examples: Sequence[Example],
+    generation: int,
+    *,
+    objective: Objective | None = None,
 ) -> Control:
     """Score the unperturbed model twice on a generation's examples, in the order of its requests.
 
     The first time with the draws that the members had. Where sampling is on, the second time has other draws; greedy,
-    it is the same requests again, and a difference shows an engine that does not repeat.
+    it is the same requests again, and a difference shows an engine that does not repeat. `objective` has the state that
+    the generation begins with; None is a new one of the task's.
     """
+    objective = objective or task.objective()
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
     first, second = (
-        rewards_of(task, [r.text for r in answers(engine, asked)], examples)
+        rewarded(objective, task, collect(engine, MEAN_PLAN, asked), examples)
         for asked in (requests, redrawn(config, requests, generation))
     )
     return control_of(first, second)
 
 
-def answers(engine: Engine, requests: Sequence[Request]) -> list[Rollout]:
-    """The unperturbed model's completions, in the order of the requests."""
-    return sorted(engine.rollout(MEAN_PLAN, requests), key=lambda r: r.request)
+def rewarded(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[float]:
+    """What each answer scores alone."""
+    texts = [r.text for r in rollouts]
+    return scores_of(objective, columns_of(task, texts, examples), texts, examples)
 
 
 def redrawn(config: Config, requests: Sequence[Request], generation: int) -> list[Request]:
     """The same requests with other draws."""
-    return [dataclasses.replace(r, seed=stream(config.seed, "control", generation, r.index)) for r in requests]
+    return [dataclasses.replace(r, seed=derive_seed(config.seed, "control", generation, r.index)) for r in requests]
 
 
 def control_of(first_P: Sequence[float], second_P: Sequence[float]) -> Control:

@@ -110,7 +110,7 @@ def is_broken(text: str, finish_reason: str) -> bool:
 def hacked(texts: Sequence[str], prompts: Sequence[Hashable]) -> list[bool]:
     """Which texts look as if they earned their reward without the task: the one definition that figures and tables use.
 
-    Empty, looping, with turns of its own, or a template. Not cut off: that depends on `evaluation.max_tokens`, and
+    Empty, looping, with turns of its own, or a template. Not cut off: that depends on `sampling.max_tokens`, and
     `truncated` stays a share of its own. As with each of the signs, what tells is how the share differs from that of
     the model before training.
     """

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from evoalign.cli.compare import compare
+from evoalign import analysis
+from evoalign.cli.analyze import analyze
 from evoalign.cli.data import countdown
 from evoalign.cli.doctor import doctor
 from evoalign.cli.evaluate import evaluate
@@ -33,8 +34,11 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-for command in (sweep, compare, train, grpo, replay):
+for command in (sweep, train, grpo, replay, analyze):
     app.command()(command)
+for name, found in analysis.shipped().items():
+    if found.command is not None:
+        app.command(name)(found.command)
 app.command("journal")(show_journal)
 for command in (export, doctor, probe):
     app.command()(command)

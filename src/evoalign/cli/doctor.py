@@ -53,7 +53,7 @@ def _show_findings(found: Iterable[Finding]) -> list[Finding]:
     with Live(table, console=console, vertical_overflow="visible") if console.is_terminal else nullcontext():
         for finding in found:
             shown.append(finding)
-            text = f"{finding.detail}; {finding.mend}" if finding.mend else finding.detail
+            text = f"{finding.detail}; {finding.fix}" if finding.fix else finding.detail
             table.add_row(finding.name, Text(finding.status, colours[finding.status]), Text(text))
             if not console.is_terminal:
                 typer.echo(f"{finding.status:<8} {finding.name}: {text}")

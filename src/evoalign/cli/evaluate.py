@@ -52,7 +52,7 @@ def evaluate(
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
     """None where a run's own config is used as it is."""
-    from evoalign.config import from_dict, load
+    from evoalign.config import from_dict, load, parse_overrides
 
     own = Path(target) / "config.yaml"
     is_run = own.is_file() and _is_run(own.parent)
@@ -60,17 +60,15 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         return None
     extra = [f"task.name={task}"] if task else []
     if is_run:
-        ours = load([own, *files], sets)
+        ours = load([own, *files], sets, needs_es=False)
         if task is not None and task != ours.task.name:  # the run's data files are those of another task
-            ours = from_dict({**ours.model_dump(), "task": {"name": task}})
+            ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)
         if own.resolve() not in [file.resolve() for file in files]:
             _refuse_code_of_run(own, ours, files, [*sets, *extra])
         return ours
     if files:
-        return load(files, [*sets, *extra])
-    from evoalign.config import parse_overrides
-
-    return from_dict(parse_overrides({"es": {"sigma": 0.001}}, [*sets, *extra])) if task else None
+        return load(files, [*sets, *extra], needs_es=False)
+    return from_dict(parse_overrides({}, [*sets, *extra]), needs_es=False) if task else None
 
 
 def _is_run(path: Path) -> bool:
@@ -86,14 +84,19 @@ def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list
     from evoalign.errors import ConfigError
 
     asked: dict[str, Any] = read(files, sets)
-    space, task = asked.get("space"), asked.get("task") or {}
-    named = {space if isinstance(space, str) else (space or {}).get("name"), task.get("name"), *task.get("rewards", [])}
+    task = asked.get("task") or {}
+    named = {_name(asked.get("space")), task.get("name"), *task.get("rewards", []), _name(task.get("objective"))}
     code = [name for name in code_of(config) if name not in named]
     if code:
         raise ConfigError(
             f"{own.parent} names code of its own ({', '.join(code)}), which is not run unasked; "
             f"if you trust it, pass it with --config {own}"
         )
+
+
+def _name(section: Any) -> Any:
+    """Of a section that may be written as its name alone."""
+    return section.get("name") if isinstance(section, dict) else section
 
 
 def _show(measures: dict[str, float]) -> None:

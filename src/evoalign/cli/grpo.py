@@ -16,8 +16,8 @@ def grpo(
     config: Annotated[Path, typer.Argument(help="A YAML config; with --resume, also a run directory.")],
     more: More = None,
     set_: Sets = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there, or begin it.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move an existing run aside.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run there, or begin it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename the existing run and start afresh.")] = False,
     evaluate_every: Annotated[
         int | None, typer.Option(min=0, help="Evaluate the policy each so many steps; 0: never.")
     ] = None,

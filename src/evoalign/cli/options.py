@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from evoalign.report.terminal import Debug as Debug
+from evoalign.report.terminal import console as console
+from evoalign.report.terminal import quiet as quiet
 
 More = Annotated[list[Path] | None, typer.Option("--config", "-c", help="A further config; later ones win.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="Override one setting.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def integers(text: str | None, option: str = "--seeds") -> list[int] | None:
@@ -48,28 +48,3 @@ def say(message: object) -> None:
 
         text = "\n".join(visible(line) for line in text.split("\n"))
     typer.echo(text, err=True)
-
-
-def console() -> Console:
-    """Where there is no terminal, wide enough that no table is wrapped."""
-    from rich.console import Console
-
-    found = Console()
-    if not found.is_terminal:
-        found.width = max(found.width, 200)
-    return found
-
-
-def quiet() -> None:
-    """No chatter from the model library; before torch is imported, no threads that spin while they wait."""
-    import os
-
-    # Spinning OpenMP threads make everything many times slower as soon as another process wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

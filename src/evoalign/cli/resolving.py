@@ -25,7 +25,7 @@ def resolved(
 
     method = METHODS[command]
     if resume and overwrite:
-        raise ConfigError("--resume goes on with a run and --overwrite moves it aside: give one of them")
+        raise ConfigError("--resume resumes a run and --overwrite moves it aside: give one of them")
     moved = _run_of(config) if resume else None
     if moved is not None or config.is_dir():
         quiet()
@@ -34,7 +34,7 @@ def resolved(
         if moved is not None:
             refuse_other(moved, method)
         elif not resume and _run_of(config):
-            raise ConfigError(f"{config} is a run directory; go on with: {how_to_go_on(config)}")
+            raise ConfigError(f"{config} is a run directory; resume with: {how_to_go_on(config)}")
     if config.is_dir():
         if resume and not (config / "config.yaml").is_file():
             raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")

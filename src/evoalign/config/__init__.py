@@ -8,19 +8,21 @@ refused with the nearest name that does; every section that is present is checke
 from typing import Any
 
 from evoalign.config.base import FORMAT_VERSION, Section
+from evoalign.config.decoding import EvaluationConfig, SamplingConfig
 from evoalign.config.engines import ENGINES, EngineConfig, EngineSettings
 from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml, with_engine
 from evoalign.config.model import ModelConfig
-from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, EvaluationConfig, TrackingConfig
-from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
-from evoalign.config.task import GraderConfig, TaskConfig
+from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, TrackingConfig
+from evoalign.config.spaces import SPACES, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
+from evoalign.config.task import GraderConfig, ObjectiveConfig, TaskConfig
 
 __all__ = [
     "ENGINES",
     "FORMAT_VERSION",
     "NO_ES",
+    "SPACES",
     "CheckpointConfig",
     "ChecksConfig",
     "Config",
@@ -34,10 +36,13 @@ __all__ = [
     "LoraConfig",
     "LowrankConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "OptimizerConfig",
+    "SamplingConfig",
     "ScheduleConfig",
     "Section",
     "SpaceConfig",
+    "SpaceSection",
     "TaskConfig",
     "TrackingConfig",
     "code_of",

@@ -3,11 +3,63 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from evoalign.config.base import PositiveFloat, Section, Share
+from evoalign.errors import ConfigError
+
+OF_TRL: dict[str, Any] = {
+    "lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "optim": "adamw_torch", "weight_decay": 0.0,
+    "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "epsilon": 0.2, "epsilon_high": None, "delta": None,
+    "scale_rewards": "group", "loss_type": "dapo", "importance_sampling_level": "token",
+    "mask_truncated_completions": False, "top_k": 0, "gradient_checkpointing": False, "bf16": None, "use_vllm": False,
+}  # fmt: skip
+"""Fields of TRL with a default here, which a later TRL cannot change. Not TRL's own are those of `optim`
+(adamw_torch_fused there), `gradient_checkpointing` (true there) and `bf16` (None here: on a GPU). A config may also
+have the fields in the section `grpo` itself, where they stood before."""
+LATE = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+}
+"""Values that TRL itself would check at the first step only."""
+
+
+def in_place(grpo: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with the fields of TRL under `trl`. Raises ConfigError for one that is given in both places."""
+    old = {name: value for name, value in grpo.items() if name in OF_TRL}
+    trl = grpo.get("trl", {})
+    if not old or not isinstance(trl, Mapping):
+        return dict(grpo)
+    for name in old:
+        if name in trl:
+            raise ConfigError(f"grpo.{name} and grpo.trl.{name} are the same setting: take grpo.{name} out")
+    return {name: value for name, value in grpo.items() if name not in old} | {"trl": {**old, **trl}}
+
+
+def place_of(setting: str) -> str:
+    """Where the config has a dotted setting: `grpo.loss_type` is `grpo.trl.loss_type`."""
+    section, _, name = setting.partition(".")
+    return f"grpo.trl.{name}" if section == "grpo" and name in OF_TRL else setting
+
+
+def _of_trl(name: str, value: object) -> object:
+    """A value of `OF_TRL`, numbers written as text read as such. Raises ValueError."""
+    default = OF_TRL[name]
+    if name in LATE and value not in LATE[name]:
+        raise ValueError(f"{name} is one of {', '.join(LATE[name])}, not {value!r}")
+    if value is None or isinstance(value, bool) or isinstance(default, bool | str | dict):
+        return value
+    try:
+        number = (float if default is None else type(default))(cast("Any", value))
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{name} is a number of 0 or more, not {value!r}")
+    return number
 
 
 def _group(value: object) -> object:
@@ -20,7 +72,7 @@ class GrpoConfig(Section):
     """The GRPO baseline (Shao et al., arXiv 2402.03300) on TRL's GRPOTrainer, under TRL's own names.
 
     Prompts, test split, longest completion and rewards are those of the sections `task` and `evaluation`, so that ES
-    and GRPO do the same work. A setting of TRL that is not listed goes into `trl`.
+    and GRPO do the same work. Every other setting of TRL goes into `trl`.
     """
 
     tune: Literal["full", "lora"] = "full"
@@ -38,45 +90,49 @@ class GrpoConfig(Section):
     num_iterations: PositiveInt = 1
     """How often each completion is trained on."""
     learning_rate: PositiveFloat = 1e-6
-    lr_scheduler_type: Literal[
-        "constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
-    ] = "linear"
-    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
     warmup_ratio: Share = 0.0
-    optim: str = "adamw_torch"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adam_beta1: Share = 0.9
-    adam_beta2: Share = 0.999
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the base model in the loss. 0 keeps no reference model."""
-    epsilon: PositiveFloat = 0.2
-    epsilon_high: PositiveFloat | None = None
-    delta: PositiveFloat | None = None
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    mask_truncated_completions: bool = False
     temperature: PositiveFloat = 1.0
     """Of the completions to train on; those of the evaluation are drawn as `evaluation` says."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
     max_completion_length: PositiveInt | None = None
-    """None: `evaluation.max_tokens`."""
-    gradient_checkpointing: bool = False
-    bf16: bool | None = None
-    """Mixed precision: float32 weights, bfloat16 arithmetic. None: on a GPU."""
+    """None: `sampling.max_tokens`."""
     rollouts: Literal["trl", "engine", "es"] = "trl"
-    """Where completions come from. `trl`: TRL's own generation, on transformers or vLLM. `engine`: the batched engine
-    in this process, as in ES, at `temperature` and `top_p`. `es`: the group of a prompt are the greedy completions of
-    as many members of a population, drawn around the present weights as the sections `space` and `es` say."""
+    """Where completions come from. `trl`: TRL's own generation, on transformers or (`trl: {use_vllm: true}`) vLLM.
+    `engine`: the batched engine in this process, as in ES, at `temperature` and `top_p`. `es`: the group of a prompt
+    are the greedy completions of as many members of a population, drawn around the present weights as the sections
+    `space` and `es` say."""
     off_policy: Literal["clip", "none"] = "clip"
     """With `rollouts: es`: `clip` takes the member's own probabilities for the old ones of PPO's clipped ratio, `none`
     takes the completions for the policy's own."""
-    use_vllm: bool = False
-    """Completions come from vLLM through TRL's own integration (`rollouts: trl`); needs the extra `vllm`."""
     trl: dict[str, Any] = Field(default_factory=dict)
-    """Any other field of TRL's GRPOConfig, by its name there, such as `vllm_mode` or `deepspeed`."""
+    """Any other field of TRL's GRPOConfig by its name there, such as `lr_scheduler_type`, `loss_type`, `use_vllm` or
+    `deepspeed`. Three have another default than TRL's: `optim: adamw_torch`, `gradient_checkpointing: false`, and
+    `bf16`, which is true on a GPU with float32 weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_place(cls, tree: object) -> object:
+        return in_place(cast("Mapping[str, Any]", tree)) if isinstance(tree, Mapping) else tree
+
+    @field_validator("trl")
+    @classmethod
+    def _read(cls, trl: dict[str, Any]) -> dict[str, Any]:
+        return {name: _of_trl(name, value) if name in OF_TRL else value for name, value in trl.items()}
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Every setting by its own name, those of `OF_TRL` with their defaults; what is left of `trl` under `trl`."""
+        others = {name: value for name, value in self.trl.items() if name not in OF_TRL}
+        chosen = {name: value for name, value in self.trl.items() if name in OF_TRL}
+        return {**self.model_dump(mode="json"), **OF_TRL, **chosen, "trl": others}
+
+    if not TYPE_CHECKING:  # which sees the fields alone
+
+        def __getattr__(self, name: str) -> Any:
+            """A field of TRL, as an attribute where it was one."""
+            return self.by_name[name] if name in OF_TRL else super().__getattr__(name)
 
     @model_validator(mode="after")
     def _whole_groups(self) -> GrpoConfig:
@@ -94,9 +150,11 @@ class GrpoConfig(Section):
             )
         if self.rollouts == "es" and self.tune != "full":
             raise ValueError("grpo.rollouts es perturbs the model's own weights: it needs grpo.tune full")
-        if self.rollouts != "trl" and self.use_vllm:
-            raise ValueError(f"grpo.use_vllm draws completions itself: it needs grpo.rollouts trl, not {self.rollouts}")
-        of_trl = ["grpo.top_k"] if self.top_k else []
+        if self.rollouts != "trl" and self.by_name["use_vllm"]:
+            raise ValueError(
+                f"grpo.trl.use_vllm draws completions itself: it needs grpo.rollouts trl, not {self.rollouts}"
+            )
+        of_trl = ["grpo.trl.top_k"] if self.by_name["top_k"] else []
         of_trl += [f"grpo.trl.{n}" for n in ("min_p", "repetition_penalty", "generation_kwargs") if n in self.trl]
         if self.rollouts != "trl" and of_trl:
             raise ValueError(

@@ -14,44 +14,54 @@ from pydantic_core import PydanticCustomError
 
 from evoalign.config.base import named
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
-from evoalign.config.es import EsConfig
+from evoalign.config.es import NO_ES, EsConfig
+from evoalign.config.grpo import OF_TRL, in_place, place_of
 from evoalign.config.run import Config
 from evoalign.errors import ConfigError
 
 
-def load(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """Read YAML files, later ones winning, then `a.b=c` overrides. Raises ConfigError."""
-    return from_dict(read(files, overrides))
+def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
+    """Read YAML files, later ones winning, then `a.b=c` overrides; checked as `from_dict` does. Raises ConfigError."""
+    return from_dict(read(files, overrides), needs_es=needs_es)
 
 
 def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What `load` checks: the settings of all files and overrides together. Raises ConfigError."""
     tree: dict[str, Any] = {}
     for file in files:
-        tree = _merge(tree, _read(Path(file)))
+        tree = _merge(tree, _in_place(_read(Path(file))))
     return parse_overrides(tree, overrides)
 
 
 def code_of(config: Config) -> list[str]:
     """The import paths that a config names: code that runs with it."""
-    named = (config.space.name, config.engine.name, config.task.name, *config.task.rewards)
+    objective = [] if config.task.objective is None else [config.task.objective.name]
+    named = (config.space.name, config.engine.name, config.task.name, *config.task.rewards, *objective)
     return [name for name in named if ":" in name]
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A nested mapping with `a.b=c` overrides put in. Raises ConfigError."""
-    merged = dict(tree)
+    merged = _in_place(tree)
     for override in overrides:
-        merged = _merge(merged, _parse_override(override))
+        merged = _merge(merged, _in_place(_parse_override(override)))
     return merged
 
 
-def from_dict(tree: Mapping[str, Any]) -> Config:
-    """Check a nested mapping. Raises ConfigError naming each wrong value."""
+def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
+    """Check a nested mapping. Raises ConfigError naming each wrong value.
+
+    It has to say how it trains, with a section es or grpo, unless `needs_es` is false: a model is evaluated without.
+    """
     try:
-        return Config.model_validate(dict(tree))
+        config = Config.model_validate(dict(tree))
     except ValidationError as error:
-        raise _refused(error, _section(tree)) from None
+        shared = ("sampling", "evaluation")
+        errors = [e for e in error.errors() if not e["loc"] or e["loc"][0] not in shared or _at(tree, e["loc"])]
+        raise _refused(errors, _section(tree)) from None
+    if needs_es and config.es_ is None and "grpo" not in config.model_fields_set:
+        raise ConfigError(NO_ES)
+    return config
 
 
 def with_engine(config: Config, section: type[EngineSettings]) -> Config:
@@ -59,8 +69,17 @@ def with_engine(config: Config, section: type[EngineSettings]) -> Config:
     try:
         engine = section.model_validate(config.engine.model_dump())
     except ValidationError as error:
-        raise _refused(error, section, ("engine",)) from None
+        raise _refused(error.errors(), section, ("engine",)) from None
     return config.model_copy(update={"engine": engine})
+
+
+def _at(tree: object, place: Sequence[str | int]) -> bool:
+    """Whether a tree has a place: a value that one section took over from another is reported where it stands."""
+    for part in place:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = cast(Mapping[Any, Any], tree)[part]
+    return True
 
 
 def to_yaml(config: Config) -> str:
@@ -80,6 +99,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")
     return cast(dict[str, Any], tree)
+
+
+def _in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings where they are today, so that the later of two wins wherever each of them stood."""
+    section = tree.get("grpo")
+    return {**tree, "grpo": in_place(cast(Mapping[str, Any], section))} if isinstance(section, Mapping) else dict(tree)
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -127,9 +152,9 @@ def _section(tree: Mapping[str, Any]) -> type[EngineSettings]:
         return ENGINES[DEFAULT]
 
 
-def _refused(error: ValidationError, engine: type[EngineSettings], prefix: tuple[str | int, ...] = ()) -> ConfigError:
+def _refused(errors: Sequence[Any], engine: type[EngineSettings], prefix: tuple[str | int, ...] = ()) -> ConfigError:
     """Each wrong value on a line of its own."""
-    return ConfigError("\n".join(_explain(cast(Mapping[str, Any], e), engine, prefix) for e in error.errors()))
+    return ConfigError("\n".join(_explain(error, engine, prefix) for error in errors))
 
 
 def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tuple[str | int, ...]) -> str:
@@ -148,20 +173,20 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
 
 
 def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> str:
-    names = _names(Config, "", engine)
+    names = [*_names(Config, "", engine), *(f"grpo.{name}" for name in OF_TRL)]
     wanted = ".".join(str(part) for part in location)
     leaf = str(location[-1])
     siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
     near = difflib.get_close_matches(leaf, siblings, n=1)
     if near:
-        return f"; did you mean {siblings[near[0]]}?"
+        return f"; did you mean {place_of(siblings[near[0]])}?"
     others = [other for other, section in ENGINES.items() if leaf in section.model_fields]
     if location[0] == "engine" and others:
         own = next((name for name, section in ENGINES.items() if section is engine), "another")
         return f"; it belongs to engine {others[0]}, and engine.name is {own}"
     elsewhere = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
+        return f"; did you mean {place_of(elsewhere[0])}?"
     return f"; known here: {', '.join(sorted(siblings))}"
 
 

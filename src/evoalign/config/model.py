@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from pydantic import model_validator
 
 from evoalign.config.base import Section
+from evoalign.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -15,4 +19,14 @@ class ModelConfig(Section):
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, bfloat16 on a GPU."""
-    trust_remote_code: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _runs_no_code(cls, tree: object) -> object:
+        """Configs of before say `trust_remote_code: false`, the only value there was."""
+        if not isinstance(tree, Mapping):
+            return tree
+        model = dict(cast("Mapping[str, Any]", tree))
+        if model.pop("trust_remote_code", False) is not False:
+            raise ConfigError("model.trust_remote_code cannot be set: a model's own Python files are never run")
+        return model

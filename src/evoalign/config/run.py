@@ -3,46 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from evoalign.config.base import FORMAT_VERSION, Section, named
+from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.model import ModelConfig
-from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig
+from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError
-
-
-class EvaluationConfig(Section):
-    """How completions are drawn, in training and in evaluation, and what the evaluation repeats."""
-
-    max_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    samples: PositiveInt = 1
-    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
-    every: Annotated[int, Field(ge=0)] = 0
-    """Evaluate the mean on the test split each so many generations; 0: only before and after."""
-
-    @model_validator(mode="after")
-    def _draws(self) -> EvaluationConfig:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"evaluation.seeds {self.seeds} names a seed twice")
-        if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
-            raise ValueError("samples and seeds only repeat a greedy completion; set evaluation.temperature above 0")
-        return self
 
 
 class CheckpointConfig(Section):
     """What is saved on the way. The journal alone rebuilds the mean; a checkpoint makes that faster."""
 
     every: Annotated[int, Field(ge=0)] | None = None
-    """Generations between checkpoints; 0: only at a stop and at the end. None: 10 for `lora`, whose checkpoints are
-    small, and 0 for the other spaces."""
+    """Generations between checkpoints; 0: only at a stop and at the end. None: 10 where the mean is an adapter, as
+    with `lora`, for it is small, and 0 with the other spaces."""
     keep_last: PositiveInt = 2
     """The latest so many stay."""
     keep_best: bool = True
@@ -92,6 +74,7 @@ class Config(Section):
     es_: EsConfig | None = Field(default=None, alias="es")
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     engine: EngineConfig = Field(default_factory=lambda: ENGINES[DEFAULT].model_validate({}))
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -105,20 +88,25 @@ class Config(Section):
             raise ConfigError(NO_ES)
         return self.es_
 
+    @model_validator(mode="before")
+    @classmethod
+    def _decoding(cls, tree: Any) -> Any:
+        return shared(cast(Mapping[str, Any], tree)) if isinstance(tree, Mapping) else tree
+
+    @property
+    def decays(self) -> bool:
+        """Whether updates pull the mean towards where it started, which then has to be kept."""
+        return self.es_ is not None and self.es_.decay > 0
+
+    @property
+    def section(self) -> SpaceSection:
+        """The settings of the space that is named, with what follows from them; of one of one's own, what is usual."""
+        found: object = getattr(self, self.space.name, None)
+        return found if isinstance(found, SpaceSection) else SpaceSection()
+
     @model_validator(mode="after")
     def _together(self) -> Config:
-        if self.es_ is None:
-            if "grpo" not in self.model_fields_set:
-                raise ValueError(NO_ES)
-            return self
-        if self.es.optimizer.name != "sgd" and self.space.name in ("lowrank", "full"):
-            raise ValueError(
-                f"es.optimizer {self.es.optimizer.name} keeps state of the size of the model with space "
-                f"{self.space.name}; use sgd, or space lora"
-            )
-        if self.space.name == "lora" and self.lora.evolve == "ab" and self.es.antithetic:
-            raise ValueError(
-                "es.antithetic with lora.evolve ab can never learn: from A = B = 0 the two members of a pair are the "
-                "same model, since (-B)(-A) = B A; set es.antithetic false, or lora.evolve b"
-            )
+        refusal = self.section.refusal(self.es) if self.es_ is not None else None
+        if refusal is not None:
+            raise ValueError(refusal)
         return self

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the noise lives."""
+"""Where the noise lives. What a shipped space does follows from its class in `evoalign.spaces`; what can be known of it
+from settings alone, without torch, stands here beside its settings, and the class reads it from here."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from evoalign.config.base import Layers, Modules, PositiveFloat, Section
+from evoalign.config.es import EsConfig
+
+SPACES = {
+    "lora": "evoalign.spaces.lora:Lora",
+    "lowrank": "evoalign.spaces.lowrank:LowRank",
+    "full": "evoalign.spaces.full:Full",
+}
+"""The shipped spaces and where their classes are."""
 
 
 class SpaceConfig(BaseModel):
@@ -17,24 +26,39 @@ class SpaceConfig(BaseModel):
     name: str = "lora"
 
     @model_validator(mode="after")
-    def _own_settings_only_for_own_spaces(self) -> SpaceConfig:
-        if ":" in self.name:
-            return self
-        if self.name not in ("lora", "lowrank", "full"):
-            raise ValueError(f"unknown space {self.name!r}; use lora, lowrank, full or package.module:Class")
-        if self.model_extra:
+    def _known(self) -> SpaceConfig:
+        if ":" not in self.name and self.name not in SPACES:
+            raise ValueError(f"unknown space {self.name!r}; use {', '.join(SPACES)} or package.module:Class")
+        if self.model_extra and self.name in ("lora", "lowrank", "full"):
             raise ValueError(f"{self.name} takes its settings in the section {self.name}: not under space")
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings of a space of one's own."""
+        """Settings of a space that has no section."""
         return dict(self.model_extra or {})
 
 
-class LoraConfig(Section):
+class SpaceSection(Section):
+    """Settings of a space that has a section. As it is: what holds for a space of which the config knows nothing."""
+
+    evolves_model: ClassVar[bool] = True
+    """Whether the mean is the model itself; otherwise it lies beside it, as an adapter does."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether members of opposite sign lie opposite each other."""
+        return True
+
+    def refusal(self, es: EsConfig) -> str | None:
+        """What of `es` the space cannot do, and why; None where that is nothing."""
+        return None
+
+
+class LoraConfig(SpaceSection):
     """Noise on the factors of a LoRA adapter, W + (alpha / rank) B A."""
 
+    evolves_model = False
     rank: PositiveInt = 1
     alpha: PositiveFloat = 2.0
     target_layers: Layers | None = None
@@ -44,8 +68,22 @@ class LoraConfig(Section):
     init_scale: PositiveFloat = 1.0
     """`ab` only: the noise of generation 0 is this many times wider."""
 
+    @property
+    def has_pairs(self) -> bool:
+        """Not with `evolve: ab`: from A = B = 0, (-B)(-A) = B A."""
+        return self.evolve == "b"
 
-class LowrankConfig(Section):
+    def refusal(self, es: EsConfig) -> str | None:
+        """Pairs with `evolve: ab`."""
+        if self.has_pairs or not es.antithetic:
+            return None
+        return (
+            "es.antithetic with lora.evolve ab can never learn: from A = B = 0 the two members of a pair are the "
+            "same model, since (-B)(-A) = B A; set es.antithetic false, or lora.evolve b"
+        )
+
+
+class LowrankConfig(SpaceSection):
     """Rank-r noise on the linear matrices themselves, W + (s / sqrt(r)) B A (EGGROLL, arXiv 2511.16652)."""
 
     rank: PositiveInt = 1
@@ -53,9 +91,26 @@ class LowrankConfig(Section):
     target_modules: Modules | None = None
     """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
 
+    def refusal(self, es: EsConfig) -> str | None:
+        """An optimizer with state."""
+        return _too_large("lowrank", es)
 
-class FullConfig(Section):
+
+class FullConfig(SpaceSection):
     """Dense Gaussian noise on all tensors (Qiu et al., arXiv 2509.24372)."""
 
     exclude: list[str] | None = None
     """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
+
+    def refusal(self, es: EsConfig) -> str | None:
+        """An optimizer with state."""
+        return _too_large("full", es)
+
+
+def _too_large(space: str, es: EsConfig) -> str | None:
+    if es.optimizer.name == "sgd":
+        return None
+    return (
+        f"es.optimizer {es.optimizer.name} keeps state of the size of the model with space {space}; "
+        "use sgd, or space lora"
+    )

@@ -3,16 +3,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from evoalign.config.base import PositiveFloat, Section
+from evoalign.config.base import PositiveFloat, Section, named
+
+
+class ObjectiveConfig(BaseModel):
+    """How rewards become scores: `weighted_sum`, or `package.module:Class` or `file.py:Class` and its own settings."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the objective is made with."""
+        return dict(self.model_extra or {})
+
+
+NO_OPTIONS = ("conciseness", "countdown", "custom")
+"""Tasks without settings of their own. What other names take, their classes say (`Task.settings`)."""
 
 
 class TaskConfig(Section):
-    """What is asked and what counts as good. `name` may be `package.module:Class`."""
+    """What is asked and what counts as good. `name` may be `package.module:Class`, with settings of its own."""
 
+    model_config = ConfigDict(extra="allow")
     name: str = "conciseness"
     train_data: str | None = None
     test_data: str | None = None
@@ -30,6 +47,24 @@ class TaskConfig(Section):
     rewards: list[str] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
     reward_weights: list[float] | None = None
+    objective: Annotated[ObjectiveConfig | None, BeforeValidator(named)] = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+    """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
+    config, and so the journal, that it always had."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Settings of a task's own."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _known(self) -> TaskConfig:
+        if self.name in NO_OPTIONS and self.options:
+            raise ValidationError.from_exception_data(
+                "task", [{"type": "extra_forbidden", "loc": (k,), "input": v} for k, v in self.options.items()]
+            )
+        return self
 
 
 class GraderConfig(Section):

@@ -246,7 +246,7 @@ class Meter:
         self.devices = config.engine.devices
         self.shape: ModelShape | None = None
         self.note = ""
-        self._max_tokens, self._space, self._layout, self._device = config.evaluation.max_tokens, space, layout, device
+        self._config, self._space, self._layout, self._device = config, space, layout, device
         try:
             self.shape = shape_of(model_config(config), specs)
         except ModelError as error:
@@ -266,7 +266,7 @@ class Meter:
                 [generation.prompts[r.request] for r in asked],
                 [len(r.token_ids) for r in asked],
                 self._adapted,
-                self._max_tokens,
+                self._config.sampling.max_tokens,
             )
             for asked in of_member.values()
         ]
@@ -280,7 +280,8 @@ class Meter:
         """Of the mean's answers to these prompts, one a completion."""
         # The mean of `lora` is an adapter too; that of the other spaces lies in the weights.
         adapted = None if self._space.evolves_model else self._adapted
-        return answers_cost(self.shape, prompts, tokens, adapted, self._max_tokens) + self._time(seconds)
+        most = self._config.evaluation.max_tokens
+        return answers_cost(self.shape, prompts, tokens, adapted, most) + self._time(seconds)
 
     def _time(self, seconds: float) -> Cost:
         # With tensor parallelism the memory is that of other processes.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evoalign import spaces
 from evoalign.config import Config
 from evoalign.config.engines import Held
 from evoalign.engines.specs import on_gpu
@@ -32,7 +33,7 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
             "change es.learning_rate"
         )
     if layout is not None:
-        lines.append(_effective(config, layout))
+        lines.append(spaces.create(config).effective(layout))
     elif es.noise_multiplier is not None:
         lines.append("effective sigma: es.noise_multiplier x mean |W| of each layer, known once the weights are loaded")
     return lines
@@ -40,21 +41,6 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
 
 def _how(config: Config) -> str:
     return "es.learning_rate / es.sigma" if config.es.sigma is not None else "es.learning_rate"
-
-
-def _effective(config: Config, layout: Layout) -> str:
-    scales = [t.scale for t in layout.tensors]
-    width = config.es.width
-    low, high = width * min(scales), width * max(scales)
-    shown = f"{low:.4g}" if math.isclose(low, high) else f"{low:.4g} to {high:.4g}"
-    if config.space.name != "lora":
-        return f"effective sigma {shown} per weight"
-    if config.lora.evolve == "ab":
-        return f"sigma {shown} per factor element; A and B start at zero, so that of B A is its square"
-    # A ~ N(0, 1): rms(A) is 1 up to sampling error.
-    factor = layout.scaling * math.sqrt(layout.rank)
-    shown = f"{low * factor:.4g}" if math.isclose(low, high) else f"{low * factor:.4g} to {high * factor:.4g}"
-    return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
 
 
 def served_dtype(config: Config) -> torch.dtype:
@@ -80,7 +66,7 @@ class Memory:
 
 def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> Memory:
     """What a run holds on its device."""
-    master, start = _master_bytes(config, layout, dtype), 4 * layout.parameters if config.es.decay else 0
+    master, start = spaces.create(config).mean_bytes(layout, dtype), 4 * layout.parameters if config.decays else 0
     own = config.engine.held(config, specs, layout, dtype, master + start)
     return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, own)
 
@@ -93,7 +79,7 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dt
         f"in {len(layout.tensors)} tensors",
         f"memory {gib(need.kept + need.own.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
         f"starting weights for decay {gib(need.start)}, {_own_words(need.own)}",
-        *_left_out(config, specs, layout),
+        *filter(None, [spaces.create(config).left_out(specs, layout)]),
     ]  # fmt: skip
 
 
@@ -104,12 +90,6 @@ def _own_words(own: Held) -> str:
     return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 
-def _left_out(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
-    names = [s.name for s in specs if s.name not in layout.by_name] if config.space.name == "full" else []
-    shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-    return [f"left out: {len(names)} tensors ({shown}); full.exclude: [] takes all in"] if names else []
-
-
 def work_lines(config: Config, examples: int | None) -> list[str]:
     """Rollouts and tokens, in words."""
     es = config.es
@@ -117,18 +97,12 @@ def work_lines(config: Config, examples: int | None) -> list[str]:
     if not prompts:
         return ["rollouts: population x training examples a generation (the data could not be counted)"]
     rollouts = es.population_size * prompts
-    tokens = rollouts * config.evaluation.max_tokens
+    tokens = rollouts * config.sampling.max_tokens
     return [
         f"rollouts {rollouts:,} a generation ({es.population_size} members x {prompts} prompts), "
         f"{rollouts * es.num_generations:,} in all",
         f"tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all",
     ]
-
-
-def _master_bytes(config: Config, layout: Layout, dtype: torch.dtype) -> int:
-    everything = sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen))
-    shared = config.space.name == "lowrank" and dtype == torch.float32
-    return 0 if shared else 4 * everything
 
 
 def gib(size: float) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from evoalign.errors import EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
@@ -38,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member, in any order.
+        """One completion of each request for each member, or for the one that it names, in any order.
 
         A member whose adapter or weights are not there, such as `ABSENT`, is refused with ModelError and never
         answered by the base model. An engine over a server asks the server under the name that such a member would
@@ -58,7 +59,7 @@ class Engine(Protocol):
         """The mean: float32 tensors by name, on the CPU."""
         ...
 
-    def sample(self, count: int) -> torch.Tensor:
+    def probe_weights(self, count: int) -> torch.Tensor:
         """float32 [<= count] on the CPU: the mean at `sampled_places`, to follow where it goes at no cost in memory."""
         ...
 
@@ -73,6 +74,24 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the model."""
         ...
+
+
+def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:
+    """Who answers what, member by member: the pairs of a rollout."""
+    return [(m, r) for m in members for r in requests if r.member is None or r.member == m]
+
+
+def check_members(plan: Plan, requests: Sequence[Request]) -> None:
+    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise.
+
+    Raises EvoalignError for a request of a member that the plan does not have.
+    """
+    for member in plan.members:
+        if not 0 <= member.noise < 1 << 32:
+            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")
+    for request in requests:
+        if request.member is not None and request.member not in plan.members:
+            raise EvoalignError(f"request {request.index} is of member {request.member.index}, whom the plan lacks")
 
 
 def sampled_places(layout: Layout, count: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ def weights_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     The sums do not depend on order or sharding, so they can be computed where the weights are. Cost: about ten
     integer operations a number. A changed bit, two swapped numbers or a renamed tensor change the hash.
     """
-    sums = [(name, tuple(t.shape), _sum(t, tuple(t.shape), None)) for name, t in tensors]
+    sums = [(name, tuple(t.shape), part_sum(t, tuple(t.shape), None)) for name, t in tensors]
     return weights_hash_of_sums((name, shape, int(total)) for name, shape, total in sums)
 
 
@@ -41,11 +41,11 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int] | None = None, slices:
     `tensor` is the part that `slices` cuts out of a tensor of `shape`, and the index is that in the whole: the sums of
     parts that cover a tensor once add up to the whole's.
     """
-    return int(_sum(tensor, tuple(tensor.shape if shape is None else shape), slices))
+    return int(part_sum(tensor, tuple(tensor.shape if shape is None else shape), slices))
 
 
-def _sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None) -> torch.Tensor | int:
-    """On a GPU without waiting for it."""
+def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None) -> torch.Tensor | int:
+    """`tensor_sum`, on a GPU without waiting for it."""
     if kernels.available(tensor.device):
         from evoalign.kernels import hash as kernel
 

@@ -28,10 +28,11 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import Config, ModelConfig, load, to_yaml
+from evoalign.config import Config, ModelConfig, code_of, load, to_yaml
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
+from evoalign.exporting.public import private_paths, public
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER, Mark
 from evoalign.rundir.directory import generation_of, saved_folders
@@ -119,7 +120,7 @@ def export(
 
 
 def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
-    """What can be told without reading a weight."""
+    """What can be reported without reading a weight."""
     if not (run / "config.yaml").is_file() or method_of(run) is None:
         raise ConfigError(f"{run} is no run directory: it has no config.yaml and journal.jsonl or manifest.json")
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
@@ -205,7 +206,7 @@ def _fill(folder: Path, source: _Source, to: Path, merge: bool, push: str | None
         model.generation_config = generation_config
         model.save_pretrained(folder, max_shard_size=shard_size)
         tokens_.tokenizer.save_pretrained(folder)
-    records = push is None or not card.private_paths(source.config)
+    records = push is None or not private_paths(source.config)
     if records:
         _copy_records(source, folder / card.RECORDS)
     kind = "adapter" if adapter else "merged" if merge else "model"
@@ -294,7 +295,7 @@ def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: s
         name=name,
         kind=kind,
         method="es" if source.log is not None else "grpo",
-        config=card.public(config.model_copy(update={"model": source.model})),
+        config=public(config.model_copy(update={"model": source.model})),
         base=_shown(source.model),
         base_on_hub=base == source.model.name and not Path(base).is_dir(),
         generation=mark.generation,
@@ -332,7 +333,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _data(config: Config) -> list[card.DataFile]:
-    shown = card.public(config).task
+    shown = public(config).task
     pairs = [("training", config.task.train_data, shown.train_data), ("test", config.task.test_data, shown.test_data)]
     return [card.DataFile(role, str(name), _sha256(source)) for role, source, name in pairs if source is not None]
 
@@ -346,8 +347,8 @@ def _sha256(source: str) -> str | None:
 
 def _task_of(config: Config) -> tuple[tuple[int, int] | None, bool]:
     """Examples of both splits, and whether prompts are messages: where that takes no network and no code but ours."""
-    named = (config.task.name, *config.task.rewards)
-    if any(":" in name for name in named) or (config.task.train_data or "").startswith(HUB):
+    space = config.space.name
+    if any(name != space for name in code_of(config)) or (config.task.train_data or "").startswith(HUB):
         return None, config.task.prompt != "raw"
     try:
         task, data = task_and_data(config, None, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign doctor`: whether this machine, and this config on it, will train; told check by check, with what mends it.
+"""`evoalign doctor`: whether this machine, and this config on it, will train; told check by check, with what fixes it.
 
 Every check that can still run does: one that failed hides none but those that need what it could not make. Nothing is
 trained, and nothing is left behind: what is written to the output directory is one file that is deleted at once.
@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from evoalign.config import Config, from_dict
+from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.preflight import grpo, machine, plan, work
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, run_check
-from evoalign.setup import as_config
+from evoalign.setup import ConfigLike, as_config
 
 
-def examine(config: Config | None) -> list[Finding]:
-    """All findings, in order. Without a config: this machine, and the shipped model end to end."""
-    return list(findings(config))
+def doctor(config: ConfigLike | None = None) -> list[Finding]:
+    """Whether this machine, and a config on it, will train: all findings, in order. Trains and leaves nothing.
+
+    Without a config: this machine, and the shipped model end to end. Raises ConfigError for a config that cannot be.
+    """
+    return list(findings(None if config is None else as_config(config)))
 
 
 def findings(config: Config | None) -> Iterator[Finding]:
-    """As `examine`, each as soon as it is known."""
+    """As `doctor`, each as soon as it is known."""
     yield from environment()
-    case = Case(as_config(config or from_dict({"es": {"sigma": 0.001}})))
+    case = Case(as_config(config or Config()))
     checks = CONFIGURED if case.method == "es" else CONFIGURED_FOR_GRPO
     try:
         for name, check in SHIPPED if config is None else checks:
@@ -57,7 +60,7 @@ def verdict(found: Sequence[Finding]) -> tuple[str, int]:
     notes = f"; {len(warned)} to look at: {', '.join(warned)}" if warned else ""
     if failed:
         return f"verdict: not ready; {len(failed)} failed: {', '.join(failed)}{notes}", 1
-    flag = "".join(f" ({f.mend})" for f in found if f.mend.endswith(NEEDS_FLAG))
+    flag = "".join(f" ({f.fix})" for f in found if f.fix.endswith(NEEDS_FLAG))
     return f"verdict: ready{flag}; {len(of.get('ok', []))} checks passed{notes}", 0
 
 

@@ -24,12 +24,12 @@ NEEDS_FLAG = "needs --resume or --overwrite"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check came to; `mend` says what to do about it, where `detail` does not."""
+    """What one check came to; `fix` says what to do about it, where `detail` does not."""
 
     name: str
     status: Status
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 class SkippedError(Exception):
@@ -87,11 +87,11 @@ def run_check(name: str, check: Callable[[], Finding], smaller: str = "end what 
         return Finding(name, "skipped", str(reason))
     except torch.OutOfMemoryError as error:
         return Finding(name, "failed", first_line(error), f"{smaller}; or choose space lora or a smaller model")
-    except EvoalignError as error:  # says itself how to mend it
+    except EvoalignError as error:  # says itself how to fix it
         return Finding(name, "failed", str(error))
     except SystemExit as end:
-        mend = "the code of the task, space or reward ends the process; take its sys.exit out"
-        return Finding(name, "failed", f"SystemExit: {end}", mend)
+        fix = "the code of the task, space or reward ends the process; take its sys.exit out"
+        return Finding(name, "failed", f"SystemExit: {end}", fix)
     except Exception as error:  # of a library, or of a task, space or reward of the user's own
         return Finding(name, "failed", f"{type(error).__name__}: {first_line(error)}")
 

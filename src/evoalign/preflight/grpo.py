@@ -15,6 +15,7 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import TRIED_PROMPTS, generated, seconds_text
+from evoalign.rollouts import collect, rewards_of
 from evoalign.rundir.manifest import versions
 from evoalign.training.resolve import as_grpo_answers, trained_dtype
 from evoalign.types import MEAN_PLAN, Request, Sampling
@@ -66,8 +67,8 @@ def check_memory(case: Case) -> Finding:
         return Finding("memory", "ok", f"{detail}; how much is free is not known")
     if wanted.kept > free:
         case.fits = False
-        mend = "set grpo.tune lora, or choose a smaller model"
-        return Finding("memory", "failed", f"{detail}; {gib(free)} free", mend)
+        fix = "set grpo.tune lora, or choose a smaller model"
+        return Finding("memory", "failed", f"{detail}; {gib(free)} free", fix)
     return Finding("memory", "ok", f"{detail}; {gib(free)} free")
 
 
@@ -109,8 +110,8 @@ def check_generation(case: Case) -> Finding:
     grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
     sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
     began = time.perf_counter()
-    rollouts = list(engine.rollout(MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)]))
-    rewards = evaluation.rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
+    rollouts = collect(engine, MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)])
+    rewards = rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
     detail = (
         f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "
         f"{seconds_text(time.perf_counter() - began)}; what a step of training takes beyond that was not tried"

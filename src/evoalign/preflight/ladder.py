@@ -30,16 +30,17 @@ from rich.table import Table
 
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
-from evoalign.checks.control import Control, answers, control_of, redrawn
-from evoalign.checks.diagnosis import RISEN, SIGNAL_TO_NOISE
+from evoalign.checks.control import Control, control_of, redrawn, rewarded
+from evoalign.checks.rules import RISEN, SIGNAL_TO_NOISE
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError
 from evoalign.optimizer import reach
-from evoalign.rollouts import rewards_of
+from evoalign.rewards.objective import judge, refuse_whole_groups
+from evoalign.rollouts import collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
-from evoalign.types import Example, Member, Plan, Request, Rollout, population
+from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population
 
 LADDER = tuple(2.0**k for k in range(-4, 5))
 """The default ladder, in units of the config's own width: a factor of 16 to both sides."""
@@ -124,6 +125,7 @@ def probe(
         raise ConfigError(f"examples {examples}: a probe needs at least 1")
     parts = assemble(config, task, reward)
     try:
+        refuse_whole_groups(parts.objective, "the probe")
         rows = evolve.batch(len(parts.data.train), examples, config.seed, 0)
         if tell is not None:
             tell(_cost(config, len(parts.data.train), len(widths), members, len(rows)))
@@ -166,7 +168,7 @@ def _cost(config: Config, total: int, widths: int, members: int, prompts: int) -
     own = config.es.population_size * min(config.task.batch_size or total, total)
     return (
         f"probe: {widths} widths x {members} members x {prompts} prompts: {count:,} completions of at most "
-        f"{config.evaluation.max_tokens} tokens, as many as {count / own:.1f} generations of this config"
+        f"{config.sampling.max_tokens} tokens, as many as {count / own:.1f} generations of this config"
     )
 
 
@@ -175,10 +177,10 @@ def _measure(parts: Parts, rows: Sequence[int], widths: Sequence[float], members
     config, examples = parts.config, [parts.data.train[row] for row in rows]
     prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
-    paired = not (config.space.name == "lora" and config.lora.evolve == "ab")
+    paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
-    own, redrawn_ = (answers(parts.engine, asked) for asked in (requests, redrawn(config, requests, 0)))
-    start = control_of(*(rewards_of(parts.task, [r.text for r in rs], examples) for rs in (own, redrawn_)))
+    own, redrawn_ = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
+    start = control_of(*(rewarded(parts.objective, parts.task, rs, examples) for rs in (own, redrawn_)))
     climbs = [_climb(parts, width, everyone, requests, examples, own) for width in widths]
     lowest_P = np.min([c.scores_MP.min(axis=0) for c in climbs], axis=0)
     floor = min(float(lowest_P.mean()), start.first)
@@ -220,8 +222,8 @@ def _climb(
     examples: Sequence[Example],
     own: Sequence[Rollout],
 ) -> _Climb:
-    rollouts = list(parts.engine.rollout(Plan(0, width, tuple(members)), requests))
-    scores_MP = evolve.score(parts.task, examples, rollouts, len(members))
+    rollouts = collect(parts.engine, Plan(0, width, tuple(members)), requests)
+    scores_MP = judge(parts.objective, group_of(parts.task, examples, rollouts, len(members)))
     changed = float(np.mean([r.token_ids != own[r.request].token_ids for r in rollouts]))
     return _Climb(width, scores_MP, changed, _broken(rollouts))
 
@@ -308,7 +310,7 @@ def _no_signal(rungs: Sequence[Rung], whole: Sequence[Rung], start: Control) -> 
     if start.floor > 0 and all(r.spread <= SIGNAL_TO_NOISE * start.floor for r in whole):
         return (
             f"the spread of the members is at the noise floor of {start.floor:.2g}; use more examples (--examples), or "
-            "lower evaluation.temperature"
+            "lower sampling.temperature"
         )
     return (
         "what members gain at one width they do not gain at the next smaller one: chance; use more members (--members) "

@@ -34,8 +34,8 @@ def check_accelerators() -> Finding:
         try:
             torch.ones(8, device=f"cuda:{i}").sum().item()
         except RuntimeError as error:
-            mend = f"torch is built for CUDA {built}; install a build for this GPU and its driver"
-            return Finding("accelerators", "failed", f"{shown[-1]}: no kernel runs: {first_line(error)}", mend)
+            fix = f"torch is built for CUDA {built}; install a build for this GPU and its driver"
+            return Finding("accelerators", "failed", f"{shown[-1]}: no kernel runs: {first_line(error)}", fix)
     return Finding("accelerators", "ok", f"{'; '.join(shown)}; torch is built for CUDA {built}")
 
 
@@ -43,11 +43,11 @@ def _no_accelerator(built: str | None) -> Finding:
     cpu = f"none: the CPU serves ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
     has_card = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if has_card and built is None:
-        mend = "install a CUDA build of torch to use the GPU"
-        return Finding("accelerators", "warning", f"{cpu}; an NVIDIA driver is there, and torch is a CPU build", mend)
+        fix = "install a CUDA build of torch to use the GPU"
+        return Finding("accelerators", "warning", f"{cpu}; an NVIDIA driver is there, and torch is a CPU build", fix)
     if built is not None:
-        mend = "if there is a GPU, check nvidia-smi, CUDA_VISIBLE_DEVICES and that the driver is new enough for it"
-        return Finding("accelerators", "warning", f"{cpu}; torch is built for CUDA {built} and sees no GPU", mend)
+        fix = "if there is a GPU, check nvidia-smi, CUDA_VISIBLE_DEVICES and that the driver is new enough for it"
+        return Finding("accelerators", "warning", f"{cpu}; torch is built for CUDA {built} and sees no GPU", fix)
     return Finding("accelerators", "ok", f"{cpu}; torch is a CPU build")
 
 

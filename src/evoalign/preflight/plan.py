@@ -49,8 +49,8 @@ def check_trackers(case: Case) -> Finding:
     wanted = case.config.tracking.backends
     missing = [name for name in wanted if not tracking.is_installed(name)]
     if missing:
-        mend = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
-        return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", mend)
+        fix = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
+        return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", fix)
     shown = ", ".join(wanted) or "none but metrics.jsonl"
     return _wandb(shown) if "wandb" in wanted else Finding("trackers", "ok", shown)
 
@@ -63,8 +63,8 @@ def _wandb(shown: str) -> Finding:
         with environment_variable("WANDB_SILENT", "true"):
             mode = wandb.setup().settings.mode
             if mode == "disabled":
-                mend = "unset WANDB_MODE, or take wandb out of tracking.backends"
-                return Finding("trackers", "warning", f"{shown}; wandb is disabled and records nothing", mend)
+                fix = "unset WANDB_MODE, or take wandb out of tracking.backends"
+                return Finding("trackers", "warning", f"{shown}; wandb is disabled and records nothing", fix)
             if mode in ("offline", "dryrun"):
                 return Finding("trackers", "ok", f"{shown}; wandb is offline: `wandb sync` sends the run later")
             if wandb.login(prompt=False, verify=False):
@@ -72,8 +72,8 @@ def _wandb(shown: str) -> Finding:
     finally:
         if wandb.run is None:
             wandb.teardown()
-    mend = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-    return Finding("trackers", "failed", f"{shown}; wandb is online and has no key", mend)
+    fix = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+    return Finding("trackers", "failed", f"{shown}; wandb is online and has no key", fix)
 
 
 def check_output(case: Case) -> Finding:
@@ -148,8 +148,8 @@ def check_tokenizer(case: Case) -> Finding:
     size, stops = len(case.tokens.tokenizer), case.tokens.stop_ids
     detail = f"{size:,} tokens, stops at {', '.join(repr(_token(case.tokens, i)) for i in stops) or 'none'}"
     if not stops:
-        mend = "completions always run to evaluation.max_tokens; set eos_token in the model's tokenizer_config.json"
-        return Finding("tokenizer", "warning", detail, mend)
+        fix = "completions always run to max_tokens; set eos_token in the model's tokenizer_config.json"
+        return Finding("tokenizer", "warning", detail, fix)
     return Finding("tokenizer", "ok", detail)
 
 
@@ -166,8 +166,8 @@ def check_chat_template(case: Case) -> Finding:
     if not tokens_.tokenizer.chat_template:
         told = f"{len(chats)} prompts are messages and the tokenizer has no chat template"
         detail = f"{told}: the model would read {_joined(chats[0])}"
-        mend = "set task.prompt: raw, or choose a model that was trained to chat"
-        return Finding("chat template", "failed", detail, mend)
+        fix = "set task.prompt: raw, or choose a model that was trained to chat"
+        return Finding("chat template", "failed", detail, fix)
     tokens_.encode(chats[0])
     return Finding("chat template", "ok", f"turns {len(chats)} prompts of messages into text")
 
@@ -182,13 +182,15 @@ def check_lengths(case: Case) -> Finding:
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
     longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
     most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
+    if case.config.sampling.max_tokens > most:
+        most, setting = case.config.sampling.max_tokens, "sampling.max_tokens"
     if case.method == "grpo" and settings.longest(case.config) > most:
         most, setting = settings.longest(case.config), "grpo.max_completion_length"
     limit, whose = _limit(case.config)
     detail = f"longest prompt {longest} tokens and {setting} {most}"
     if limit is not None and longest + most > limit:
-        mend = f"lower {setting}, or shorten the prompts"
-        return Finding("prompt length", "failed", f"{detail} exceed {whose}", mend)
+        fix = f"lower {setting}, or shorten the prompts"
+        return Finding("prompt length", "failed", f"{detail} exceed {whose}", fix)
     return Finding("prompt length", "ok", f"{detail} fit {whose}")
 
 
@@ -227,13 +229,11 @@ def check_memory(case: Case) -> Finding:
     detail = f"{detail}; {gib(free)} free"
     if spare < 0:
         case.fits = False  # to load it may have the whole process killed, and the verdict with it
-        mend = "choose space lora, model.dtype bfloat16 or a smaller model"
-        return Finding("memory", "failed", detail, ", ".join(filter(None, (config.engine.lighter, mend))))
+        fix = "choose space lora, model.dtype bfloat16 or a smaller model"
+        return Finding("memory", "failed", detail, ", ".join(filter(None, (config.engine.lighter, fix))))
     if own.cache > spare:
-        mend = (
-            f"set {own.setting} to at most {0.8 * spare / 2**30:.2g}" if own.setting else config.engine.smaller(config)
-        )
-        return Finding("memory", "warning", detail, mend)
+        most = f"set {own.setting} to at most {0.8 * spare / 2**30:.2g}"
+        return Finding("memory", "warning", detail, most if own.setting else config.engine.smaller(config))
     return Finding("memory", "ok", detail)
 
 
@@ -282,19 +282,11 @@ def room_on_disk(config: Config, wanted: int, what: str) -> Finding:
     free = shutil.disk_usage(there).free
     detail = f"{gib(wanted)} for {what}; {gib(free)} free in {there}"
     if wanted > free:
-        mend = "free space, lower checkpoint.keep_last, or choose another output_dir"
-        return Finding("disk", "failed", detail, mend)
+        fix = "free space, lower checkpoint.keep_last, or choose another output_dir"
+        return Finding("disk", "failed", detail, fix)
     return Finding("disk", "ok", detail)
 
 
 def _checkpoint_bytes(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> int:
-    """An adapter and its optimizer in float32; or the model as served, and the mean where that has rounded it."""
-    mean = 4 * sum(_count(t.shape) for t in (*layout.tensors, *layout.frozen))
-    if config.space.name == "lora":
-        return mean * (1 + OPTIMIZER_SLOTS[config.es.optimizer.name])
-    dtype = estimate.served_dtype(config)
-    return sum(_count(s.shape) for s in specs) * dtype.itemsize + (0 if dtype == torch.float32 else mean)
-
-
-def _count(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+    slots = OPTIMIZER_SLOTS[config.es.optimizer.name]
+    return spaces.create(config).checkpoint_bytes(specs, layout, estimate.served_dtype(config), slots)

@@ -10,6 +10,8 @@ from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.errors import EvoalignError
 from evoalign.preflight.case import Case, Finding, need
+from evoalign.rewards.objective import score
+from evoalign.rollouts import collect, group_of
 from evoalign.types import Example, Plan, Rollout, population
 
 PROMPT = "Solve: 3 + 5 ="
@@ -42,11 +44,9 @@ def check_canary(case: Case) -> Finding:
     space, layout, facts = need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
+    width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
-    canary.check(
-        engine, space, layout, tokens_.encode(prompt), generation=0, width=case.config.es.width,
-        exact=facts.deterministic,
-    )  # fmt: skip
+    canary.check(engine, space, layout, tokens_.encode(prompt), generation=0, width=width, exact=facts.deterministic)
     took = seconds_text(time.perf_counter() - began)
     return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")
 
@@ -64,8 +64,8 @@ def check_generation(case: Case) -> Finding:
 
     def scored(examples: Sequence[Example]) -> tuple[list[Rollout], shaping.Scores]:
         prompts = [tokens_.encode(task.prompt(e)) for e in examples]
-        rollouts = list(engine.rollout(plan, evolve.requests_of(config, range(len(prompts)), prompts, 0)))
-        return rollouts, evolve.score(task, examples, rollouts, len(members))
+        rollouts = collect(engine, plan, evolve.requests_of(config, range(len(prompts)), prompts, 0))
+        return rollouts, score(task.objective(), group_of(task, examples, rollouts, len(members)))
 
     try:
         scored(data.test[:TRIED_PROMPTS])
@@ -86,8 +86,8 @@ def check_generation(case: Case) -> Finding:
 def generated(detail: str, rollouts: Sequence[Rollout]) -> Finding:
     """What came of a generation; a warning where all texts are empty."""
     if all(not r.text.strip() for r in rollouts):
-        mend = "does the model fit the form of the prompts, task.prompt?"
-        return Finding("generation", "warning", f"{detail}; all texts are empty", mend)
+        fix = "does the model fit the form of the prompts, task.prompt?"
+        return Finding("generation", "warning", f"{detail}; all texts are empty", fix)
     return Finding("generation", "ok", detail)
 
 

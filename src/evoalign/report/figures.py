@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run, drawn again after every generation.
-
-Matplotlib's object interface with the Agg canvas: no pyplot, so nothing global, no window system and no figure that
-stays in memory. It is imported at the first figure, because that alone takes a noticeable part of a second. A file
-is replaced in one step, so that a viewer never finds half a picture.
-"""
+"""The figures of a run, drawn again after every generation."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
+from evoalign.report.tables import visible
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
 
-SIZE_INCHES = (9.0, 5.0)
-DPI = 120
-INK, GRID = "#24292f", "#d8dee4"
 MEAN, BEST, TEST, ZERO = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d"
 PHASES = {"rollout": "#0b5cad", "score": "#e0a100", "update": "#5aa469", "other": "#b8bec5"}
 EXTRA = ("#7a3e9d", "#c2410c", "#2a9d8f", "#6c757d")
@@ -75,6 +69,25 @@ def divergence(
     points = _along(rows, baseline, final)
     if len(points) > (baseline is not None):
         _draw(path, title, lambda axes: _divergence(axes, points), across="KL from the base model, nats a token")
+
+
+def rewards(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
+    """The mean of each reward by generation, where there are several; no figure where no row has any."""
+    if any(row.get("rewards") for row in rows):
+        _draw(path, title, lambda axes: _rewards(axes, rows), across=words.unit)
+
+
+def _rewards(axes: Axes, rows: Rows) -> None:
+    """A line each. Rows without a mean, which a resume rebuilt or a reward did not apply to, leave a gap."""
+    x = [int(row["generation"]) for row in rows]
+    _limit(axes, x)
+    colors = (MEAN, BEST, *EXTRA)
+    for i, name in enumerate(dict.fromkeys(name for row in rows for name in row.get("rewards", ()))):
+        found = [row.get("rewards", {}).get(name) for row in rows]
+        y = [math.nan if mean is None else mean for mean in found]
+        marker = "o" if sum(mean is not None for mean in found) < 3 else ""
+        axes.plot(x, y, color=colors[i % len(colors)], linewidth=1.8, marker=marker, label=visible(name))
+    axes.set_ylabel("mean reward")
 
 
 def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None) -> list[tuple[int, float, float]]:
@@ -194,41 +207,21 @@ def _colors(rows: Rows) -> dict[str, str]:
 
 
 def _draw(path: str | Path, title: str, paint: Callable[[Axes], None], across: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(*SIZE_INCHES)
     figure.subplots_adjust(left=0.09, right=0.98, top=0.91, bottom=0.2)  # fixed: a layout engine draws everything twice
     axes = figure.add_subplot()
     paint(axes)
     _dress(axes, title, across)
-    _save(figure, Path(path))
+    save(figure, Path(path))
 
 
 def _dress(axes: Axes, title: str, across: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlabel(across)
+    frame(axes, title, across)
     if across in (ES_WORDS.unit, GRPO_WORDS.unit):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12, parse_math=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(color=GRID, labelcolor=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
     _, labels = axes.get_legend_handles_labels()
     if labels:
         columns = 3 if len(labels) > 4 else 4
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns, frameon=False, fontsize=9)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(partial, format="png", metadata={"Software": "evoalign"})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

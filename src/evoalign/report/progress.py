@@ -101,6 +101,7 @@ class Display:
             return [elapsed]
         figures = [(name, _short(row[key])) for name, key in (("mean", "mean"), ("best", "best"))]
         figures += [("20th", _short(row["p20"])), ("80th", _short(row["p80"]))]
+        figures += [(name, _short(mean)) for name, mean in row.get("rewards", {}).items() if mean is not None]
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
         return figures if self._test is None else [*figures, ("test", _short(self._test))]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,15 @@ def metrics_row(generation: Generation) -> Row:
         "empty_share": float(generation.empty_share),
         "truncated_share": float(generation.truncated_share),
         "evaluation": None if generation.evaluation is None else dict(generation.evaluation),
+        **_where_any(rewards=generation.rewards, objective=generation.objective),
     }
 
 
 def rebuilt_row(recorded: Recorded) -> Row:
-    """A row made from the journal alone: what texts and clocks would say is null."""
+    """A row made from the journal alone: what texts and clocks would say is null. Means of rewards are not in it."""
     unknown = dict.fromkeys(("tokens", "empty_share", "truncated_share", "evaluation", "diagnosis", *LATER))
-    return {**_fitness(recorded.update, recorded.fitness_M), **unknown, "seconds": {}}
+    known = {**_fitness(recorded.update, recorded.fitness_M), **_where_any(objective=recorded.objective)}
+    return {**known, **unknown, "seconds": {}}
 
 
 def is_whole(row: Row, again: Row) -> bool:
@@ -52,6 +54,11 @@ def spread(values: Sequence[float] | NDArray[np.float64]) -> Row:
         "p80": float(p80),
         "std": float(found.std()),
     }
+
+
+def _where_any(**found: Mapping[str, float | None]) -> Row:
+    """A field for each mapping that holds anything: rows of one reward and no state are as they always were."""
+    return {name: dict(values) for name, values in found.items() if values}
 
 
 def _fitness(update: Update, fitness: Sequence[float]) -> Row:

@@ -238,7 +238,7 @@ def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 def _failed(name: str, error: BaseException, batch: Batch) -> RewardError:
     return RewardError(
-        f"reward function {name} failed: {described(error)}; mend it",
+        f"reward function {name} failed: {described(error)}; fix it",
         failure("raised", name, trace="".join(traceback.format_exception(error)), texts=batch.texts),
     )
 

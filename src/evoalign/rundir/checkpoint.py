@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,13 +46,15 @@ State = Iterable[tuple[str, torch.Tensor]]
 class Mark:
     """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it.
 
-    `reward` is that of its evaluation on the test split, where there was one: by it the best is kept.
+    `reward` is that of its evaluation on the test split, where there was one: by it the best is kept. `objective` is
+    the state that the objective had after that generation; written down only where there is one.
     """
 
     generation: int
     weights_hash: str
     journal: str
     reward: float | None = None
+    objective: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class _Record(BaseModel):
@@ -65,6 +67,7 @@ class _Record(BaseModel):
     weights_hash: Hash
     journal: Hash
     reward: Annotated[float, Field(allow_inf_nan=False)] | None
+    objective: Annotated[dict[str, Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)] | None = None
     files: dict[PlainName, Hash]
     hash: Hash
 
@@ -110,7 +113,7 @@ def verify(folder: Path) -> Mark:
             raise CheckpointError(f"{folder / name} is missing")
         if _file_digest(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
-    return Mark(record.generation, record.weights_hash, record.journal, record.reward)
+    return Mark(record.generation, record.weights_hash, record.journal, record.reward, record.objective or {})
 
 
 def holds(folder: Path, mark: Mark) -> bool:
@@ -242,6 +245,8 @@ def seal(folder: Path, mark: Mark) -> None:
     """Write down what is in a folder, last of all."""
     files = {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
+    if not mark.objective:
+        del record["objective"]
     (folder / RECORD).write_text(_record_text(record), encoding="utf-8")
 
 

@@ -152,7 +152,7 @@ class RunDir:
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
         if not overwrite:
             raise RunExistsError(
-                f"output_dir {self.path} holds a run; go on with it ({how_to_go_on(self.path)}), move it aside "
+                f"output_dir {self.path} holds a run; resume it ({how_to_go_on(self.path)}), move it aside "
                 "(--overwrite), or choose another"
             )
 

@@ -20,8 +20,7 @@ def identity(config: Config, method: Method = "es") -> dict[str, Any]:
     told = {"output_dir", "grader", "checkpoint", "tracking", "checks"}
     if method == "grpo":
         return _identity_of_grpo(config, told)
-    tree = config.model_dump(mode="json", exclude={*told, "grpo"})
-    del tree["evaluation"]["every"]
+    tree = _tree(config, {*told, "grpo"})
     if config.es.sigma_schedule.name == config.es.learning_rate_schedule.name == "constant":
         del tree["es"]["num_generations"]
     return tree
@@ -32,10 +31,22 @@ def _identity_of_grpo(config: Config, told: set[str]) -> dict[str, Any]:
     if config.grpo.rollouts != "es":
         unused |= {"es_", "space", "lowrank"}
         unused |= {"lora"} if config.grpo.tune == "full" else set()
-    tree = config.model_dump(mode="json", exclude={*told, *unused})
-    del tree["evaluation"]["every"]
-    if config.grpo.lr_scheduler_type == "constant":
+    tree = {**_tree(config, {*told, *unused}), "grpo": config.grpo.by_name}
+    if tree["grpo"]["lr_scheduler_type"] == "constant":
         del tree["grpo"]["max_steps"]
+    return tree
+
+
+def _tree(config: Config, without: set[str]) -> dict[str, Any]:
+    """All other sections, in the form in which format version 1 hashes them."""
+    tree = config.model_dump(mode="json", exclude=without)
+    del tree["evaluation"]["every"]
+    for section in (tree["sampling"], tree["evaluation"]):
+        if not section["stop"]:
+            del section["stop"]
+    if tree["sampling"].items() <= tree["evaluation"].items():  # which then says all, as it did in the first release
+        del tree["sampling"]
+    tree["model"]["trust_remote_code"] = False
     return tree
 
 

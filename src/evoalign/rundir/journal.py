@@ -7,8 +7,12 @@ resolved config, so that the base model and this one file rebuild the mean of an
 
     {"type": "header", format_version, versions, device, dtype, config, given_as, space, evolved_parameters,
      hashes of config, noise table, tokenizer, data, model and the starting mean}
-    {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay}
+    {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective}
     {"type": "seal", index, weights_hash}
+
+`objective` is the state of the objective after the generation. It is there only where an objective has a state, which
+no earlier release could have: journals without one are what they always were, and readers of before refuse such a line
+by name. So the format is still version 1. Weights do not depend on it.
 
 A line is canonical JSON: keys sorted, no white space, ASCII, floats as Python's `repr` has them.
 """
@@ -22,7 +26,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -93,6 +97,7 @@ class _Updated(_Line):
     sigma: Finite
     step: Finite
     decay: Finite
+    objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one_each(self) -> _Updated:
@@ -113,13 +118,14 @@ class _Sealed(_Line):
 class Recorded:
     """One generation of a journal. `weights_hash` is None where the run ended before the update was sealed.
 
-    `hash` is that of its last line.
+    `hash` is that of its last line, `objective` the state of the objective after it.
     """
 
     update: Update
     fitness_M: tuple[float, ...]
     weights_hash: str | None
     hash: str
+    objective: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +184,8 @@ class Journal:
         self._file.seek(log.size)
         return self
 
-    def append(self, update: Update, fitness_M: Sequence[float]) -> None:
-        """Record an update before any weight moves."""
+    def append(self, update: Update, fitness_M: Sequence[float], objective: Mapping[str, float] | None = None) -> None:
+        """Record an update, and the objective's state after it, before any weight moves."""
         c = update.coefficients
         self._write(
             {
@@ -194,6 +200,7 @@ class Journal:
                 "sigma": update.sigma,
                 "step": update.step,
                 "decay": update.decay,
+                **({"objective": dict(objective)} if objective else {}),
             }
         )
 
@@ -268,7 +275,7 @@ def _follow(generations: list[Recorded], line: Mapping[str, Any], digest: str) -
     count, sealed = len(generations), _sealed(generations)
     if line.get("type") == "update" and count == sealed and line.get("index") == count:
         update = _model(_Updated, line)
-        generations.append(Recorded(_update(update), tuple(update.scores), None, digest))
+        generations.append(Recorded(_update(update), tuple(update.scores), None, digest, update.objective or {}))
     elif line.get("type") == "seal" and count > sealed and line.get("index") == count - 1:
         weights_hash = _model(_Sealed, line).weights_hash
         generations[-1] = replace(generations[-1], weights_hash=weights_hash, hash=digest)
@@ -323,7 +330,7 @@ def _up_to(generations: Sequence[Recorded]) -> str:
     if not done:
         return "before it is the start of the run alone: keep its first line to begin from there"
     lines = 1 + 2 * done
-    return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to go on from there"
+    return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to resume from there"
 
 
 def _finite(text: str) -> float:

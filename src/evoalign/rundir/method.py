@@ -12,7 +12,7 @@ from evoalign.errors import ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
 COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
-"""The command that makes a run of each method, and goes on with it."""
+"""The command that makes a run of each method, and resumes it."""
 NAMES: dict[Method, str] = {"es": "ES", "grpo": "GRPO"}
 
 
@@ -28,12 +28,12 @@ def method_of(path: Path) -> Method | None:
 
 
 def how_to_go_on(path: Path) -> str:
-    """The command that goes on with the run in a directory, whatever made it."""
+    """The command that resumes the run in a directory, whatever made it."""
     return f"evoalign {COMMANDS[method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
 
 
 def refuse_other(path: Path, method: Method) -> None:
-    """Raise ResumeError where a directory holds a run of the other method: neither can go on with the other's."""
+    """Raise ResumeError where a directory holds a run of the other method: neither can resume the other's."""
     found = method_of(path)
     if found not in (None, method):
-        raise ResumeError(f"{path} holds a run of {NAMES[found]}; go on with: {how_to_go_on(path)}")
+        raise ResumeError(f"{path} holds a run of {NAMES[found]}; resume with: {how_to_go_on(path)}")

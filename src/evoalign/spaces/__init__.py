@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from evoalign import config as settings
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
@@ -13,15 +14,19 @@ from evoalign.spaces.full import Full
 from evoalign.spaces.lora import Lora
 from evoalign.spaces.lowrank import LowRank
 
-SPACES: dict[str, type[Space]] = {cls.name: cls for cls in (Lora, LowRank, Full)}
+SPACES: dict[str, type[Space]] = {name: load_object(path, "space.name") for name, path in settings.SPACES.items()}
 
-__all__ = ["SPACES", "Adapter", "Factors", "MeanPart", "Slots", "Space", "create"]
+__all__ = ["SPACES", "Adapter", "Factors", "Full", "Lora", "LowRank", "MeanPart", "Slots", "Space", "create"]
 
 
 def create(config: Config) -> Space:
-    """The space a config names. Raises ConfigError."""
+    """The space a config names. Raises ConfigError, also for what the section `es` asks and the space cannot do."""
     name = config.space.name
     cls: Any = SPACES[name] if name in SPACES else load_object(name, "space.name")
     if not (isinstance(cls, type) and issubclass(cls, Space)):
         raise ConfigError(f"space.name: {name} is not a class derived from evoalign.spaces.Space")
-    return cls(config)
+    space = cls(config)
+    refusal = space.refusal(config.es) if config.es_ is not None else None
+    if refusal is not None:
+        raise ConfigError(refusal)
+    return space

@@ -12,19 +12,22 @@ the schedule of the learning rate, and in generation 0 of `lora.evolve: ab` time
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import BaseModel
 
 from evoalign import kernels
 from evoalign import noise as noise_source
-from evoalign.config import Config
+from evoalign.config import Config, EsConfig, SpaceSection
 from evoalign.errors import ConfigError
 from evoalign.optimizer import Optimizer
-from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec, Update
+from evoalign.plugins import own_settings
+from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
 
 Carrier = Literal["adapter", "dense"]
 Master = Callable[[str], torch.Tensor]
@@ -83,9 +86,84 @@ class Space(ABC):
     """How a member reaches an engine: an adapter beside shared weights, or dense in place of them."""
     evolves_model: ClassVar[bool]
     """Whether the evolved tensors are the model's own; otherwise they lie beside it."""
+    settings: ClassVar[type[BaseModel] | None] = None
+    """A pydantic model of what stands beside `space.name`, which `options` then is one of; None takes all as it is."""
+    smaller: str = "use space lora"
+    """What to do where what evolves does not fit the memory."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.options: Any = own_settings(config.space.options, self.settings, "space")
+
+    @property
+    def section(self) -> SpaceSection:
+        """The config's section of a space that has one, and what follows from it alone."""
+        return SpaceSection()
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether members of opposite sign lie opposite each other, so that their difference has no curvature in it."""
+        return self.section.has_pairs
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters of members; of one's own space its setting `rank`, or 16."""
+        return int(self.config.space.options.get("rank", 16))
+
+    @property
+    def scaling(self) -> float:
+        """What an engine multiplies a member's term with: `scaling` of its `adapter`."""
+        return 1.0
+
+    @property
+    def has_mean_adapter(self) -> bool:
+        """Whether the mean is served with an adapter, too."""
+        return self.carrier == "adapter"
+
+    @property
+    def default_save_every(self) -> int:
+        """Generations between checkpoints where `checkpoint.every` is None; 0: none, for they are large."""
+        return 0 if self.evolves_model else 10
+
+    def refusal(self, es: EsConfig) -> str | None:
+        """What of the section `es` this space cannot do, as a sentence for the user; None where that is nothing."""
+        return self.section.refusal(es)
+
+    def width_factor(self, generation: int) -> float:
+        """How many times wider than the schedule says a generation's noise is, and how many times longer its step."""
+        return 1.0
+
+    def effective(self, layout: Layout) -> str:
+        """In words, how wide the noise of generation 0 is."""
+        return f"effective sigma {self.widths(layout)} per weight"
+
+    def widths(self, layout: Layout, factor: float = 1.0) -> str:
+        """The least and the greatest width of a tensor's noise at generation 0, times a factor, as people read them."""
+        scales, width = [t.scale for t in layout.tensors], self.config.es.width
+        low, high = width * min(scales), width * max(scales)
+        if math.isclose(low, high):
+            return f"{low * factor:.4g}"
+        return f"{low * factor:.4g} to {high * factor:.4g}"
+
+    def left_out(self, specs: Sequence[TensorSpec], layout: Layout) -> str | None:
+        """In words, what of a model the user may expect to evolve and does not."""
+        return None
+
+    def mean_bytes(self, layout: Layout, dtype: torch.dtype) -> int:
+        """Bytes of the float32 mean that an engine keeps beside what it serves; none where that is the mean itself."""
+        is_served = self.evolves_model and self.carrier == "adapter" and dtype == torch.float32
+        return 0 if is_served else _float32_bytes(layout)
+
+    def checkpoint_bytes(self, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, slots: int) -> int:
+        """Bytes of a saved mean with `slots` numbers of an optimizer for each that evolves.
+
+        An adapter is saved in float32; a model as it is served, and its mean beside it where that has rounded it.
+        """
+        state = slots * 4 * layout.parameters
+        if not self.evolves_model:
+            return _float32_bytes(layout) + state
+        model = sum(math.prod(s.shape) for s in specs) * dtype.itemsize
+        return model + (0 if dtype == torch.float32 else _float32_bytes(layout)) + state
 
     @abstractmethod
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
@@ -261,6 +339,11 @@ class Space(ABC):
         )  # fmt: skip
 
 
+def _float32_bytes(layout: Layout) -> int:
+    """Of all that a run keeps of the mean, what is frozen among it."""
+    return 4 * sum(math.prod(t.shape) for t in (*layout.tensors, *layout.frozen))
+
+
 def _key(layout: Layout, name: str) -> tuple[int, int]:
     return noise_source.key(layout.seed, "noise", name)
 
@@ -296,54 +379,3 @@ def factor_slices(slices: Slices | None) -> tuple[Slices, Slices]:
     """The parts of A [R, in] and of B [out, R] that belong to some rows and columns of B A."""
     rows, columns = (*(slices or ()), slice(None), slice(None))[:2]
     return (slice(None), columns), (rows, slice(None))
-
-
-def targets(
-    specs: Sequence[TensorSpec], layers: Sequence[int] | None, modules: Sequence[str] | None, section: str
-) -> list[TensorSpec]:
-    """The linear weights of the layers that a config names. Raises ConfigError naming what the model has."""
-    linear = [s for s in specs if s.kind == "linear" and s.layer is not None]
-    has_layers = sorted({s.layer for s in linear if s.layer is not None})
-    has_modules = sorted({module_of(s.name) for s in linear})
-    for layer in layers or ():
-        if layer not in has_layers:
-            raise ConfigError(f"{section}.target_layers: no layer {layer}; the model has {_span(has_layers)}")
-    for module in modules or ():
-        if module not in has_modules:
-            raise ConfigError(f"{section}.target_modules: no module {module!r}; the model has {', '.join(has_modules)}")
-    return [
-        s for s in linear
-        if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
-    ]  # fmt: skip
-
-
-def check_rank(rank: int, matrices: Sequence[TensorSpec], section: str) -> None:
-    """Raise ConfigError for factors larger than any of the matrices that they are for."""
-    most = max((min(s.shape) for s in matrices), default=rank)
-    if rank > most:
-        raise ConfigError(f"{section}.rank: {rank} exceeds the rank of every chosen matrix, {most} at most; lower it")
-
-
-def module_of(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj.weight` -> `q_proj`."""
-    return name.removesuffix(".weight").rsplit(".", 1)[-1]
-
-
-def scales(config: Config, matrices: Sequence[TensorSpec]) -> dict[int | None, float]:
-    """Scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|."""
-    layers = {s.layer for s in matrices}
-    if config.es.noise_multiplier is None:
-        return dict.fromkeys(layers, 1.0)
-    of_layer = {layer: [s.mean_abs for s in matrices if s.layer == layer] for layer in layers}
-    return {layer: sum(values) / len(values) for layer, values in of_layer.items()}
-
-
-def evolved(spec: TensorSpec, scale: float) -> EvolvedTensor:
-    """A tensor of the model's own that evolves."""
-    return EvolvedTensor(name=spec.name, shape=spec.shape, module=spec.name, scale=scale)
-
-
-def _span(layers: Sequence[int]) -> str:
-    if list(layers) == list(range(len(layers))) and len(layers) > 1:
-        return f"layers 0 to {len(layers) - 1}"
-    return "layers " + ", ".join(map(str, layers))

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
+from evoalign.config import FullConfig
 from evoalign.errors import ConfigError
-from evoalign.spaces.base import Space, evolved, scales
+from evoalign.spaces.base import Space
+from evoalign.spaces.targets import by_layer, evolved, scales
 from evoalign.types import Layout, TensorSpec
 
 
@@ -23,23 +25,34 @@ class Full(Space):
 
     name = "full"
     carrier = "dense"
-    evolves_model = True
+    evolves_model = FullConfig.evolves_model
+
+    @property
+    def section(self) -> FullConfig:
+        """The section `full`."""
+        return self.config.full
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """All tensors but the excluded ones. With `noise_multiplier`, one outside a layer takes its own mean |W|."""
         kept = [s for s in specs if not self._excluded(s, dtype)]
         if not kept:
-            raise ConfigError(f"full.exclude {self.config.full.exclude} leaves no tensor to evolve")
+            raise ConfigError(f"full.exclude {self.section.exclude} leaves no tensor to evolve")
         scale = scales(self.config, [s for s in specs if s.kind == "linear" and s.layer is not None])
-        own = self.config.es.noise_multiplier is not None
+        own = by_layer(self.config)
         return Layout(
             tensors=tuple(evolved(s, scale.get(s.layer, s.mean_abs if own else 1.0)) for s in kept),
             seed=self.config.seed,
             dtype=str(dtype).removeprefix("torch."),
         )
 
+    def left_out(self, specs: Sequence[TensorSpec], layout: Layout) -> str | None:
+        """The excluded tensors."""
+        names = [s.name for s in specs if s.name not in layout.by_name]
+        shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        return f"left out: {len(names)} tensors ({shown}); full.exclude: [] takes all in" if names else None
+
     def _excluded(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
-        exclude = self.config.full.exclude
+        exclude = self.section.exclude
         if exclude is None:
             return spec.kind == "norm" and dtype != torch.float32
         return any(part in spec.name for part in exclude)

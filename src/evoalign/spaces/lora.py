@@ -9,13 +9,16 @@ is kept for study. Effective noise on W: (alpha / r) sqrt(r) rms(A) s per elemen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from evoalign import kernels
 from evoalign import noise as noise_source
-from evoalign.spaces.base import Adapter, Master, Slots, Space, check_rank, factor_slices, scales, signed, targets
+from evoalign.config import LoraConfig
+from evoalign.spaces.base import Adapter, Master, Slots, Space, factor_slices, signed
+from evoalign.spaces.targets import check_rank, scales, targets
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 
@@ -24,11 +27,39 @@ class Lora(Space):
 
     name = "lora"
     carrier = "adapter"
-    evolves_model = False
+    evolves_model = LoraConfig.evolves_model
+    smaller = "lower lora.rank or lora.target_layers"
+
+    @property
+    def section(self) -> LoraConfig:
+        """The section `lora`."""
+        return self.config.lora
+
+    @property
+    def rank(self) -> int:
+        """`lora.rank`."""
+        return self.section.rank
+
+    @property
+    def scaling(self) -> float:
+        """`lora.alpha / lora.rank`, as in PEFT."""
+        return self.section.alpha / self.section.rank
+
+    def width_factor(self, generation: int) -> float:
+        """`evolve: ab` widens the noise of generation 0, as the published LoRA-population code does."""
+        return self.section.init_scale if self.section.evolve == "ab" and generation == 0 else 1.0
+
+    def effective(self, layout: Layout) -> str:
+        """On W for `evolve: b`, where A ~ N(0, 1), so that rms(A) is 1 up to sampling error."""
+        if self.section.evolve == "ab":
+            width = self.widths(layout)
+            return f"sigma {width} per factor element; A and B start at zero, so that of B A is its square"
+        shown = self.widths(layout, layout.scaling * math.sqrt(layout.rank))
+        return f"effective sigma of B A {shown} per weight: (alpha / r) sqrt(r) rms(A) s"
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """Factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of each target."""
-        section = self.config.lora
+        section = self.section
         matrices = targets(specs, section.target_layers, section.target_modules, "lora")
         check_rank(section.rank, matrices, "lora")
         scale = scales(self.config, matrices)
@@ -46,7 +77,7 @@ class Lora(Space):
             seed=self.config.seed,
             dtype=str(dtype).removeprefix("torch."),
             rank=section.rank,
-            scaling=section.alpha / section.rank,
+            scaling=self.scaling,
         )
 
     def start(self, layout: Layout, name: str, device: torch.device | str) -> torch.Tensor:

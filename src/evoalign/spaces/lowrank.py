@@ -18,6 +18,7 @@ import torch
 
 from evoalign import kernels
 from evoalign import noise as noise_source
+from evoalign.config import LowrankConfig
 from evoalign.spaces.base import (
     Adapter,
     Factors,
@@ -26,15 +27,12 @@ from evoalign.spaces.base import (
     Slots,
     Space,
     batched,
-    check_rank,
-    evolved,
     factor_slices,
     moves,
     pair_weights,
-    scales,
     signed,
-    targets,
 )
+from evoalign.spaces.targets import check_rank, evolved, scales, targets
 from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
 
 if TYPE_CHECKING:
@@ -61,11 +59,27 @@ class LowRank(Space):
 
     name = "lowrank"
     carrier = "adapter"
-    evolves_model = True
+    evolves_model = LowrankConfig.evolves_model
+    smaller = "lower lowrank.rank or lowrank.target_layers"
+
+    @property
+    def section(self) -> LowrankConfig:
+        """The section `lowrank`."""
+        return self.config.lowrank
+
+    @property
+    def rank(self) -> int:
+        """`lowrank.rank`."""
+        return self.section.rank
+
+    @property
+    def has_mean_adapter(self) -> bool:
+        """No: see `adapter`."""
+        return False
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """The target matrices."""
-        section = self.config.lowrank
+        section = self.section
         matrices = targets(specs, section.target_layers, section.target_modules, "lowrank")
         check_rank(section.rank, matrices, "lowrank")
         scale = scales(self.config, matrices)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import yaml
 
 from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
+from evoalign.config.grpo import place_of
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import Method
@@ -122,7 +123,7 @@ def make_cells(base: Tree, many: Sequence[Settings], method: Method) -> list[Cel
     found: dict[str, Cell] = {}
     for settings in many:
         tree = resolve(base, settings, method).model_dump(mode="json")
-        settings = {key: _resolved(tree, key, value) for key, value in settings.items()}
+        settings = {key: _resolved(tree, place_of(key), value) for key, value in settings.items()}
         name = name_of(settings, method)
         found.setdefault(name, Cell(name, settings))
     return list(found.values())

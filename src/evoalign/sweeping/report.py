@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign.report.figures import BEST, DPI, GRID, INK, MEAN, TEST
-from evoalign.rundir.files import replacing
+from evoalign.report.figures import BEST, MEAN, TEST
+from evoalign.report.style import GRID, HEADING, INK, canvas, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def heat_map(
 ) -> None:
     """The measure and the hacked share over two settings, with the safe band's outline."""
     xs, ys = (ordered([point.settings.get(key) for point in points]) for key in (x, y))
-    figure = _figure(max(9.0, 2 * (1.5 + 0.95 * len(xs))), max(3.6, 1.9 + 0.72 * len(ys)))
+    figure = canvas(max(9.0, 2 * (1.5 + 0.95 * len(xs))), max(3.6, 1.9 + 0.72 * len(ys)), layout="constrained")
     left, right = figure.subplots(1, 2)
     at = {(xs.index(p.settings.get(x)), ys.index(p.settings.get(y))): p for p in points}
     for axes, name, kind in ((left, measure, "values"), (right, "hacked share", "hacked")):
@@ -69,7 +69,7 @@ def heat_map(
     left.set_ylabel(y, color=INK)
     _heading(figure, title)
     _key(figure, any(p.is_safe for p in points), len(at) < len(xs) * len(ys) or any(not p.values for p in points))
-    _save(figure, Path(path))
+    save(figure, Path(path))
 
 
 def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "reward", title: str = "") -> None:
@@ -79,7 +79,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
     ran = [by_value[shown(value)] for value in values]
     numeric = _is_number(values)
     places = [float(v) for v in values] if numeric else [float(i) for i in range(len(values))]
-    figure = _figure(9.0, 5.6)
+    figure = canvas(9.0, 5.6, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
     _spread(top, places, [point.values for point in ran], MEAN)
     starts = [point.start for point in ran if point.start is not None]
@@ -97,7 +97,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
     bottom.set_xlabel(x, color=INK)
     top.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=4)
     _heading(figure, title)
-    _save(figure, Path(path))
+    save(figure, Path(path))
 
 
 def scatter(
@@ -106,7 +106,7 @@ def scatter(
     """The trials of a search over each setting: the mean over seeds, the best one marked."""
     columns = min(3, len(keys))
     rows = -(-len(keys) // columns)
-    figure = _figure(max(5.0, 3.6 * columns), 0.6 + 3.0 * rows)
+    figure = canvas(max(5.0, 3.6 * columns), 0.6 + 3.0 * rows, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
     means = [float(np.mean(point.values)) for point in points]
     best = int(np.argmax(means))
@@ -126,7 +126,7 @@ def scatter(
     for row in panels:
         row[0].set_ylabel(measure, color=INK)
     _heading(figure, title)
-    _save(figure, Path(path))
+    save(figure, Path(path))
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:
@@ -219,17 +219,8 @@ def _spread(axes: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], co
     )
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _heading(figure: Figure, title: str) -> None:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK, parse_math=False)
+    figure.suptitle(title, x=0.01, ha="left", **HEADING)
 
 
 def _key(figure: Figure, has_band: bool, has_gaps: bool) -> None:
@@ -243,9 +234,3 @@ def _key(figure: Figure, has_band: bool, has_gaps: bool) -> None:
     handles = [*([safe] if has_band else []), *([gap] if has_gaps else [])]
     if handles:
         figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": "evoalign"})

@@ -88,7 +88,7 @@ def sweep(
     `grid` maps dotted settings to values. A run that is done is not run again; one that was stopped or failed goes on.
     `jobs` runs at once (None: one a GPU, or one), each on one of `gpus` in turn (None: all visible ones). `to` is the
     sweep's folder (None: the config's output_dir with `_sweep`). `axes` names what the heat map lies over.
-    A run that fails is told in `failed` and the others go on. Raises ConfigError before anything runs, naming the
+    A run that fails is reported in `failed` and the others go on. Raises ConfigError before anything runs, naming the
     cell; StoppedError after a signal, when the runs under way have saved.
     """
     base, seeds, folder = prepare(config, seeds, method, to)
@@ -184,7 +184,7 @@ def drive(
         children.kill()  # none is left unless this ends by an exception, such as a second Ctrl-C
     if stop.asked is not None:
         conclude(folder, list(failed.values()), measure, axes, None)
-        raise StoppedError(f"the sweep has stopped and its runs have saved; go on with: {_again()}", stop.asked)
+        raise StoppedError(f"the sweep has stopped and its runs have saved; resume with: {_again()}", stop.asked)
     return list(failed.values())
 
 

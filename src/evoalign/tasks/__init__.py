@@ -12,14 +12,19 @@ from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
 from evoalign.tasks.base import Data, Task
-from evoalign.tasks.conciseness import Conciseness
-from evoalign.tasks.countdown.task import Countdown
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
-__all__ = ["TASKS", "Data", "Task", "create", "isolate"]
+__all__ = ["TASKS", "Custom", "Data", "Task", "create", "isolate"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Conciseness, Countdown, Custom)}
+TASKS: dict[str, type[Task]] = {
+    name: load_object(path, "task.name")
+    for name, path in {
+        "conciseness": "evoalign.tasks.conciseness:Conciseness",
+        "countdown": "evoalign.tasks.countdown.task:Countdown",
+        "custom": "evoalign.tasks.custom:Custom",
+    }.items()
+}
 
 
 def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
@@ -28,9 +33,9 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     `rewards` are Python functions in place of the import paths of `task.rewards`, for `custom` only.
     Raises ConfigError.
     """
-    if (rewards is not None or config.rewards) and config.name != Custom.name:
-        raise ConfigError(f"task {config.name} has a reward of its own; rewards go with task.name: custom")
-    task = Custom(config, rewards) if config.name == Custom.name else _named(config.name)(config)
+    task = _named(config.name).make(config, rewards)
+    if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
+        warnings.warn(f"task {config.name} makes no use of task.reward_weights; take it out", stacklevel=2)
     # What a script defines is in no module that another process could import.
     task.from_config = rewards is None and not any(p.startswith("__main__:") for p in (config.name, *config.rewards))
     return task

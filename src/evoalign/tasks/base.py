@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
 
 from evoalign.config import TaskConfig
-from evoalign.errors import DataError, RewardError
+from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.plugins import own_settings
+from evoalign.rewards import objective
 from evoalign.rewards.functions import failure, finite, shown
+from evoalign.rewards.objective import Columns, Objective, WeightedSum
 from evoalign.types import Example, Prompt
 
 
@@ -30,9 +36,22 @@ class Task(ABC):
     """What a perfect answer earns; infinite where there is no such thing."""
     from_config: bool = False
     """Set by `create`: the config alone makes the same task again, in another process too."""
+    settings: ClassVar[type[BaseModel] | None] = None
+    """A pydantic model of the settings that only this task has, which `options` then is one of; None takes all as they
+    are, in a dict."""
+    weighted: WeightedSum = WeightedSum()
+    """What a completion's columns come to: the `reward` of an evaluation, and the objective where no other is set."""
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
+        self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
+
+    @classmethod
+    def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
+        """The task of a config. Raises ConfigError for reward functions, which only `custom` takes."""
+        if rewards is not None or config.rewards:
+            raise ConfigError(f"task {config.name} has a reward of its own; rewards go with task.name: custom")
+        return cls(config)
 
     @abstractmethod
     def load_data(self, seed: int) -> Data:
@@ -64,14 +83,47 @@ class Task(ABC):
             [self.compute_reward(self.clean(t), e) for t, e in zip(texts, examples, strict=True)], texts, examples
         )
 
-    def checked(self, rewards: Sequence[object], texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """The rewards of completions under their names, None where one does not apply: here all is one `reward`.
+
+        A task that gives more says in `weighted` which of them add up to the reward. Raises RewardError.
+        """
+        return {"reward": self.checked(self.rewards(texts, examples), texts, examples)}
+
+    def objective(self) -> Objective:
+        """A new one, which makes scores of the columns: that of `task.objective`, or the weighted sum.
+
+        Raises ConfigError.
+        """
+        chosen = self.config.objective
+        return self.weighted if chosen is None else objective.create(chosen)
+
+    def checked(self, rewards: Any, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """The rewards as floats. Raises RewardError unless there is one finite number for each text."""
-        if len(rewards) != len(texts):
+        return [self._number(*row) for row in zip(self._listed(rewards, texts), texts, examples, strict=True)]
+
+    def checked_columns(self, columns: Any, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """The columns as floats. Raises RewardError unless each has one finite number, or None, for each text."""
+        named: dict[Any, Any] = dict(columns)
+        if not named or not all(isinstance(name, str) and name.isprintable() for name in named):
+            raise RewardError(f"task {self.name} gave columns named {shown(list(named))}; name each with plain text")
+        rows = list(zip(texts, examples, strict=True))
+        return {
+            name: [
+                None if reward is None else self._number(reward, *row)
+                for reward, row in zip(self._listed(values, texts), rows, strict=True)
+            ]
+            for name, values in named.items()
+        }
+
+    def _listed(self, rewards: Any, texts: Sequence[str]) -> list[Any]:
+        found: list[Any] = list(rewards.tolist() if hasattr(rewards, "tolist") else rewards)
+        if len(found) != len(texts):
             raise RewardError(
-                f"task {self.name} gave {len(rewards)} rewards for {len(texts)} texts; give one for each",
+                f"task {self.name} gave {len(found)} rewards for {len(texts)} texts; give one for each",
                 failure("value", f"task {self.name}", texts=texts),
             )
-        return [self._number(*row) for row in zip(rewards, texts, examples, strict=True)]
+        return found
 
     def _number(self, reward: object, text: str, example: Example) -> float:
         number = finite(reward)
@@ -94,7 +146,7 @@ class Task(ABC):
             if reward != self.max_reward:
                 raise DataError(
                     f"task {self.name}: the gold answer {answer!r} of row {row} earns {reward}, not {self.max_reward}; "
-                    "mend the row or the reward"
+                    "fix the row or the reward"
                 )
 
     def close(self) -> None:  # noqa: B027 (most tasks hold nothing)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.errors import ConfigError, DataError
 from evoalign.plugins import load_object
-from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all, failure
+from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all
+from evoalign.rewards.objective import Columns, WeightedSum
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
@@ -40,6 +41,16 @@ class Custom(Task):
             raise ConfigError(f"task.reward_weights has {len(self.weights)} weights for {len(self.functions)} rewards")
         if not all(map(math.isfinite, self.weights)):
             raise ConfigError(f"task.reward_weights holds a weight that is not finite: {self.weights}")
+        self._sum = WeightedSum(dict(zip(_distinct([f.name for f in self.functions]), self.weights, strict=True)))
+        # A subclass with `rewards` of its own has them as its one column: the sum of the functions is not its reward.
+        self._is_sum = type(self).rewards is Custom.rewards
+        if self._is_sum:
+            self.weighted = self._sum
+
+    @classmethod
+    def make(cls, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
+        """The task of a config, with `rewards` in place of `task.rewards`; a derived class has its own."""
+        return Custom(config, rewards) if cls is Custom else super().make(config, rewards)
 
     def load_data(self, seed: int) -> Data:
         """The files of the config. Raises DataError, also where a reward function wants a column that is not there."""
@@ -63,39 +74,30 @@ class Custom(Task):
 
     def compute_reward(self, text: str, example: Example) -> float:
         """The weighted sum for one completion."""
-        return self._scored([text], [example])[0]
+        return self._scored([text], [example])[1][0]
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """All completions in one call to each function. Raises RewardError."""
-        return self._scored([self.clean(text) for text in texts], examples)
+        return self._scored([self.clean(text) for text in texts], examples)[1]
 
-    def _scored(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """What each function gave, under its name; a name that comes again is numbered. Raises RewardError.
+
+        Every completion needs a weighted sum, whatever the objective is: the evaluation reports it.
+        """
+        if not self._is_sum:
+            return super().columns(texts, examples)
+        return self._scored([self.clean(text) for text in texts], examples)[0]
+
+    def _scored(self, texts: Sequence[str], examples: Sequence[Example]) -> tuple[Columns, list[float]]:
+        """The columns, and their weighted sums, of cleaned texts."""
         if not texts:
-            return []
+            return {name: [] for name in self._sum.weights or ()}, []
         prompts = [cast(Prompt, example["prompt"]) for example in examples]
         completions = [_completion(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
         batch = Batch(prompts, completions, texts, examples)
-        by_function = call_all(self.functions, batch, self.calling)
-        return [self._sum(values, batch, row) for row, values in enumerate(zip(*by_function, strict=True))]
-
-    def _sum(self, values: Sequence[float | None], batch: Batch, row: int) -> float:
-        text, names = batch.texts[row], ", ".join(function.name for function in self.functions)
-        failed = (batch.prompts[row], text, batch.examples[row])
-        terms = [w * value for w, value in zip(self.weights, values, strict=True) if value is not None]
-        if not terms:
-            raise RewardError(
-                f"every reward function ({names}) returned None for the completion {text[:80]!r}; "
-                "at least one has to return a number",
-                failure("value", names, failed),
-            )
-        total = sum(terms)
-        if not math.isfinite(total):
-            raise RewardError(
-                f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum; "
-                "return smaller numbers",
-                failure("value", names, failed),
-            )
-        return total
+        columns = dict(zip(self._sum.weights or (), call_all(self.functions, batch, self.calling), strict=True))
+        return columns, self._sum.rewards(columns, texts, examples)
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
         if "prompt" not in row:
@@ -108,6 +110,18 @@ class Custom(Task):
         if self.config.prompt == "raw":
             raise DataError(f"{where}: prompt is a list of messages, which cannot be raw; leave task.prompt out")
         return row | {"prompt": [_message(where, message) for message in cast("list[Any]", prompt)]}
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names; one that was there before gets a number: f, f_2, f_3."""
+    found: list[str] = []
+    for name in names:
+        count, own = 1, name
+        while own in found:
+            count += 1
+            own = f"{name}_{count}"
+        found.append(own)
+    return found
 
 
 def _completion(text: str, prompt: Prompt) -> Completion:

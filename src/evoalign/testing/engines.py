@@ -120,6 +120,39 @@ def check_rollouts(bench: Bench) -> None:
         _check_fields(bench, requests[rollout.request], rollout)
 
 
+def check_requests_of_one_member(bench: Bench) -> None:
+    """A request that names its member is answered by that one alone, as where everybody is asked: draws are common."""
+    members = (*population(3), MEAN)
+    warm = Sampling(TOKENS, temperature=0.5)
+    everyone = [dataclasses.replace(r, sampling=warm if r.index == 0 else r.sampling) for r in bench.requests]
+    apart = [(m, r) for m in reversed(members) for r in everyone if (m.index + r.index) % 2]
+    named = [dataclasses.replace(r, index=i, member=m) for i, (m, r) in enumerate(apart)]
+    common = dataclasses.replace(everyone[0], index=len(named))
+    plan = bench.plan(members)
+    wanted, got = _answers(bench, plan, everyone), _answers(bench, plan, [*named, common])
+    keys = {(r.member.index, r.index) for r in named if r.member} | {(m.index, common.index) for m in members}
+    assert set(got) == keys, f"asked for (member, request) {sorted(keys)}, got {sorted(got)}"
+    again = [((m.index, i), (m.index, r.index)) for i, (m, r) in enumerate(apart)]
+    again += [((m.index, common.index), (m.index, 0)) for m in members]
+    for here, there in again:
+        _same_up_to_ties(bench, got[here], wanted[there])
+
+
+def check_stop_strings(bench: Bench) -> None:
+    """A completion ends where one of the texts to stop at comes up, and leaves it out."""
+    long = [dataclasses.replace(r, sampling=Sampling(4 * TOKENS)) for r in bench.requests]
+    for request, rollout in zip(long, _answers(bench, MEAN_PLAN, long).values(), strict=True):
+        if len(rollout.text) < 6:
+            continue
+        stop = rollout.text[3:5]
+        asked = dataclasses.replace(request, sampling=Sampling(4 * TOKENS, stop=("never said", stop)))
+        found = _answers(bench, MEAN_PLAN, [asked])[MEAN.index, request.index]
+        want = rollout.text[: rollout.text.index(stop)]
+        assert found.text == want, f"stopped at {stop!r}, the text is {found.text!r}, not {want!r}"
+        assert found.finish_reason == "stop", f"stopped at {stop!r}, it ended for its {found.finish_reason}"
+        assert found.token_ids == rollout.token_ids[: len(found.token_ids)], "a text to stop at changes the tokens"
+
+
 def check_mean_is_plain(bench: Bench) -> None:
     """The unperturbed model answers as plain transformers does, before and after an update."""
     before = _greedy(bench, MEAN_PLAN)
@@ -251,11 +284,11 @@ def check_sample(bench: Bench) -> None:
     state, total = dict(bench.engine.state()), bench.layout.parameters
     for count in (total // 3, total + 1):
         want = torch.cat([state[name].flatten()[places] for name, places in sampled_places(bench.layout, count)])
-        got = bench.engine.sample(count)
+        got = bench.engine.probe_weights(count)
         assert got.dtype == torch.float32 and got.device.type == "cpu", f"a sample is {got.dtype} on {got.device}"
         assert torch.equal(got, want), f"a sample of {count} of {total} numbers is not the mean at sampled_places"
     bench.engine.apply(dataclasses.replace(bench.update(), index=1))
-    assert not torch.equal(bench.engine.sample(total), want), "an update does not change the sample"
+    assert not torch.equal(bench.engine.probe_weights(total), want), "an update does not change the sample"
     assert torch.equal(got, want), "an update changes a sample that was taken before"
 
 
@@ -275,6 +308,8 @@ CHECKS: tuple[Check, ...] = (
     check_specs,
     check_facts,
     check_rollouts,
+    check_requests_of_one_member,
+    check_stop_strings,
     check_mean_is_plain,
     check_members_are_their_own,
     check_members_differ,
@@ -303,6 +338,18 @@ def _same_answers(first: Answers, second: Answers, what: str) -> None:
     for key, rollout in first.items():
         other = second[key]
         assert rollout.token_ids == other.token_ids, f"{what}: {rollout.text!r}, then {other.text!r}"
+
+
+def _same_up_to_ties(bench: Bench, one: Rollout, other: Rollout) -> None:
+    """The same tokens, as far as a batch of another shape does not decide a tie otherwise."""
+    assert one.logprobs is not None and other.logprobs is not None
+    for ours, p, theirs, q in zip(one.token_ids, one.logprobs, other.token_ids, other.logprobs, strict=False):
+        apart, tie = abs(p - q), TIE[bench.engine.dtype]
+        where = f"member {one.member.index} answers otherwise where it is asked alone"
+        assert apart <= tie, f"{where}: {one.text!r}, then {other.text!r} ({apart:.3g} apart)"
+        if ours != theirs:
+            return
+    assert len(one.token_ids) == len(other.token_ids), f"member {one.member.index}: {one.text!r}, {other.text!r}"
 
 
 def _check_fields(bench: Bench, request: Request, rollout: Rollout) -> None:

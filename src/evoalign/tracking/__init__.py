@@ -62,4 +62,4 @@ def _start(name: str, config: Config, run: Path, resumed_at: int | None) -> Trac
         return BACKENDS[name](config, run, resumed_at)
     except Exception as error:  # each library has its own kinds: no login, no server, a name it does not like
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"tracking.backends: {name} does not start: {reason}; mend that or take it out") from error
+        raise ConfigError(f"tracking.backends: {name} does not start: {reason}; fix that or take it out") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracker is told, and what happens to one that fails."""
+"""What a tracker is given, and what happens to one that fails."""
 
 from __future__ import annotations
 

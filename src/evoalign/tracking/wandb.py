@@ -3,7 +3,7 @@
 
 Where it sends anything is the user's own doing: `wandb login`, WANDB_MODE=offline and the other variables of wandb
 hold. Neither code, git state nor the console is handed over. wandb cannot take a step back: of a generation that is
-done again after a resume it keeps the values it was told first.
+done again after a resume it keeps the values it was given first.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, tracking
-from evoalign.analysis import divergence
-from evoalign.analysis.divergence import Divergence, Reference
-from evoalign.checks import control
+from evoalign.checks import control, divergence
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
+from evoalign.checks.divergence import Divergence, Reference
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost, Meter
 from evoalign.evaluation import Evaluation
@@ -44,7 +43,9 @@ class Recorder:
         self.baseline: float | None = None
         self.evaluations: Cost | None = Cost()
         self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
-        self.diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.sample(SAMPLE), parts.task.max_reward)
+        self.diagnosis = Diagnosis(
+            parts.config, parts.layout, parts.engine.probe_weights(SAMPLE), parts.task.max_reward
+        )
         self.trackers: list[tracking.Tracker] = []
         self._control: control.Control | None = None
         self._reference = Reference.of(parts)
@@ -56,14 +57,14 @@ class Recorder:
         """Start the trackers. Raises ConfigError.
 
         `rebuilt` says that a run goes on, whose rows are those of metrics.jsonl, the engine's mean being where they
-        end, and which of them no tracker was told.
+        end, and which of them no tracker was given.
         """
         self.trackers = tracking.create(self.config, self.run.path, None if rebuilt is None else len(self.run.rows))
         self._control = self._control_of(len(self.run.rows))
         if rebuilt is None:
             self._measure_start()
             return
-        self.diagnosis.restore(self.run.rows, self.parts.engine.sample(SAMPLE))
+        self.diagnosis.restore(self.run.rows, self.parts.engine.probe_weights(SAMPLE))
         for row in rebuilt:
             for tracker in self.trackers:
                 tracker.log(row)
@@ -83,7 +84,7 @@ class Recorder:
     def generation(self, generation: Generation) -> None:
         """Write, draw, show and tell one generation."""
         row = metrics_row(generation)
-        row["diagnosis"] = self.diagnosis.update(generation, self.parts.engine.sample(SAMPLE), self._control)
+        row["diagnosis"] = self.diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), self._control)
         row["budget"] = self._meter.generation(generation).as_dict()
         due = divergence.is_due(self.config, generation.index + 1)
         row["divergence"] = asdict(self.divergence()) if due else None
@@ -145,7 +146,7 @@ class Recorder:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _measure_start(self) -> None:
-        """What cannot be measured, or does not fit, is told before the first generation."""
+        """What cannot be measured, or does not fit, is reported before the first generation."""
         if self.config.checks.kl_every:
             start = time.monotonic()
             kl, seconds = self.divergence().exact, time.monotonic() - start
@@ -154,18 +155,21 @@ class Recorder:
     def _control_of(self, index: int) -> control.Control | None:
         """The control of a generation that comes next: the mean is still the one that its members are drawn around."""
         every, total = self.config.checks.control_every, self.config.es.num_generations
-        if not every or index % every or index >= total:
-            return None
         parts = self.parts
+        if not every or index % every or index >= total or not parts.objective.per_completion:
+            return None
         rows = evolve.batch(len(parts.data.train), self.config.task.batch_size, self.config.seed, index)
         examples = [parts.data.train[i] for i in rows]
-        return control.control(self.config, parts.engine, parts.task, parts.tokens, examples, index)
+        return control.control(
+            self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
+        )
 
     def _draw(self) -> None:
         start = time.monotonic()
         title = f"{self.parts.task.name}, {self.parts.space.name}, N {self.config.es.population_size}"
         figures.evolution(self.run.rows, self.run.figures / "evolution.png", title=title, baseline=self.baseline)
         figures.time_breakdown(self.run.rows, self.run.figures / "time_breakdown.png", title=title)
+        figures.rewards(self.run.rows, self.run.figures / "rewards.png", title=title)
         figures.divergence(
             self.run.rows, self.run.figures / "divergence.png", title=title, baseline=self.baseline, final=self._final
         )

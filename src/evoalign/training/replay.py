@@ -69,12 +69,13 @@ def rebuilt(
     served = serve(config_of(log, model))
     try:
         saving.check_start(served, log.header)
-        found, place = log.header.weights_hash, journal.GENESIS
+        found, place, state = log.header.weights_hash, journal.GENESIS, dict[str, float]()
         for done, recorded in enumerate(log.generations[:count], 1):
             found, place = saving.apply(served.engine, log, recorded), recorded.hash
+            state = dict(recorded.objective)
             if progress is not None:
                 progress(done, count)
-        yield served, Mark(count, found, place)
+        yield served, Mark(count, found, place, objective=state)
     finally:
         served.close()
 
@@ -94,7 +95,7 @@ def config_of(log: Log, model: str | None = None) -> Config:
     config = from_dict(tree)
     if ":" in config.space.name:
         raise ConfigError(
-            f"{log.path} names code of its own (space.name {config.space.name}), which is not run unasked; go on with "
+            f"{log.path} names code of its own (space.name {config.space.name}), which is not run unasked; resume with "
             "the run itself: evoalign train CONFIG --resume"
         )
     return config

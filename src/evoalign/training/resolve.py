@@ -19,7 +19,7 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.method import method_of
-from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data, with_es
+from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Task
 from evoalign.training import saving
 from evoalign.types import Example, Layout
@@ -44,23 +44,23 @@ def evaluate(
     """
     config, adapter = resolve_target(target, config)
     if task is None and reward is None:
-        _refuse_lost_task(Path(target))
+        refuse_lost_task(Path(target))
     settings = {**config.evaluation.model_dump(), **(overrides or {})}
-    config = from_dict({**config.model_dump(), "evaluation": settings})
+    config = from_dict({**config.model_dump(), "evaluation": settings}, needs_es=False)
     chosen, data = task_and_data(config, task, reward)
     with closing(chosen):
         return _evaluate(config, adapter, chosen, data.test if split == "test" else data.train)
 
 
 def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequence[Example]) -> Evaluation:
-    config, tokens_ = with_es(config), tokens.load(config.model)
+    tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:
         if adapter is not None:
             space, layout, _ = start(config, engine)
             if space.evolves_model:
                 raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
-            engine.load(_checked(adapter, layout))
+            engine.load(checked_adapter(adapter, layout))
         return evaluation.evaluate(engine, tokens_, task, examples, config.evaluation)
     finally:
         engine.close()
@@ -71,7 +71,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     if method is not None:
-        own = of_run(path) if config is None else as_config(config)
+        own = of_run(path) if config is None else as_config(config, needs_es=False)
         saved = last_saved(path)
         if method == "grpo":
             of_grpo(saved)
@@ -81,7 +81,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
     if config is None:
         raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
-    own = as_config(config)
+    own = as_config(config, needs_es=False)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
         layers = peft.get("layers_to_transform")
@@ -89,7 +89,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
                 "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
         tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
         model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
-        return from_dict({**tree, "model": model}), path
+        return from_dict({**tree, "model": model}, needs_es=False), path
     return _with_model(own, str(target)), None
 
 
@@ -119,19 +119,19 @@ def trained_dtype(config: Config) -> str:
     return "float32" if config.model.dtype == "auto" else config.model.dtype
 
 
-def of_run(path: Path, mend: str | None = None) -> Config:
+def of_run(path: Path, fix: str | None = None) -> Config:
     """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
     own = load([path / "config.yaml"])
     code = code_of(own)
     if code:
-        mend = mend or f"pass it with --config {path / 'config.yaml'}"
+        fix = fix or f"pass it with --config {path / 'config.yaml'}"
         raise ConfigError(
-            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {mend}"
+            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {fix}"
         )
     return own
 
 
-def _refuse_lost_task(path: Path) -> None:
+def refuse_lost_task(path: Path) -> None:
     """A run that was given a Python object knows its name only; its config would score something else."""
     try:
         given = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["task"]["given_as"]
@@ -172,7 +172,7 @@ def _with_model(config: Config, name: str | Path) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": str(name)})})
 
 
-def _checked(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
+def checked_adapter(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """An adapter's tensors, a frozen A among them; all that the layout has."""
     state = checkpoint.load_adapter(adapter)
     missing = [t.name for t in (*layout.tensors, *layout.frozen) if t.name not in state]

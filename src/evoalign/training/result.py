@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +47,13 @@ def gold_lines(task: Task, data: Data) -> list[str]:
 
 def write_completions(run: RunDir, name: str, result: Evaluation) -> None:
     """The completions of an evaluation, in results/completions."""
-    parquet.write(run.completions(name), [dataclasses.asdict(s) for s in result.completions])
+    parquet.write(run.completions(name), [s.flat() for s in result.completions])
 
 
 def read_completions(run: RunDir, name: str, task: Task, data: Data) -> Evaluation | None:
     """An evaluation of the test split as it was written; None where it is not there or damaged."""
     try:
-        scored = [Scored(**row) for row in parquet.read(run.completions(name))]
+        scored = [Scored.of(row) for row in parquet.read(run.completions(name))]
         return evaluation.summarise(task, data.test, scored)
     except (DataError, TypeError, IndexError, AttributeError):
         return None
@@ -91,11 +91,12 @@ def shown(path: Path) -> Path:
 
 def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
     """Change of each measure and its paired 95 % interval over examples."""
-    return {
+    changes = {
         name: evaluation.paired_interval(values, after.measures_E[name])
         for name, values in before.measures_E.items()
         if name in after.measures_E
     }
+    return {name: change for name, change in changes.items() if not math.isnan(change[0])}
 
 
 def _write_evaluation(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from evoalign import noise, tokens
+from evoalign import noise, spaces, tokens
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
 from evoalign.errors import CheckpointError, ResumeError
@@ -25,7 +25,6 @@ from evoalign.rundir.manifest import versions
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data
 
-LORA_EVERY = 10
 Tell = Callable[[str], None]
 
 
@@ -68,7 +67,7 @@ def data_hash(data: Data) -> str:
 def every(config: Config) -> int:
     """Generations between checkpoints; 0 is never."""
     set_ = config.checkpoint.every
-    return set_ if set_ is not None else LORA_EVERY if config.space.name == "lora" else 0
+    return set_ if set_ is not None else spaces.create(config).default_save_every
 
 
 def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> Path:
@@ -175,7 +174,8 @@ def checked(folder: Path, log: Log) -> Mark:
     mark = checkpoint.verify(folder)
     sealed = log.generations[: log.sealed]
     place = sealed[mark.generation - 1] if 0 < mark.generation <= len(sealed) else None
-    if place is None or (place.hash, place.weights_hash) != (mark.journal, mark.weights_hash):
+    ours = None if place is None else (place.hash, place.weights_hash, place.objective)
+    if ours != (mark.journal, mark.weights_hash, mark.objective):
         raise CheckpointError(f"{folder} is not of this journal")
     return mark
 

@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.analysis import divergence
-from evoalign.analysis.distance import distance_of_mean
-from evoalign.checks import canary
+from evoalign.checks import canary, divergence
+from evoalign.checks.distance import distance_of_mean
 from evoalign.config import NO_ES, Config, code_of, from_dict
 from evoalign.cost import budget, estimate
 from evoalign.engines.specs import specs_of_config
@@ -64,7 +63,7 @@ def train(
 
     `config` is a Config, a nested mapping or a YAML file. `task` and `reward` (functions of TRL's signature, for the
     custom task) take the place of what the config names. `on_generation` is called after each generation. `resume`
-    goes on with the run in `output_dir` as if it had never stopped, or begins it where there is none yet.
+    resumes the run in `output_dir` exactly, or begins it where there is none yet.
     Raises a subclass of EvoalignError: for bad input, before anything is written; StoppedError after a signal.
     """
     config = as_config(config)
@@ -103,7 +102,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         except RunExistsError as error:
             work.insert(0, f"refused as it stands: {error}")
     else:
-        work.insert(0, f"goes on after generation {len(log.generations)} of {config.es.num_generations}")
+        work.insert(0, f"resumes after generation {len(log.generations)} of {config.es.num_generations}")
     dtype = estimate.served_dtype(config)
     try:
         specs = specs_of_config(config)
@@ -125,7 +124,7 @@ def _place(config: Config, *, resume: bool) -> RunDir:
 
 
 def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | None:
-    """The journal to go on with; None where nothing was recorded yet. Raises JournalError, ResumeError."""
+    """The journal to resume; None where nothing was recorded yet. Raises JournalError, ResumeError."""
     if journal.is_blank(run.journal):
         if run.has_progress():
             raise JournalError(
@@ -136,11 +135,11 @@ def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | No
     log = journal.read(run.journal).whole()
     odd, _ = differences(config, from_dict(log.header.config))
     if odd:
-        raise ResumeError(f"{run.path} cannot go on with other settings: {'; '.join(odd)}")
+        raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
     if log.header.given_as != given_as:
         there = f"a {log.header.given_as} object" if log.header.given_as else "the task of its config"
         raise ResumeError(
-            f"{run.path} was trained with {there}; go on in Python with the same task= or reward=, or without one"
+            f"{run.path} was trained with {there}; resume in Python with the same task= or reward=, or without one"
         )
     done, wanted = len(log.generations), config.es.num_generations
     if done > wanted:
@@ -205,6 +204,8 @@ class _Training:
         book = Journal.resume(log)
         try:
             self.run.sweep()
+            if log.generations:
+                self.parts.objective.restore(log.generations[-1].objective)
             saving.restore(self.parts, self.run, log, book.seal, self.tell)
             self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
             rebuilt = self._restore_rows(log)
@@ -213,7 +214,7 @@ class _Training:
         except BaseException:
             book.close()
             raise
-        self.tell(f"goes on after generation {len(log.generations)} of {self.config.es.num_generations}")
+        self.tell(f"resumes after generation {len(log.generations)} of {self.config.es.num_generations}")
         return before, book
 
     def _save_what_was_due(self, count: int, book: Journal) -> None:
@@ -284,6 +285,7 @@ class _Training:
             book,
             lambda: self._evaluated().measures,
             first,
+            parts.objective,
         )
 
     def _save_if_due(self, count: int, weights_hash: str, place: str) -> None:
@@ -304,7 +306,7 @@ class _Training:
     def _save(self, count: int, weights_hash: str, place: str) -> Path:
         """Save the mean, unless it is saved already, and delete what need not stay."""
         folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
-        mark = Mark(count, weights_hash, place, self._reward(count))
+        mark = Mark(count, weights_hash, place, self._reward(count), self.parts.objective.state)
         if not checkpoint.holds(folder, mark):
             saving.save(self.parts, folder, mark)
         saving.retain(self.run, self.config)
@@ -351,9 +353,9 @@ class _Training:
     def _how_to_go_on(self) -> str:
         """Names the run itself, or, where it names code, the config in it."""
         if self.given is not None:
-            return f"go on with train(..., {self.given}=..., resume=True)"
+            return f"resume with train(..., {self.given}=..., resume=True)"
         target = self.run.config if code_of(self.config) else self.run.path
-        return f"go on with: evoalign train {shlex.quote(str(target))} --resume"
+        return f"resume with: evoalign train {shlex.quote(str(target))} --resume"
 
     @contextmanager
     def _explained(self, *, fresh: bool) -> Generator[None]:
@@ -381,5 +383,5 @@ def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str, sm
         error.args = (f"{error}; {more}",)
         return error
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    mend = f"; {smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
-    return EvoalignError(f"{line}{mend}; {more}")
+    fix = f"; {smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
+    return EvoalignError(f"{line}{fix}; {more}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of a comparison: a measure against each budget, and against the divergence from the base model.
 
-Drawn as `evoalign.report.figures` does. Colours are those of Okabe and Ito (2008), which people with any colour vision
+Colours are those of Okabe and Ito (2008), which people with any colour vision
 tell apart; groups also differ in the style of their lines and in their markers, and are named at their ends.
 """
 
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign.analysis.compare.comparison import Comparison, Curve, Group, Match, Matching, curve
 from evoalign.analysis.compare.runs import Run
-from evoalign.report.figures import DPI, GRID, INK, SIZE_INCHES
+from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import shorten, visible
-from evoalign.rundir.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -192,29 +191,18 @@ def _divergence(axes: Axes, comparison: Comparison) -> None:
 
 def _draw(path: Path, paint: Callable[[Axes], None], entries: int, right: float = 0.78) -> None:
     """One picture, the taller the more `entries` its legend has; `right` leaves room for names."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     width, height = SIZE_INCHES
     legend = 0.22 * -(-entries // LEGEND_COLUMNS)
     height += legend
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(width, height)
     figure.subplots_adjust(left=0.09, right=right, top=1 - 0.45 / height, bottom=(0.75 + legend) / height)
     paint(figure.add_subplot())
-    with replacing(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": "evoalign"})
+    save(figure, path)
 
 
 def _dress(axes: Axes, title: str, x: str, y: str, handles: Sequence[Any], names: Sequence[str]) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12, parse_math=False)
-    axes.set_xlabel(x)
+    frame(axes, title, x)
     axes.set_ylabel(y, parse_math=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(color=GRID, labelcolor=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
     legend = axes.figure.legend(handles, names, loc="lower center", ncols=LEGEND_COLUMNS, frameon=False, fontsize=9,
                                 handlelength=3.2)  # fmt: skip
     for text in legend.get_texts():

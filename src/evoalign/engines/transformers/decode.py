@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched generation for rows of many members: shared prefixes, left padding, finished rows leave the batch.
 
-A chunk has M members and P requests and starts as M * P rows in member order. The stages:
+A chunk is a list of (slot, request), in the order of the M slots that members have. The stages:
 
-    1. the tokens that all prompts begin with: M rows
-    2. the rest of each distinct prompt, left-padded: M * U rows
-    3. decoding, one token a step: M * P rows, fewer as they finish
+    1. the tokens that all prompts begin with: a row a slot
+    2. the rest of each distinct (slot, prompt), left-padded: H rows, the heads
+    3. decoding, one token a step: a row a pair, fewer as they finish
 
 Shapes: B rows of the moment, T columns of the cache so far, V vocabulary.
 """
@@ -13,7 +13,8 @@ Shapes: B rows of the moment, T columns of the cache so far, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ from evoalign.errors import NotFiniteError
 from evoalign.types import FinishReason, Request, Sampling
 
 MIN_SHARED_PREFIX = 4
+TAIL_TOKENS = 4
+"""Tokens that one character takes at most: the bytes of UTF-8."""
 COMPACT_EVERY = 8
 """Finished rows leave at every so many steps when `deterministic`, so that redone work repeats the same shapes."""
 COMPACT_SHARE = 0.125
@@ -43,7 +46,7 @@ class Completion:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows still in the batch. `identity` is member * P + request; `stream` seeds the draws."""
+    """The rows still in the batch. `identity` is the place in the chunk; `stream` seeds the draws."""
 
     identity: torch.Tensor
     position: torch.Tensor
@@ -60,9 +63,16 @@ class Decoder:
     """Generates with one model; `sampling_key` is the Philox key of the run's draws."""
 
     def __init__(
-        self, model: Any, stop_ids: Sequence[int], pad_id: int, sampling_key: tuple[int, int], *, deterministic: bool
+        self,
+        model: Any,
+        stop_ids: Sequence[int],
+        pad_id: int,
+        decode: Callable[[Sequence[int]], str],
+        sampling_key: tuple[int, int],
+        *,
+        deterministic: bool,
     ) -> None:
-        self._model, self._pad_id, self._deterministic = model, pad_id, deterministic
+        self._model, self._pad_id, self._decode, self._deterministic = model, pad_id, decode, deterministic
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
         self._reach = _reach(text)
@@ -71,21 +81,21 @@ class Decoder:
         self._key = sampling_key
 
     @torch.inference_mode()
-    def generate(self, members: int, requests: Sequence[Request], adapters: Adapters | None) -> list[list[Completion]]:
-        """Completions [M][P]. All requests share their sampling settings."""
-        sampling, wants_logprobs = requests[0].sampling, any(r.logprobs for r in requests)
-        prompts = list(dict.fromkeys(r.prompt_ids for r in requests))
-        room = max(map(len, prompts)) + sampling.max_tokens
+    def generate(self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None) -> list[Completion]:
+        """A completion of each (slot, request), in order. All requests share their sampling settings."""
+        sampling, wants_logprobs = asked[0][1].sampling, any(r.logprobs for _, r in asked)
+        room = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
+        slots = torch.tensor([slot for slot, _ in asked], device=self._device)
         cache = RoomCache(self._layers, room)
-        if adapters is not None:
-            adapters.group()
-        logits, rows = self._prefill(members, prompts, requests, cache, room)
-        out = [Completion() for _ in range(members * len(requests))]
-        grouped = members == 1
+        logits, rows = self._prefill(asked, cache, room, adapters)
+        out = [Completion() for _ in asked]
+        alone = asked[-1][0] == 0
         for step in range(sampling.max_tokens):
             token = self._choose(logits, rows, step, sampling)
             ended = torch.isin(token, self._stop)
             self._record(out, rows, token, ended, logits if wants_logprobs else None)
+            if sampling.stop:
+                ended = ended | self._stopped(out, rows, sampling.stop)
             rows.done |= ended
             last = step + 1 == sampling.max_tokens
             if last or bool(rows.done.all()):
@@ -94,11 +104,10 @@ class Decoder:
                 index = (~rows.done).nonzero()[:, 0]
                 rows, token = rows.keep(index), token[index]
                 cache.select(index)
-                if adapters is not None and not grouped:
-                    adapters.scatter(rows.identity // len(requests))
+                if adapters is not None and not alone:
+                    adapters.scatter(slots[rows.identity])
             logits = self._step(token, rows, cache)
-        count = len(requests)
-        return [out[m * count : (m + 1) * count] for m in range(members)]
+        return out
 
     def _compacts(self, step: int, rows: _Rows) -> bool:
         if self._deterministic:
@@ -106,54 +115,64 @@ class Decoder:
         return int(rows.done.sum()) >= max(1, int(COMPACT_SHARE * len(rows.done)))
 
     def _prefill(
-        self, members: int, prompts: list[tuple[int, ...]], requests: Sequence[Request], cache: RoomCache, room: int
+        self, asked: Sequence[tuple[int, Request]], cache: RoomCache, room: int, adapters: Adapters | None
     ) -> tuple[torch.Tensor, _Rows]:
-        """Logits [M * P, V] after the prompts, and the rows."""
-        device, distinct = self._device, len(prompts)
+        """Logits [B, V] after the prompts, and the rows."""
+        device, count = self._device, asked[-1][0] + 1
+        heads = list(dict.fromkeys((slot, r.prompt_ids) for slot, r in asked))
+        prompts = list(dict.fromkeys(prompt for _, prompt in heads))
         uneven = len(set(map(len, prompts))) > 1
-        shared = shared_prefix(prompts) if distinct > 1 and not (uneven and room > self._reach) else 0
+        shared = shared_prefix(prompts) if len(prompts) > 1 and not (uneven and room > self._reach) else 0
         if shared:
-            prefix = torch.tensor([prompts[0][:shared]] * members, device=device)
-            self._forward(prefix, None, torch.arange(shared, device=device).expand(members, -1), cache)
-            cache.select(torch.arange(members, device=device).repeat_interleave(distinct))
-        rest = [p[shared:] for p in prompts]
+            self._arrange(adapters, range(count))
+            prefix = torch.tensor([prompts[0][:shared]] * count, device=device)
+            self._forward(prefix, None, torch.arange(shared, device=device).expand(count, -1), cache)
+            cache.select(torch.tensor([slot for slot, _ in heads], device=device))
+        self._arrange(adapters, [slot for slot, _ in heads])
+        rest = [prompt[shared:] for _, prompt in heads]
         width = max(map(len, rest))
         ids = torch.tensor([[self._pad_id] * (width - len(p)) + list(p) for p in rest], device=device)
         pads = torch.tensor([width - len(p) for p in rest], device=device)
-        positions = (torch.arange(width, device=device) - pads[:, None]).clamp_(min=0) + shared
+        columns = torch.arange(width, device=device)
+        positions = (columns - pads[:, None]).clamp_(min=0) + shared
         mask = None
         if bool(pads.any()):
-            mask = torch.ones(distinct, room, dtype=torch.int64, device=device)
-            mask[:, shared : shared + width] = torch.arange(width, device=device) >= pads[:, None]
-        tiled = None if mask is None else mask.repeat(members, 1)
-        logits = self._forward(ids.repeat(members, 1), tiled, positions.repeat(members, 1), cache)
-        return self._spread(logits, cache, members, prompts, requests, mask)
+            mask = torch.ones(len(heads), room, dtype=torch.int64, device=device)
+            mask[:, shared : shared + width] = columns >= pads[:, None]
+        logits = self._forward(ids, mask, positions, cache)
+        self._arrange(adapters, [slot for slot, _ in asked])
+        return self._spread(logits, cache, heads, asked, mask)
+
+    def _arrange(self, adapters: Adapters | None, slots: Sequence[int]) -> None:
+        """Tell the adapters whose the rows of the next batches are: equal groups where they can be."""
+        if adapters is None:
+            return
+        if len(set(Counter(slots).values())) == 1:
+            adapters.group()
+        else:
+            adapters.scatter(torch.tensor(slots, device=self._device))
 
     def _spread(
         self,
         logits: torch.Tensor,
         cache: RoomCache,
-        members: int,
-        prompts: list[tuple[int, ...]],
-        requests: Sequence[Request],
+        heads: Sequence[tuple[int, tuple[int, ...]]],
+        asked: Sequence[tuple[int, Request]],
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, _Rows]:
-        """From one row a distinct prompt to one row a request."""
+        """From one row a head to one row a pair."""
         device = self._device
-        place = {p: i for i, p in enumerate(prompts)}
-        of_request = torch.tensor([place[r.prompt_ids] for r in requests], device=device)
-        if len(requests) != len(prompts):
-            index = (torch.arange(members, device=device)[:, None] * len(prompts) + of_request).reshape(-1)
+        place = {head: i for i, head in enumerate(heads)}
+        index = torch.tensor([place[slot, r.prompt_ids] for slot, r in asked], device=device)
+        if len(asked) != len(heads):
             cache.select(index)
             logits = logits[index]
-        lengths = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
-        streams = torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)
         rows = _Rows(
-            identity=torch.arange(members * len(requests), device=device),
-            position=lengths.repeat(members),
-            stream=streams.repeat(members),
-            mask=None if mask is None else mask[of_request].repeat(members, 1),
-            done=torch.zeros(members * len(requests), dtype=torch.bool, device=device),
+            identity=torch.arange(len(asked), device=device),
+            position=torch.tensor([len(r.prompt_ids) for _, r in asked], device=device),
+            stream=torch.tensor([r.seed for _, r in asked], dtype=torch.int64, device=device),
+            mask=None if mask is None else mask[index],
+            done=torch.zeros(len(asked), dtype=torch.bool, device=device),
         )
         return logits, rows
 
@@ -187,6 +206,18 @@ class Decoder:
             return logits.argmax(-1)
         position = torch.full_like(rows.stream, step)
         return draw(logits, noise.uniforms(self._key, position, rows.stream), sampling)
+
+    def _stopped(self, out: Sequence[Completion], rows: _Rows, stop: Sequence[str]) -> torch.Tensor:
+        """Rows [B] whose completion holds one of the texts `stop` by now; a token may hold more than its end."""
+        found: list[bool] = []
+        tail = TAIL_TOKENS * (1 + max(map(len, stop)))  # and one character, of which a slice may lose the space
+        for identity, done in zip(rows.identity.tolist(), rows.done.tolist(), strict=True):
+            completion = out[identity]
+            text = "" if done else self._decode(completion.ids[-tail:])
+            hit = any(s in text for s in stop)
+            completion.finish_reason = "stop" if hit else completion.finish_reason
+            found.append(hit)
+        return torch.tensor(found, device=self._device)
 
     def _record(
         self, out: list[Completion], rows: _Rows, token: torch.Tensor, ended: torch.Tensor, logits: torch.Tensor | None

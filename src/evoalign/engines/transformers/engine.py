@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -17,23 +17,26 @@ from torch import nn
 
 from evoalign import noise
 from evoalign.config import Config, ModelConfig
-from evoalign.engines.base import sampled_places
+from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.hash import weights_hash
+from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
-from evoalign.errors import DataError, EvoalignError, ModelError
+from evoalign.errors import DataError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, model_path, refuse_pickles, why_not
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Slices, TensorSpec, Update
+from evoalign.tokens import Tokens, before_stop, model_path, refuse_pickles, why_not
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
 
+Asked: TypeAlias = Sequence[tuple[Member, Request]]
+T = TypeVar("T")
 CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer whose whole past is keys and values."""
 
 
-class TransformersEngine:
+class TransformersEngine(KeepsMean):
     """See `evoalign.engines.base.Engine` for what each method promises.
 
     `model` is one that is loaded already, such as one that is being trained: it answers as it is at each rollout.
@@ -55,13 +58,11 @@ class TransformersEngine:
             self.model,
             tokens.stop_ids,
             tokens.pad_id,
+            tokens.decode,
             noise.key(config.seed, "sampling", ""),
             deterministic=self.deterministic,
         )
-        self._master: dict[str, torch.Tensor] = {}
-        self._start: dict[str, torch.Tensor] = {}
         self._adapters: Adapters | None = None
-        self._space: Space | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,58 +75,66 @@ class TransformersEngine:
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the master and, for adapters, hook the target layers."""
-        self._space, self._layout, self._optimizer = space, layout, optimizer
-        for tensor in (*layout.tensors, *layout.frozen):
-            self._master[tensor.name] = self._first(tensor.name)
-        if keep_start:
-            self._start = {t.name: self._master[t.name].clone() for t in layout.tensors}
+        self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         if space.carrier == "adapter":
             names = dict.fromkeys(t.module for t in layout.tensors)
             self._adapters = Adapters({n: self.model.get_submodule(n.removesuffix(".weight")) for n in names})
-        own = [t for n, t in self._master.items() if n not in self._parameters or self._served(n) is not None]
-        kept = [*own, *self._start.values()]
         return Facts(
             engine="transformers",
             device=str(self.device),
             dtype=layout.dtype,
             deterministic=self.deterministic,
             model_hash=weights_hash(self._parameters.items()),
-            master_bytes=sum(t.numel() * t.element_size() for t in kept),
+            master_bytes=self.mean.bytes,
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member. Before `start`, the mean alone answers."""
-        if len({r.sampling for r in requests}) > 1:
-            raise EvoalignError("the requests of a rollout differ in their sampling; ask for them one after the other")
+        """One completion of each request for each member, or the one it names; before `start`, of the mean alone.
+
+        Requests that differ in their sampling, and those that name their member, are answered in batches of their own.
+        """
+        check_members(plan, requests)
         self._check_length(requests)
-        _check_members(plan)
-        if self._space is None or self._space.carrier == "dense":
-            try:
-                for member in plan.members:
+        for batch in _alike(requests):
+            if self._adapters is None:
+                yield from self._dense(plan, batch)
+            else:
+                yield from self._adapted(plan, batch)
+
+    def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One member after the other, each straight from the mean."""
+        most = self.rows_per_chunk(requests)
+        try:
+            for member in plan.members:
+                asked = pairs_of([member], requests)
+                if asked:
                     self._serve(plan, member)
-                    yield from self._answer((member,), requests)
-            finally:  # also where the rollout fails or is left half-way
-                self._serve(plan, None)
-            return
-        per_chunk = max(1, self.rows_per_chunk(requests) // len(requests))
-        for i in range(0, len(plan.members), per_chunk):
-            members = plan.members[i : i + per_chunk]
+                for part in _pieces(asked, most):
+                    yield from self._answer([member], part)
+        finally:  # also where the rollout fails or is left half-way
+            self._serve(plan, None)
+
+    def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """Chunks of members with all their requests, or of requests where one member's alone fill a chunk."""
+        most = self.rows_per_chunk(requests)
+        for members, parts in _chunks(plan.members, requests, most):
             self._put_adapters(plan, members)
             try:
-                yield from self._answer(members, requests)
+                for part in parts:
+                    yield from self._answer(members, part)
             finally:  # whoever else calls the model gets the model
                 self._clear_adapters()
 
     def _check_length(self, requests: Sequence[Request]) -> None:
-        """Beyond its positions a model writes nonsense, or reads past a table."""
+        """Beyond its positions a model writes nonsense, or reads past a table. Raises DataError."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        longest = max((len(r.prompt_ids) for r in requests), default=0)
-        room = requests[0].sampling.max_tokens if requests else 0
-        if limit is not None and longest + room > limit:
-            raise DataError(
-                f"a prompt of {longest} tokens and evaluation.max_tokens {room} exceed the model's {limit} positions; "
-                "shorten the prompt or lower evaluation.max_tokens"
-            )
+        for request in requests:
+            length, room = len(request.prompt_ids), request.sampling.max_tokens
+            if limit is not None and length + room > limit:
+                raise DataError(
+                    f"a prompt of {length} tokens and a completion of {room} exceed the model's {limit} positions; "
+                    "shorten the prompt, or lower max_tokens (sampling, evaluation)"
+                )
 
     def rows_per_chunk(self, requests: Sequence[Request]) -> int:
         """Rows whose cache and logits fit the memory: from the config and the prompts alone when `deterministic`."""
@@ -148,148 +157,82 @@ class TransformersEngine:
             return 0.5 * torch.cuda.mem_get_info(self.device)[0]  # the rest is for activations
         return DEFAULT_MEMORY_GIB * 2**30
 
-    def apply(self, update: Update) -> None:
-        """Move the mean and serve it: served weights equal round(master)."""
-        space, layout = self._started()
-        for tensor in layout.tensors:
-            master, served = self._master[tensor.name], self._served(tensor.name)
-            for part in self._blocks(tensor.shape):
-                start = self._start[tensor.name][part] if self._start else None
-                into = None if served is None else served[part]
-                space.accumulate(layout, master[part], tensor.name, part, update, start, self._optimizer, into)
-
-    def _blocks(self, shape: tuple[int, ...]) -> Iterator[Slices]:
-        """Pieces of a tensor; an optimizer with state takes it whole, and so does an update without temporaries."""
-        space, _ = self._started()
-        if self._optimizer is None and not space.fused(self.device):
-            return noise.row_blocks(shape)
-        return iter([tuple(slice(0, n) for n in shape)])
-
-    def fingerprint(self) -> str:
-        """`weights_hash` of the master."""
-        return weights_hash(self._master.items())
-
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The master, on the CPU."""
-        for name, tensor in self._master.items():
-            yield name, tensor.detach().to("cpu", copy=True)
-
-    def sample(self, count: int) -> torch.Tensor:
-        """The master at fixed places, gathered where it lies."""
-        _, layout = self._started()
-        parts = [
-            self._master[name].flatten()[places.to(self.device)].to("cpu")
-            for name, places in sampled_places(layout, count)
-        ]
-        return torch.cat(parts)
-
-    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Momentum's or Adam's slots, on the CPU."""
-        for name, tensor in self._optimizer.state() if self._optimizer is not None else ():
-            yield name, tensor.detach().to("cpu", copy=True)
-
-    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Put a master back. Raises ModelError where names or shapes differ, and then changes nothing."""
-        if set(state) != set(self._master):
-            odd = sorted(set(state) ^ set(self._master))[0]
-            raise ModelError(f"the saved mean does not fit this run: {odd} is in one and not in the other")
-        for name, tensor in state.items():
-            if tensor.shape != self._master[name].shape:
-                raise ModelError(f"the saved {name} is {tuple(tensor.shape)}, not {tuple(self._master[name].shape)}")
-        for name, tensor in state.items():
-            self._master[name].copy_(tensor)
-        if self._optimizer is not None:
-            self._optimizer.load({name: tensor.to(self.device) for name, tensor in (optimizer or {}).items()})
-        self._serve_mean()
-
     def close(self) -> None:
         """Free the model."""
         if self._adapters is not None:
             self._adapters.remove()
-        self._master, self._start, self._parameters, self.model = {}, {}, {}, None
-
-    def _first(self, name: str) -> torch.Tensor:
-        space, layout = self._started()
-        if not space.evolves_model:
-            return space.start(layout, name, self.device)
-        served = self._parameters[name]
-        in_place = served.dtype == torch.float32 and space.carrier == "adapter"
-        # Weights that are served in float32 and never perturbed in place are their own master.
-        return served if in_place else served.to(torch.float32, copy=True)
-
-    def _served(self, name: str) -> torch.Tensor | None:
-        """The model's own tensor where the mean is rounded into it; None where it is the mean or has no such tensor."""
-        served = self._parameters.get(name)
-        return None if served is None or served.data_ptr() == self._master[name].data_ptr() else served
-
-    def _serve_mean(self) -> None:
-        _, layout = self._started()
-        for tensor in layout.tensors:
-            served = self._served(tensor.name)
-            if served is not None:
-                served.copy_(self._master[tensor.name])
+        self._adapters, self._parameters, self.model = None, {}, None
+        super().close()
 
     def _serve(self, plan: Plan, member: Member | None) -> None:
         """Write a dense member over the served weights; None puts the mean back."""
         if plan.members == (MEAN,):
             return
-        if member is None:
-            self._serve_mean()
-            return
-        space, layout = self._started()
-        for tensor in layout.tensors:
-            served = self._parameters[tensor.name]
-            space.perturbed(layout, tensor.name, self._master[tensor.name], plan, member, None, served)
-
-    def _started(self) -> tuple[Space, Layout]:
-        if self._space is None:
-            raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
-        return self._space, self._layout
+        self.mean.write(plan, member)
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         assert self._adapters is not None
-        space, layout = self._started()
+        space, layout = self.mean.space, self.mean.layout
         found = False
         for module in dict.fromkeys(t.module for t in layout.tensors):
-            adapter = space.adapter(layout, module, self._look_up, plan, members)
+            adapter = space.adapter(layout, module, self.mean.__getitem__, plan, members)
             self._adapters.set(module, adapter)
             found |= adapter is not None
         if not found and not all(m.is_mean for m in members):
-            raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; mend it")
+            raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
 
     def _clear_adapters(self) -> None:
         assert self._adapters is not None
-        for module in dict.fromkeys(t.module for t in self._started()[1].tensors):
+        for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
             self._adapters.set(module, None)
 
-    def _look_up(self, name: str) -> torch.Tensor:
-        return self._master[name]
-
-    def _answer(self, members: Sequence[Member], requests: Sequence[Request]) -> Iterator[Rollout]:
-        limit = max(1, self.rows_per_chunk(requests) // len(members))
-        for i in range(0, len(requests), limit):
-            part = requests[i : i + limit]
-            completions = self._decoder.generate(len(members), part, self._adapters)
-            for member, row in zip(members, completions, strict=True):
-                for request, completion in zip(part, row, strict=True):
-                    yield self._rollout(member, request, completion)
+    def _answer(self, members: Sequence[Member], asked: Sequence[tuple[Member, Request]]) -> Iterator[Rollout]:
+        """One batch; `members` have the slots in which their adapters lie."""
+        slot = {member: i for i, member in enumerate(members)}
+        completions = self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters)
+        for (member, request), completion in zip(asked, completions, strict=True):
+            yield self._rollout(member, request, completion)
 
     def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
         return Rollout(
             member=member,
             request=request.index,
             token_ids=tuple(completion.ids),
-            text=self._tokens.decode(completion.ids),
+            text=before_stop(self._tokens.decode(completion.ids), request.sampling.stop),
             finish_reason=completion.finish_reason,
             logprobs=tuple(completion.logprobs) if request.logprobs else None,
         )
 
 
-def _check_members(plan: Plan) -> None:
-    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise."""
-    for member in plan.members:
-        if not 0 <= member.noise < 1 << 32:
-            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")
+def _alike(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests of the same sampling, and those of all members apart from those that name theirs."""
+    found: dict[tuple[Sampling, bool], list[Request]] = {}
+    for request in requests:
+        found.setdefault((request.sampling, request.member is None), []).append(request)
+    return list(found.values())
+
+
+def _chunks(
+    members: Sequence[Member], requests: Sequence[Request], most: int
+) -> Iterator[tuple[Sequence[Member], Iterator[Asked]]]:
+    """Members that are served together, and their batches of at most `most` rows.
+
+    What all members answer is cut into as many whole members as fit, or the requests of one; what names its member
+    into rows, wherever that falls. Either follows from the population, the requests and `most` alone.
+    """
+    if requests[0].member is None:
+        size = max(1, most // len(requests))
+        for group in _pieces(members, size):
+            parts = (pairs_of(group, part) for part in _pieces(requests, max(1, most // len(group))))
+            yield group, parts
+        return
+    for part in _pieces(pairs_of(members, requests), most):
+        yield list(dict.fromkeys(m for m, _ in part)), iter([part])
+
+
+def _pieces(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Consecutive pieces of at most `most` items."""
+    return (items[i : i + most] for i in range(0, len(items), most))
 
 
 def _device(wanted: str) -> str:

@@ -10,21 +10,21 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import sampled_places
-from evoalign.engines.hash import weights_hash_of_sums
+from evoalign.engines.base import check_members, pairs_of
+from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import start as starting
-from evoalign.engines.vllm.settings import KERNEL_RANK, rank, room, settings, slots
+from evoalign.engines.vllm.adapters import KERNEL_RANK, rank, room, settings, slots
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, why_not
+from evoalign.tokens import Tokens, before_stop, why_not
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 FILE = "in-memory"
@@ -93,7 +93,7 @@ class VllmEngine:
             device=said[0]["device"],
             dtype=layout.dtype,
             deterministic=self.deterministic,
-            model_hash=_hash(row for worker in said for row in worker["sums"]),
+            model_hash=hash_of(worker["sums"] for worker in said),
             master_bytes=sum(worker["bytes"] for worker in said),
             note=f"vLLM {starting.check_version()}; {self._note(said[0], adapters=count > 0)}",
         )
@@ -114,9 +114,9 @@ class VllmEngine:
         return f"members answer in the {said['form']} form{where}" + (f" ({why})" if why else "")
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member. Before `start`, the mean alone answers."""
+        """One completion of each request for each member, or the one it names; before `start`, of the mean alone."""
         self._check_length(requests)
-        _check_members(plan)
+        check_members(plan, requests)
         if self._space is None:
             if plan.members != (MEAN,):
                 raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
@@ -158,22 +158,23 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         salt = self._salt()
-        prompts = [{"prompt_token_ids": list(r.prompt_ids), "cache_salt": salt} for r in requests]
-        sampling = [_sampling(r, self._tokens.stop_ids) for r in requests]
-        adapters = [None if slot is None else LoRARequest(f"member-{slot}", slot + 1, FILE) for _, slot in members]
-        count = len(members)
+        prompts = {r.index: {"prompt_token_ids": list(r.prompt_ids), "cache_salt": salt} for r in requests}
+        sampling = {r.index: _sampling(r, self._tokens.stop_ids) for r in requests}
+        adapters = {m: None if slot is None else LoRARequest(f"member-{slot}", slot + 1, FILE) for m, slot in members}
+        asked = pairs_of([m for m, _ in members], requests)
+        if not asked:
+            return
         try:
             outputs = self.llm.generate(
-                prompts * count,
-                sampling * count,
-                lora_request=[a for a in adapters for _ in requests] if any(adapters) else None,
+                [prompts[r.index] for _, r in asked],
+                [sampling[r.index] for _, r in asked],
+                lora_request=[adapters[m] for m, _ in asked] if any(adapters.values()) else None,
                 use_tqdm=False,
             )
         except BaseException:
             self._abort()
             raise
-        pairs = itertools.product([m for m, _ in members], requests)
-        for (member, request), output in zip(pairs, outputs, strict=True):
+        for (member, request), output in zip(asked, outputs, strict=True):
             yield self._rollout(member, request, output.outputs[0])
 
     def _salt(self) -> str:
@@ -198,7 +199,7 @@ class VllmEngine:
             member=member,
             request=request.index,
             token_ids=ids,
-            text=self._tokens.decode(ids),
+            text=before_stop(self._tokens.decode(ids), request.sampling.stop),
             finish_reason=said.finish_reason,
             logprobs=logprobs,
         )
@@ -210,7 +211,7 @@ class VllmEngine:
             if length + room > limit:
                 raise DataError(
                     f"a prompt of {length} tokens and a completion of {room} exceed the {limit} positions of "
-                    "engine.max_model_len; shorten the prompt, lower evaluation.max_tokens, or raise that setting"
+                    "engine.max_model_len; shorten the prompt, lower max_tokens (sampling, evaluation), or raise it"
                 )
 
     def apply(self, update: Update) -> None:
@@ -221,26 +222,17 @@ class VllmEngine:
     def fingerprint(self) -> str:
         """`weights_hash` of the master, summed where the weights are."""
         self._started()
-        return _hash(row for worker in self.rpc("es_sums") for row in worker)
+        return hash_of(self.rpc("es_sums"))
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The master, on the CPU."""
         layout = self._started()
         for tensor in (*layout.tensors, *layout.frozen):
-            whole = torch.empty(tensor.shape, dtype=torch.float32)
-            for worker in self.rpc("es_state", tensor.name):
-                for slices, part in worker:
-                    whole[slices] = part
-            yield tensor.name, whole
+            yield tensor.name, joined(tensor.shape, self.rpc("es_state", tensor.name))
 
-    def sample(self, count: int) -> torch.Tensor:
+    def probe_weights(self, count: int) -> torch.Tensor:
         """The master at fixed places, gathered where it lies."""
-        layout = self._started()
-        found = [torch.empty(len(places)) for _, places in sampled_places(layout, count)]
-        for worker in self.rpc("es_sample", count):
-            for order, inside, values in worker:
-                found[order][inside] = values
-        return torch.cat(found)
+        return gathered(self._started(), count, self.rpc("es_probe", count))
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Momentum's or Adam's slots, on the CPU."""
@@ -249,14 +241,7 @@ class VllmEngine:
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
         """Put a master back. Raises ModelError where names or shapes differ, and then changes nothing."""
-        layout = self._started()
-        shapes = {t.name: t.shape for t in (*layout.tensors, *layout.frozen)}
-        if set(state) != set(shapes):
-            odd = sorted(set(state) ^ set(shapes))[0]
-            raise ModelError(f"the saved mean does not fit this run: {odd} is in one and not in the other")
-        for name, tensor in state.items():
-            if tuple(tensor.shape) != tuple(shapes[name]):
-                raise ModelError(f"the saved {name} is {tuple(tensor.shape)}, not {tuple(shapes[name])}")
+        check_state(self._started(), state)
         for name, tensor in state.items():
             self.rpc("es_load", name, tensor)
         self.rpc("es_load_optimizer", dict(optimizer or {}))
@@ -288,14 +273,6 @@ class VllmEngine:
         return self._layout
 
 
-def _hash(sums: Iterable[tuple[str, tuple[int, ...], int]]) -> str:
-    """`weights_hash` of tensors whose parts lie on several workers, or in several pieces on one."""
-    total: dict[tuple[str, tuple[int, ...]], int] = {}
-    for name, shape, part in sums:
-        total[name, shape] = total.get((name, shape), 0) + part
-    return weights_hash_of_sums((name, shape, whole) for (name, shape), whole in total.items())
-
-
 def _sampling(request: Request, stop_ids: Sequence[int]) -> Any:
     """vLLM's settings for a request. The seed belongs to the prompt and sample, so members draw alike."""
     from vllm import SamplingParams
@@ -307,14 +284,8 @@ def _sampling(request: Request, stop_ids: Sequence[int]) -> Any:
         top_p=sampling.top_p,
         seed=request.seed if sampling.temperature > 0 else None,
         stop_token_ids=list(stop_ids),
+        stop=list(sampling.stop) or None,
         ignore_eos=True,  # the stop tokens are the task's, of whatever model
         logprobs=0 if request.logprobs else None,
-        detokenize=False,
+        detokenize=bool(sampling.stop),  # else done here, by the task's tokenizer
     )
-
-
-def _check_members(plan: Plan) -> None:
-    """Raise ModelError for a member that cannot exist, rather than answer with some other member's noise."""
-    for member in plan.members:
-        if not 0 <= member.noise < 1 << 32:
-            raise ModelError(f"member {member.index} is not there: no noise has the number {member.noise}")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of vLLM, and what a config asks of it, as vLLM takes it. Imports no vLLM and no torch, so that configs
-and estimates need none."""
+"""The settings of vLLM, and what follows from them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +10,12 @@ from pydantic import Field, PositiveInt
 
 from evoalign.config.base import PositiveFloat
 from evoalign.config.engines import EngineSettings, Held
-from evoalign.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from evoalign.config import Config
     from evoalign.types import Layout, TensorSpec
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has slots for."""
-KERNEL_RANK = 16
-"""Highest rank of the population kernels."""
 
 
 class VllmConfig(EngineSettings):
@@ -73,12 +66,13 @@ class VllmConfig(EngineSettings):
         """Room for every member's factors, and the least cache that is worth starting with: vLLM takes all that
         `gpu_memory_utilization` leaves."""
         from evoalign.engines.specs import on_gpu
+        from evoalign.engines.vllm import adapters
 
         return Held(
             cache=(self.kv_cache_gib or 1.0) * 2**30,
             bound="at least",
             setting="engine.kv_cache_gib",
-            adapters=_slot_bytes(config, layout, specs, dtype),
+            adapters=adapters.slot_bytes(config, layout, specs, dtype),
             host=mean if self.master == "host" and on_gpu(config) else 0,
         )
 
@@ -88,66 +82,6 @@ class VllmConfig(EngineSettings):
 
     def smaller(self, config: Config) -> str:
         """A smaller cache, and a mean in host memory where it is one of weights."""
-        host = config.space.name != "lora" and self.master == "device"
+        host = config.section.evolves_model and self.master == "device"
         mean = ", or set engine.master host" if host else ""
         return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"
-
-
-def settings(config: Config) -> VllmConfig:
-    """The config's engine section."""
-    assert isinstance(config.engine, VllmConfig)
-    return config.engine
-
-
-def slots(config: Config) -> int:
-    """Adapters on the GPU at once: the population and, where its mean is one as well, that of the mean."""
-    own = settings(config).members or config.es.population_size
-    return own + (config.space.name != "lowrank")
-
-
-def room(config: Config) -> int:
-    """Slots that vLLM makes: on a CPU its own kernels give rows of the base model the last one, which stays zero."""
-    return slots(config) + (form(config) == "stock")
-
-
-def rank(config: Config) -> int:
-    """Rank of the adapters; a space of one's own says it as `rank` among its settings."""
-    if config.space.name == "lora":
-        return config.lora.rank
-    return config.lowrank.rank if config.space.name == "lowrank" else int(config.space.options.get("rank", 16))
-
-
-def slot_rank(wanted: int) -> int:
-    """The smallest rank of vLLM's that holds an adapter. Raises ConfigError above the largest."""
-    for size in RANKS:
-        if wanted <= size:
-            return size
-    raise ConfigError(f"rank {wanted}: engine vllm takes adapters of rank {RANKS[-1]} at most; lower it")
-
-
-def scaling(config: Config) -> float:
-    """What the population kernels multiply a member's term with; elsewhere it is folded into B."""
-    return config.lora.alpha / config.lora.rank if config.space.name == "lora" else 1.0
-
-
-def form(config: Config) -> str:
-    """How rows get their members' terms: `deep` (where the model allows), `generic` or `stock`. Raises ConfigError."""
-    wanted = settings(config).population
-    if rank(config) <= KERNEL_RANK:
-        return "deep" if wanted == "auto" else wanted
-    if wanted in ("auto", "stock"):
-        return "stock"
-    raise ConfigError(
-        f"engine.population {wanted} takes ranks up to {KERNEL_RANK}, not {rank(config)}; lower the rank or use stock"
-    )
-
-
-def _slot_bytes(config: Config, layout: Layout, specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
-    """vLLM keeps room for every member's factors, at a rank of its own choice and on every layer."""
-    from evoalign.spaces.base import module_of
-
-    if not layout.rank:
-        return 0
-    modules = {module_of(t.module) for t in layout.tensors}
-    sides = sum(sum(s.shape) for s in specs if s.kind == "linear" and module_of(s.name) in modules)
-    return room(config) * slot_rank(layout.rank) * sides * dtype.itemsize

@@ -22,24 +22,10 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from evoalign.types import Slices
+from evoalign.engines.master import Shard
 
 WRAPPED = ".base_layer"
 """What vLLM's LoRA layers add to the name of the layer they wrap."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part `slices` of the tensor `name` of `shape`, seen where it is served.
-
-    Of a part that several GPUs hold, one `counts` in sums over all of them.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    slices: Slices
-    tensor: torch.Tensor
-    counts: bool
 
 
 @dataclass(frozen=True, slots=True)

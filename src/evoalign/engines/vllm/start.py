@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.specs import model_config, specs_of_config
-from evoalign.engines.vllm.settings import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
+from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
 from evoalign.errors import ConfigError, EvoalignError, ModelError
-from evoalign.spaces.base import module_of
+from evoalign.spaces.targets import module_of
 from evoalign.tokens import model_path, refuse_pickles, why_not
 from evoalign.types import TensorSpec
 
@@ -211,7 +211,7 @@ def _beside(config: Config, specs: list[TensorSpec]) -> int:
     if not space.evolves_model or wanted.master == "host":
         return 0
     own = not (space.carrier == "adapter" and dtype == torch.float32)  # else the served weights are the mean
-    copies = own + (config.es.decay > 0)
+    copies = own + config.decays
     return 4 * copies * space.layout(specs, dtype).parameters // wanted.tensor_parallel_size
 
 

@@ -41,7 +41,8 @@ TICK = 0.05
 """Seconds between looks at whether the worker still lives. Its end of the socket says nothing: children share it."""
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from evoalign import tasks; from evoalign.tasks.isolated import worker; worker.main(int(sys.argv[2]), tasks.create)"
+    "from evoalign import tasks; from evoalign.tasks.isolated import worker; "
+    "worker.main(int(sys.argv[2]), tasks.create)"
 )
 
 
@@ -274,7 +275,7 @@ class Worker:
         message, failed = answer["error"], answer["failed"]
         if failed is not None and failed["reason"] == "raised":
             function = None if answer["function"] is None else failed["function"]
-            raise NoAnswerError(message.removesuffix("; mend it"), "raised", function, failed["traceback"])
+            raise NoAnswerError(message.removesuffix("; fix it"), "raised", function, failed["traceback"])
         kind = getattr(errors, answer["kind"], RewardError)
         raise RewardError(message, failed) if kind is RewardError else kind(message)
 

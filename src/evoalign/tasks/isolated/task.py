@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from evoalign.config import GraderConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
 from evoalign.rewards.functions import failure
+from evoalign.rewards.objective import Columns, Objective
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated.connection import START_LIMIT, NoAnswerError, Worker
@@ -37,10 +38,10 @@ class Isolated(Task):
     """
 
     def __init__(self, task: Task, grader: GraderConfig) -> None:
-        super().__init__(task.config)
-        self.name = task.name
+        self.config, self.name = task.config, task.name
         self.from_config = task.from_config
         self.task = task
+        self.weighted = task.weighted
         self._grader = grader
         self._worker = Worker(task)
         self._lock = threading.Lock()
@@ -81,6 +82,14 @@ class Isolated(Task):
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """All completions in one call in the worker. Raises RewardError."""
         return self._ask("rewards", texts, examples) if texts else []
+
+    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        """All completions in one call in the worker. Raises RewardError."""
+        return self._ask("columns", texts, examples) if texts else {}
+
+    def objective(self) -> Objective:
+        """The task's own, in this process: it sees numbers, and its state has to outlive a worker."""
+        return self.task.objective()
 
     def gold(self, example: Example) -> str | None:
         """The task's own; in the worker where the task defines it."""
@@ -181,10 +190,10 @@ class Isolated(Task):
         tries = "1 attempt" if effort["attempts"] == 1 else f"{effort['attempts']} attempts"
         asked = texts if problem.function else ()
         failed = failure(problem.reason, problem.function or "worker", where, problem.trace, asked) | effort
-        mend = " or raise grader.timeout" if problem.reason == "hung" else ""
+        fix = " or raise grader.timeout" if problem.reason == "hung" else ""
         if not self.from_config:
-            mend += ", or let it run in this process with grader.isolated: false"
-        raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; mend it{mend}", failed)
+            fix += ", or let it run in this process with grader.isolated: false"
+        raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; fix it{fix}", failed)
 
 
 def culprit(

@@ -28,6 +28,7 @@ from evoalign.config import TaskConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
 from evoalign.plugins import FAILURES, described
 from evoalign.rewards.functions import failure
+from evoalign.rewards.objective import Columns
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.types import Example
@@ -172,7 +173,7 @@ def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:
         return {"error": str(error), "kind": type(error).__name__, "failed": failed}
     except FAILURES as error:
         failed = failure("raised", who, trace=traceback.format_exc())
-        return {"error": f"{who} failed: {described(error)}; mend it", "kind": RewardError.__name__, "failed": failed}
+        return {"error": f"{who} failed: {described(error)}; fix it", "kind": RewardError.__name__, "failed": failed}
 
 
 def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
@@ -192,8 +193,11 @@ def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
 
 
 def _rewards(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    rewards: Any = task.rewards(texts, examples)
-    return task.checked(rewards.tolist() if hasattr(rewards, "tolist") else rewards, texts, examples)
+    return task.checked(task.rewards(texts, examples), texts, examples)
+
+
+def _columns(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+    return task.checked_columns(task.columns(texts, examples), texts, examples)
 
 
 def _reward(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> float:
@@ -218,6 +222,7 @@ def _self_check(task: Task, texts: Sequence[str], examples: Sequence[Example]) -
 
 OPERATIONS: dict[str, Callable[[Task, Sequence[str], Sequence[Example]], Any]] = {
     "rewards": _rewards,
+    "columns": _columns,
     "compute_reward": _reward,
     "measures": _measures,
     "gold": _gold,

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which runs can be compared, and which are seeds of one group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from evoalign.analysis.compare.runs import Run
+from evoalign.errors import ConfigError
+from evoalign.rundir.identity import identity
+
+MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
+"""Settings that name a group before others do."""
+LENGTHS = ("es.num_generations", "grpo.max_steps")
+SAME_PROMPTS = ("task.batch_size",)
+"""Of the task, what may differ: how many training examples a generation takes is a matter of the method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that differ in their seed alone. `settings` are flat, `differing` those in which groups differ."""
+
+    label: str
+    method: str
+    runs: tuple[Run, ...]
+    settings: Mapping[str, Any]
+    differing: Mapping[str, Any]
+
+
+def usable(run: Run, measure: str) -> Run:
+    """Raise DataError or ConfigError where a run has nothing to compare."""
+    ends = [point for point in run.points if point.step > 0]
+    if not ends:
+        raise ConfigError("it was never evaluated after its start; finish it, or set evaluation.every")
+    if measure not in ends[-1].measures:
+        raise ConfigError(f"its test split has no measure {measure!r}; it has {', '.join(ends[-1].measures)}")
+    return run
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raise ConfigError where task, data or evaluation are not the same, or one run is there twice."""
+    first, what = runs[0], _measured(runs[0])
+    for run in runs[1:]:
+        other = _measured(run)
+        for key in sorted({*what, *other}):
+            if what.get(key) != other.get(key):
+                raise ConfigError(
+                    f"these runs cannot be compared: {key} is {what.get(key)!r} in {first.path} and "
+                    f"{other.get(key)!r} in {run.path}"
+                )
+    asked: dict[int | None, Run] = {}
+    for run in runs:
+        task = run.config.task  # a seeded split without a file of its own differs from seed to seed
+        seed = run.seed if task.split == "seeded" and task.test_data is None else None
+        same = asked.setdefault(seed, run) if run.questions else run
+        if same.questions != run.questions:
+            raise ConfigError(
+                f"these runs cannot be compared: the test split of {run.path} has other prompts or targets than that "
+                f"of {same.path}, though the settings of both are the same; their data files were not"
+            )
+
+
+def _measured(run: Run) -> dict[str, Any]:
+    """The settings that decide what a number on the test split means."""
+    tree = run.config.model_dump(mode="json", include={"task", "evaluation"})
+    flat = {key: value for key, value in _flat(tree) if key not in ("evaluation.every", *SAME_PROMPTS)}
+    return {**flat, "the task": run.task}
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Runs of equal settings, those of ES first; with labels of their own."""
+    by_settings: dict[str, list[Run]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
+    for same in by_settings.values():
+        _check_seeds(same)
+    kinds: list[tuple[list[Run], dict[str, Any]]] = [(same, json.loads(key)) for key, same in by_settings.items()]
+    kinds.sort(key=lambda kind: kind[1]["method"])
+    settings = [kind for _, kind in kinds]
+    labels, names = _labels(settings), sorted({key for kind in settings for key in kind})
+    odd = [name for name in names if any(kind.get(name) != settings[0].get(name) for kind in settings)]
+    return [
+        Group(label, kind["method"], tuple(sorted(same, key=lambda run: run.seed)), kind,
+              {name: kind[name] for name in odd if name in kind})
+        for (same, kind), label in zip(kinds, labels, strict=True)
+    ]  # fmt: skip
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What makes a run what it is, but for its seed; its length is a part of it, since the end is compared too."""
+    tree = identity(run.config, run.method)
+    del tree["seed"]
+    config = run.config
+    length = config.es.num_generations if run.method == "es" else config.grpo.max_steps
+    spaces = {"lora", "lowrank", "full"} - {tree.get("space", {}).get("name", "lora")}
+    flat = dict(_flat({key: value for key, value in tree.items() if key not in spaces}))
+    return {"method": run.method, **flat, LENGTHS[run.method == "grpo"]: length}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + str(key), value
+
+
+def _check_seeds(same: Sequence[Run]) -> None:
+    seen: dict[int, Run] = {}
+    for run in same:
+        other = seen.setdefault(run.seed, run)
+        if other is not run:
+            raise ConfigError(
+                f"{other.path} and {run.path} have the same settings and the same seed {run.seed}: as two they would "
+                "count one result twice; give one of them"
+            )
+
+
+def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Short names: the method, then as few of the settings in which groups differ as tell them apart."""
+    labels: list[tuple[str, ...]] = [(kind["method"].upper(),) for kind in settings]
+    for name in sorted({key for kind in settings for key in kind if key != "method"}, key=_rank):
+        before = list(labels)
+        for i, kind in enumerate(settings):
+            alike = [other for other, label in zip(settings, before, strict=True) if label == before[i]]
+            if name in kind and len({json.dumps(other.get(name)) for other in alike}) > 1:
+                labels[i] = (*before[i], _said(name, kind[name]))
+    return [label[0] + (" " + ", ".join(label[1:]) if label[1:] else "") for label in labels]
+
+
+def _rank(name: str) -> tuple[int, int, str]:
+    """First what a group is mainly, then settings of the method, then the rest."""
+    main = MAIN.index(name) if name in MAIN else len(MAIN)
+    return main, 0 if name.startswith(("es.", "grpo.")) else 1, name
+
+
+def _said(name: str, value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return str(text) if name in MAIN else f"{name.rsplit('.', 1)[-1]} {text}"
+
+
+def named(groups: Sequence[Group], names: Mapping[str, str]) -> list[Group]:
+    """The groups with labels that were asked for. Raises ConfigError where a pattern is not of exactly one group."""
+    labels = {group.label: group.label for group in groups}
+    for label, pattern in names.items():
+        hit = [g.label for g in groups if any(_fits(run.path, pattern) for run in g.runs)]
+        if len(hit) != 1:
+            found = f"runs of {len(hit)} groups ({'; '.join(hit)})" if hit else "no run"
+            raise ConfigError(f"name {label}={pattern} fits {found}; it has to fit runs of one group")
+        labels[hit[0]] = label
+    if len(set(labels.values())) < len(labels):
+        raise ConfigError(f"two groups would have one name: {', '.join(labels.values())}")
+    return [Group(labels[g.label], g.method, g.runs, g.settings, g.differing) for g in groups]
+
+
+def _fits(path: Path, pattern: str) -> bool:
+    return any(fnmatch(text, pattern) for text in (str(path), path.name, str(path.resolve())))

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a comparison, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from evoalign.analysis.compare.comparison import Comparison, Group, Match, flops_of
+from evoalign.analysis.compare.runs import Run
+from evoalign.analysis.compare.statistics import Estimate, Pair, estimate
+from evoalign.analysis.compare.words import END, counted, duration, seeds, where
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of plain text: the first column names the rows."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def grids(comparison: Comparison) -> list[Grid]:
+    """All tables, as text, in the order in which they are shown."""
+    found: list[Grid] = []
+    for match in comparison.matches:
+        found += [standing_grid(comparison, match), *pair_grids(match)]
+    return [*found, end_grid(comparison), *pair_grids(comparison.end), settings_grid(comparison)]
+
+
+def standing_grid(comparison: Comparison, match: Match) -> Grid:
+    """One row a group: what it reached within the budget."""
+    rows = [
+        (s.group.label, str(len(s.taken)), _interval(s.estimate), f"{s.share:.0%}" if s.taken else "-")
+        for s in match.standings
+    ]
+    return Grid(where(match), ("group", "seeds", f"{comparison.measure} [95 %]", "budget used"), tuple(rows))
+
+
+def pair_grids(match: Match) -> list[Grid]:
+    """One row a pair of groups: difference, effect size and tests; no table where there is no pair."""
+    if not match.pairs:
+        return []
+    header = ("pair", "n", "difference [95 %]", "effect size [95 %]", "deciding test", "p", "p, Holm", "other tests")
+    return [Grid(f"{where(match)}: tests", header, tuple(_pair_row(pair) for pair in match.pairs))]
+
+
+def _pair_row(pair: Pair) -> tuple[str, ...]:
+    others = [f"{name} {p:.3g}" for name, p in pair.p_values.items() if name != pair.test]
+    return (
+        f"{pair.a} - {pair.b}",
+        seeds(pair),
+        _between(pair.difference, pair.low, pair.high),
+        _between(pair.effect, pair.effect_low, pair.effect_high),
+        pair.test or "none",
+        "-" if pair.p is None else f"{pair.p:.3g}",
+        "-" if pair.p_adjusted is None else f"{pair.p_adjusted:.3g}",
+        ", ".join(others) or "-",
+    )
+
+
+def _between(value: float | None, low: float | None, high: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if low is None or high is None else f"{value:.3g} [{low:.3g}, {high:.3g}]"
+
+
+Numbers = Callable[[Run], float | None]
+
+
+def end_grid(comparison: Comparison) -> Grid:
+    """One column a group: measures, text, divergence and costs of its finished runs, as means over them."""
+    ends = {group.label: [run for run in group.runs if run.finished] for group in comparison.groups}
+    rows = [("seeds", *(str(len(runs)) for runs in ends.values()))]
+    rows += [(f"{name} [95 %]", *(_at_end(name, runs) for runs in ends.values())) for name in comparison.measures]
+    for name, (value, shown, pick) in _quantities().items():
+        rows.append((name, *(_averaged([value(run) for run in runs], shown, pick) for runs in ends.values())))
+    return Grid("At " + END, ("", *ends), tuple(rows))
+
+
+def _at_end(name: str, runs: Sequence[Run]) -> str:
+    return _interval(estimate([run.points[-1].measures[name] for run in runs])) if runs else "-"
+
+
+def _quantities() -> dict[str, tuple[Numbers, Callable[[float], str], str]]:
+    """Of a finished run, what the table at the end has beside the measures: the number, its form, mean or max."""
+
+    def share(name: str) -> Numbers:
+        return lambda run: (run.shares_after or {}).get(name)
+
+    def divergence(name: str) -> Numbers:
+        return lambda run: (run.points[-1].divergence or {}).get(name)
+
+    def distance(name: str) -> Numbers:
+        return lambda run: (run.distance or {}).get(name)
+
+    def spent(name: str) -> Numbers:
+        return lambda run: getattr(run.cost, name) if run.cost else None
+
+    percent, plain = "{:.1%}".format, "{:.4g}".format
+    return {
+        "hacked share": (share("hacked"), percent, "mean"),
+        "hacked share before training": (lambda run: (run.shares_before or {}).get("hacked"), percent, "mean"),
+        "truncated share": (share("truncated"), percent, "mean"),
+        "KL from the base model, exact (nats a token)": (divergence("exact"), plain, "mean"),
+        "KL from the base model, k3": (divergence("k3"), plain, "mean"),
+        "distance moved, L2": (distance("l2"), plain, "mean"),
+        "distance moved, relative": (distance("relative"), plain, "mean"),
+        "generations or steps": (lambda run: float(run.steps), plain, "mean"),
+        "completions": (spent("completions"), counted, "mean"),
+        "tokens generated": (spent("generated_tokens"), counted, "mean"),
+        "tokens of prompts": (spent("prompt_tokens"), counted, "mean"),
+        "FLOPs": (lambda run: flops_of(run.cost) if run.cost else None, counted, "mean"),
+        "wall time": (spent("wall_seconds"), duration, "mean"),
+        "device time": (spent("device_seconds"), duration, "mean"),
+        "seconds a step": (lambda run: run.cost.wall_seconds / run.steps if run.cost else None, plain, "mean"),
+        "peak memory, highest": (spent("peak_memory_bytes"), _bytes, "max"),
+    }
+
+
+def _averaged(values: Sequence[float | None], shown: Callable[[float], str], pick: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    text = shown(max(known) if pick == "max" else sum(known) / len(known))
+    return text if len(known) == len(values) else f"{text} (of {len(known)})"
+
+
+def settings_grid(comparison: Comparison) -> Grid:
+    """The settings in which groups differ."""
+    names = sorted({name for group in comparison.groups for name in group.differing})
+    rows = [(name, *(_setting(group, name) for group in comparison.groups)) for name in names]
+    return Grid("Settings that differ", ("", *(group.label for group in comparison.groups)), tuple(rows))
+
+
+def _setting(group: Group, name: str) -> str:
+    if name not in group.differing:
+        return "-"
+    value = group.differing[name]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**30:.3g} GiB"
+
+
+def _interval(found: Estimate | None) -> str:
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{found.mean:.4g}"
+    return f"{found.mean:.4g} [{found.low:.4g}, {found.high:.4g}]"

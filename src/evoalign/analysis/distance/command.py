@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign analyze distance`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from evoalign.analysis.base import Analysis, Finding, NoSettings
+
+if TYPE_CHECKING:
+    from evoalign.config import Config
+
+
+class Command(Analysis[NoSettings]):
+    """Of each target, the L2 norm of the change of its effective weights, and its share of the base model's norm."""
+
+    name = "distance"
+    help = "How far the weights are from those of the base model."
+    settings = NoSettings
+
+    def run(self, targets: Sequence[str], settings: NoSettings, config: Config | None = None) -> Finding:
+        """Reads files alone; raises ModelError where a target is no plain LoRA, or has other tensors than its base."""
+        from evoalign.analysis.targets import locate
+        from evoalign.checks.distance import distance_of
+
+        measured = [(t, distance_of(t.weights, t.config)) for t in (locate(name, config) for name in targets)]
+        return Finding(
+            {"targets": [{**t.described(), **asdict(d)} for t, d in measured]},
+            [f"{t.weights}: the weights are {d.l2:.4g} (L2) from those of {t.config.model.name}, {d.relative:.3%} of "
+             "their norm." for t, d in measured],
+        )  # fmt: skip

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an analysis is pointed at: a run, a mean that a run saved, a model's folder, or a PEFT adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from evoalign.config import Config
+from evoalign.errors import ConfigError
+from evoalign.rundir.method import method_of
+from evoalign.training.resolve import as_grpo_answers, last_saved, of_run, refuse_lost_task
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Saved weights, the config that names their base model and task, and the run they are of, if any."""
+
+    name: str
+    weights: Path
+    config: Config
+    run: Path | None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights lie beside those of the base model."""
+        return (self.weights / "adapter_config.json").is_file()
+
+    def described(self) -> dict[str, str]:
+        """What it is, for an analysis to write down."""
+        return {"target": self.name, "weights": str(self.weights), "base": self.config.model.name}
+
+    def check_task(self) -> None:
+        """Raise ConfigError where the run was made with a Python object, which its config cannot make again."""
+        if self.run is not None:
+            refuse_lost_task(self.run)
+
+
+def locate(name: str, config: Config | None) -> Target:
+    """Find a target. `config` is used in place of a run's own, and needed where there is no run. Raises ConfigError."""
+    path = Path(name)
+    run = next((p for p in (path, path.parent.parent) if _is_run(p)), None)
+    if run is None:
+        if config is None:
+            raise ConfigError(f"{name} is of no run; say its base model and task with --config")
+        if not path.is_dir():
+            raise ConfigError(f"{name} is not a folder")
+        return Target(name, path, config, None)
+    weights = last_saved(run) if run == path else path
+    own = of_run(run) if config is None else config
+    if method_of(run) == "grpo":
+        own = as_grpo_answers(own, adapter=weights.parent.name == "loras", given=config is not None)
+    return Target(name, weights, own, run)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and method_of(path) is not None

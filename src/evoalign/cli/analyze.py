@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign analyze`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from evoalign.cli.options import Debug, More, console, quiet
+
+if TYPE_CHECKING:
+    from evoalign.analysis import Analysis
+
+
+def analyze(
+    name: Annotated[
+        str | None, typer.Argument(help="An analysis, or your own as package.module:Class or file.py:Class.")
+    ] = None,
+    targets: Annotated[
+        list[str] | None, typer.Argument(help="Run directories, means that runs saved, model folders, PEFT adapters.")
+    ] = None,
+    config: More = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="a=b", help="Set a setting of the analysis.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="Also write the numbers and figures into this folder.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Ask a question of runs and models. Without a name the analyses are listed, without targets its settings."""
+    from evoalign import analysis
+
+    if name is None:
+        for found in analysis.shipped().values():
+            typer.echo(f"{found.name:12} {found.help}")
+        return
+    chosen = analysis.find(name)
+    if not targets:
+        _tell(chosen)
+        return
+    from evoalign.analysis.base import settings_of
+    from evoalign.config import load
+    from evoalign.errors import ConfigError
+
+    if to is not None and to.exists() and not to.is_dir():
+        raise ConfigError(f"--to {to} is a file; give a folder")
+    settings = settings_of(chosen, sets or [])
+    own = load(config) if config else None
+    quiet()
+    finding = chosen.run(targets, settings, own)
+    finding.show(console())
+    if to is not None:
+        to.mkdir(parents=True, exist_ok=True)
+        typer.echo(f"wrote {', '.join(path.name for path in finding.write(to, chosen.name))} into {to}")
+
+
+def _tell(chosen: Analysis[Any]) -> None:
+    from evoalign.analysis.base import described
+
+    typer.echo(f"{chosen.name}: {chosen.help}")
+    for key, value in described(chosen).items():
+        typer.echo(f"  --set {key}={value}")

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A config as others may read it: a path on this machine is named by its last part alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from evoalign.config import Config
+
+
+def private_paths(config: Config) -> list[str]:
+    """The settings that name a place on this machine from its root."""
+    task = config.task
+    found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
+    objective = task.objective.model_dump() if task.objective else {}
+    own = (*_texts(task.options), *_texts(config.space.options), *_texts(config.grpo.trl), *_texts(objective))
+    return [path for path in (*found, *own) if path is not None and _is_private(path)]
+
+
+def public(config: Config) -> Config:
+    """The config with every path from the root of this machine cut to its last part."""
+    task = config.task.model_copy(
+        update={
+            "name": _short(config.task.name),
+            "train_data": config.task.train_data and _short(config.task.train_data),
+            "test_data": config.task.test_data and _short(config.task.test_data),
+            "rewards": [_short(reward) for reward in config.task.rewards],
+            **_cut(config.task.options),
+            "objective": config.task.objective
+            and config.task.objective.model_copy(update=_cut(config.task.objective.model_dump())),
+        }
+    )
+    model = config.model.model_copy(update={"name": _short(config.model.name)})
+    space = config.space.model_copy(update={"name": _short(config.space.name), **_cut(config.space.options)})
+    grpo = config.grpo.model_copy(update={"trl": _cut(config.grpo.trl)})
+    own = {"output_dir": _short(config.output_dir), "space": space, "task": task, "model": model, "grpo": grpo}
+    return config.model_copy(update=own)
+
+
+def _texts(tree: Any) -> list[str]:
+    """All strings of nested settings."""
+    if isinstance(tree, dict):
+        return _texts(list(cast("dict[str, Any]", tree).values()))
+    if isinstance(tree, list):
+        return [text for value in cast("list[Any]", tree) for text in _texts(value)]
+    return [tree] if isinstance(tree, str) else []
+
+
+def _cut(tree: Any) -> Any:
+    """Nested settings with their paths cut."""
+    if isinstance(tree, dict):
+        return {key: _cut(value) for key, value in cast("dict[str, Any]", tree).items()}
+    if isinstance(tree, list):
+        return [_cut(value) for value in cast("list[Any]", tree)]
+    return _short(tree) if isinstance(tree, str) else tree
+
+
+def _is_private(path: str) -> bool:
+    return path.startswith("~") or Path(path).is_absolute()
+
+
+def _short(path: str) -> str:
+    return Path(path).name if _is_private(path) else path

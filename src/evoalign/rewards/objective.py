@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the named rewards of a whole group become the scores that move the mean.
+
+A task gives columns: under each name one number a completion, or none where that reward does not apply. An objective
+sees the columns of all members and prompts at once. What it carries from one generation to the next is its `state`:
+the journal keeps it, so that a resumed run scores as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign.config import ObjectiveConfig
+from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
+from evoalign.plugins import FAILURES, described, load_object
+from evoalign.rewards.functions import failure, finite
+from evoalign.shaping import Scores
+from evoalign.types import Example
+
+Columns: TypeAlias = Mapping[str, Sequence[float | None]]
+"""Rewards by name, one a completion; None where a reward does not apply."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What all members said to all prompts of a generation, and earned: M members, P prompts.
+
+    `columns_MP` are float64, NaN where a reward does not apply; `examples` are the P rows that were asked.
+    """
+
+    generation: int
+    columns_MP: Mapping[str, NDArray[np.float64]]
+    texts_MP: Sequence[Sequence[str]]
+    examples: Sequence[Example]
+
+    @property
+    def means(self) -> dict[str, float | None]:
+        """Of each column over the completions that it applies to; none where one column is all there is."""
+        return means({name: column.ravel().tolist() for name, column in self.columns_MP.items()})
+
+
+class Objective(ABC):
+    """Makes scores of a group's columns. One of one's own is named as `task.objective`, or a task brings it.
+
+    `state` is all that a later generation depends on: finite numbers by name, the same names always. It is written
+    down after each generation, and given back to `restore` when a run is resumed.
+    """
+
+    name: str
+    per_completion: bool = False
+    """Whether each score follows from its own completion's columns and the state alone. GRPO, the probe and the A/A
+    control need that: they have no population."""
+
+    state: Mapping[str, float] = MappingProxyType({})
+
+    @abstractmethod
+    def scores(self, group: Group) -> Scores:
+        """Finite float64 [members, prompts]; changes nothing."""
+
+    def update(self, group: Group) -> None:  # noqa: B027 (most objectives have no state)
+        """Move the state on, once a generation and after its scores. Nothing here."""
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take the state that a run had when it ended. Raises ResumeError for that of another objective."""
+        if state.keys() != self.state.keys():
+            raise ResumeError(
+                f"objective {self.name} keeps {_listed(self.state)} and the run recorded {_listed(state)}; "
+                "resume it with the objective that it was trained with"
+            )
+        self.state = dict(state)
+
+
+class WeightedSum(Objective):
+    """The sum of the columns times their weights; of a single column without a weight, that column bit for bit.
+
+    With `weights`, only the columns that they name count; without, all do. Raises ConfigError for a weight that is
+    not finite.
+    """
+
+    name = "weighted_sum"
+    per_completion = True
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        if weights is not None and not (weights and all(map(math.isfinite, weights.values()))):
+            raise ConfigError(f"the weights of {self.name} have to be finite, and one at least: {dict(weights)}")
+        self.weights = weights
+
+    def scores(self, group: Group) -> Scores:
+        """The sums of all completions. Raises RewardError as `rewards` does."""
+        cells = {name: column.ravel().tolist() for name, column in group.columns_MP.items()}
+        columns = {name: [None if math.isnan(x) else x for x in cell] for name, cell in cells.items()}
+        texts = [text for row in group.texts_MP for text in row]
+        sums = self.rewards(columns, texts, [*group.examples] * len(group.texts_MP))
+        return np.asarray(sums, dtype=np.float64).reshape(-1, len(group.examples))
+
+    def rewards(self, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        """One finite sum a completion. Raises RewardError naming the first completion that has none."""
+        missing = [name for name in self.weights or () if name not in columns]
+        if texts and missing:
+            raise RewardError(
+                f"weights are given for {', '.join(missing)}, and the rewards are {', '.join(columns)}; "
+                "name the columns as the task does"
+            )
+        counted = {name: columns[name] for name in self.weights or columns}
+        rows = zip(*counted.values(), strict=True)
+        names = ", ".join(counted)
+        return [self._sum(names, row, t, e) for row, t, e in zip(rows, texts, examples, strict=True)]
+
+    def _sum(self, names: str, values: Sequence[float | None], text: str, example: Example) -> float:
+        where = (example.get("prompt", ""), text, example)
+        weights = [1.0] * len(values) if self.weights is None else self.weights.values()
+        terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        if not terms:
+            raise RewardError(
+                f"every reward function ({names}) returned None for the completion {text[:80]!r}; "
+                "at least one has to return a number",
+                failure("value", names, where),
+            )
+        # Without weights the sum begins with the first term: 0 + -0.0 would be another number in the journal.
+        total = sum(terms[1:], terms[0]) if self.weights is None else sum(terms)
+        if not math.isfinite(total):
+            raise RewardError(
+                f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum; "
+                "return smaller numbers",
+                failure("value", names, where),
+            )
+        return total
+
+
+OBJECTIVES: dict[str, type[Objective]] = {WeightedSum.name: WeightedSum}
+
+
+def create(config: ObjectiveConfig) -> Objective:
+    """The objective that a config names, made from its settings. Raises ConfigError."""
+    name = config.name
+    cls: Any = OBJECTIVES[name] if name in OBJECTIVES else load_object(name, "task.objective")
+    if not (isinstance(cls, type) and issubclass(cls, Objective)):
+        raise ConfigError(f"task.objective: {name} is not a class derived from evoalign.rewards.objective.Objective")
+    try:
+        objective = cls(**config.options)
+        objective.state = _state(objective)
+    except EvoalignError as error:
+        raise ConfigError(f"task.objective: {error}") from error
+    except FAILURES as error:
+        raise ConfigError(f"task.objective: {name} cannot be made of {config.options}: {described(error)}") from error
+    return objective
+
+
+def refuse_whole_groups(objective: Objective, who: str) -> None:
+    """Raise ConfigError for an objective that needs a population, where there is none."""
+    if not objective.per_completion:
+        raise ConfigError(
+            f"objective {objective.name} scores a whole population at once, and {who} has none; "
+            "take another task.objective for it, such as weighted_sum"
+        )
+
+
+def judge(objective: Objective, group: Group) -> Scores:
+    """The scores of a group, checked. Raises RewardError where there is not one finite number for each completion."""
+    scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(group), dtype=np.float64))
+    wanted = (len(group.texts_MP), len(group.examples))
+    if scores_MP.shape != wanted or not np.isfinite(scores_MP).all():
+        raise RewardError(
+            f"objective {objective.name} gave scores of shape {scores_MP.shape}, of which "
+            f"{int((~np.isfinite(scores_MP)).sum())} are not finite; give one finite number for each of "
+            f"{wanted[0]} members x {wanted[1]} prompts"
+        )
+    return scores_MP
+
+
+def score(objective: Objective, group: Group) -> Scores:
+    """The scores of a generation; the objective's state moves on. Raises RewardError."""
+    scores_MP = judge(objective, group)
+    _guarded(objective, lambda: objective.update(group))
+    objective.state = _state(objective)
+    return scores_MP
+
+
+def grouped(columns: Columns, texts: Sequence[str], examples: Sequence[Example], generation: int) -> Group:
+    """The completions of all members, one member after the other, each to the same `examples`."""
+    prompts = len(examples)
+    return Group(
+        generation,
+        {name: _array(values).reshape(-1, prompts) for name, values in columns.items()},
+        [texts[i : i + prompts] for i in range(0, len(texts), prompts)],
+        examples,
+    )
+
+
+def means(columns: Columns) -> dict[str, float | None]:
+    """Of each column over the completions that it applies to, None where to none; of a single column, nothing."""
+    if len(columns) < 2:
+        return {}
+    arrays = {name: _array(values) for name, values in columns.items()}
+    return {name: None if np.isnan(a).all() else float(np.nanmean(a)) for name, a in arrays.items()}
+
+
+def _array(values: Sequence[float | None]) -> NDArray[np.float64]:
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _state(objective: Objective) -> dict[str, float]:
+    """The state as plain floats, which the journal gives back bit for bit. Raises RewardError for anything else."""
+    state = {str(name): finite(value) for name, value in objective.state.items()}
+    odd = [name for name, value in state.items() if value is None]
+    if odd:
+        raise RewardError(
+            f"the state of objective {objective.name} holds {odd[0]} = {objective.state[odd[0]]!r}; a state is finite "
+            "numbers"
+        )
+    return {name: value for name, value in state.items() if value is not None}
+
+
+def _guarded(objective: Objective, work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    except EvoalignError:
+        raise
+    except FAILURES as error:
+        failed = failure("raised", f"objective {objective.name}", trace=traceback.format_exc())
+        raise RewardError(f"objective {objective.name} failed: {described(error)}; fix it", failed) from error
+
+
+def _listed(state: Mapping[str, float]) -> str:
+    return ", ".join(state) or "no state"

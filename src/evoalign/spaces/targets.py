@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors of a model a space evolves, and how wide their noise is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evoalign.config import Config
+from evoalign.errors import ConfigError
+from evoalign.types import EvolvedTensor, TensorSpec
+
+
+def targets(
+    specs: Sequence[TensorSpec], layers: Sequence[int] | None, modules: Sequence[str] | None, section: str
+) -> list[TensorSpec]:
+    """The linear weights of the layers that a config names. Raises ConfigError naming what the model has."""
+    linear = [s for s in specs if s.kind == "linear" and s.layer is not None]
+    has_layers = sorted({s.layer for s in linear if s.layer is not None})
+    has_modules = sorted({module_of(s.name) for s in linear})
+    for layer in layers or ():
+        if layer not in has_layers:
+            raise ConfigError(f"{section}.target_layers: no layer {layer}; the model has {_span(has_layers)}")
+    for module in modules or ():
+        if module not in has_modules:
+            raise ConfigError(f"{section}.target_modules: no module {module!r}; the model has {', '.join(has_modules)}")
+    return [
+        s for s in linear
+        if (layers is None or s.layer in layers) and (modules is None or module_of(s.name) in modules)
+    ]  # fmt: skip
+
+
+def check_rank(rank: int, matrices: Sequence[TensorSpec], section: str) -> None:
+    """Raise ConfigError for factors larger than any of the matrices that they are for."""
+    most = max((min(s.shape) for s in matrices), default=rank)
+    if rank > most:
+        raise ConfigError(f"{section}.rank: {rank} exceeds the rank of every chosen matrix, {most} at most; lower it")
+
+
+def module_of(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.weight` -> `q_proj`."""
+    return name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def scales(config: Config, matrices: Sequence[TensorSpec]) -> dict[int | None, float]:
+    """Scale of each layer's noise: 1, or the mean over the layer's target matrices of their mean |W|.
+
+    Without a section `es` nothing is perturbed, and no scale is of use: 1, too.
+    """
+    layers = {s.layer for s in matrices}
+    if not by_layer(config):
+        return dict.fromkeys(layers, 1.0)
+    of_layer = {layer: [s.mean_abs for s in matrices if s.layer == layer] for layer in layers}
+    return {layer: sum(values) / len(values) for layer, values in of_layer.items()}
+
+
+def by_layer(config: Config) -> bool:
+    """Whether noise is as wide as a layer's weights are large."""
+    return config.es_ is not None and config.es.noise_multiplier is not None
+
+
+def evolved(spec: TensorSpec, scale: float) -> EvolvedTensor:
+    """A tensor of the model's own that evolves."""
+    return EvolvedTensor(name=spec.name, shape=spec.shape, module=spec.name, scale=scale)
+
+
+def _span(layers: Sequence[int]) -> str:
+    if list(layers) == list(range(len(layers))) and len(layers) > 1:
+        return f"layers 0 to {len(layers) - 1}"
+    return "layers " + ", ".join(map(str, layers))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section `grpo`: fields of TRL under `trl` or in their old place, what reaches TRL, and what a run is by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evoalign.baselines.settings import arguments, fields_of
+from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml
+from evoalign.config.grpo import OF_TRL, GrpoConfig
+from evoalign.errors import ConfigError
+from evoalign.rundir.identity import config_hash, differences
+from evoalign.sweeping.cells import make_cells
+
+REPOSITORY = Path(__file__).parents[2]
+FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))
+"""Of every config that ships, and two more: the arguments to TRL, the hash, and the resolved sections, as they were
+while each field of TRL stood in `grpo` itself."""
+
+
+def as_it_is(name: str) -> Config:
+    frozen = FROZEN[name]
+    return from_dict({"grpo": frozen["given"]}) if "given" in frozen else load([REPOSITORY / name])
+
+
+def as_it_was(name: str) -> Config:
+    """From the resolved sections of a run directory of that time."""
+    tree = as_it_is(name).model_dump(mode="json")
+    return from_dict(yaml.safe_load(yaml.safe_dump({**tree, **{k: FROZEN[name][k] for k in ("grpo", "model")}})))
+
+
+def test_every_shipped_config_of_grpo_is_frozen() -> None:
+    files = [f for f in (REPOSITORY / "configs").rglob("*.yaml") if f.parent.name != "sweeps"]
+    grpo = {str(f.relative_to(REPOSITORY)) for f in files if "grpo" in load([f]).model_fields_set}
+    assert grpo == {name for name in FROZEN if "given" not in FROZEN[name]}
+    plain, given = FROZEN["defaults"]["grpo"], FROZEN["every field"]["given"]
+    assert {*OF_TRL} <= {name for name in given if given[name] != plain[name]}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("read", [as_it_is, as_it_was], ids=["config", "run"])
+def test_trl_gets_what_it_always_got_and_a_run_is_what_it_was(name: str, read: Any) -> None:
+    trl = pytest.importorskip("trl")
+    config, known = read(name), fields_of(trl.GRPOConfig)
+    for device, expected in FROZEN[name]["arguments"].items():
+        found = arguments(config, Path("runs/a"), on_cpu=device == "cpu", known=known)
+        assert found == expected
+        assert {n: type(v) for n, v in found.items()} == {n: type(v) for n, v in expected.items()}
+    assert config_hash(config, "grpo") == FROZEN[name]["config_hash"]
+    assert differences(config, as_it_was(name), "grpo") == ([], [])
+
+
+def test_fields_of_trl_move_into_their_section() -> None:
+    old = from_dict({"grpo": {"loss_type": "grpo", "epsilon": "1e-1", "trl": {"min_p": 0.1}}})
+    assert old.grpo.trl == {"loss_type": "grpo", "epsilon": 0.1, "min_p": 0.1}
+    assert old == from_dict({"grpo": {"trl": {"loss_type": "grpo", "epsilon": 0.1, "min_p": 0.1}}})
+    assert old == from_dict(yaml.safe_load(to_yaml(old)))
+    assert not {*OF_TRL} & GrpoConfig.model_fields.keys()
+
+
+def test_fields_of_trl_are_still_attributes() -> None:
+    grpo = from_dict({"grpo": {"loss_type": "grpo"}}).grpo
+    assert {name: getattr(grpo, name) for name in OF_TRL} == {**OF_TRL, "loss_type": "grpo"}
+    assert not hasattr(grpo, "los_type")
+
+
+def test_the_later_place_wins_whichever_it_is(tmp_path: Path) -> None:
+    files = [tmp_path / "old.yaml", tmp_path / "new.yaml"]
+    files[0].write_text("grpo: {loss_type: grpo, trl: {top_k: 3}}\n")
+    files[1].write_text("grpo: {trl: {loss_type: bnpo}}\n")
+    assert load(files).grpo.trl == {"loss_type": "bnpo", "top_k": 3}
+    assert load(files[::-1]).grpo.trl == {"loss_type": "grpo", "top_k": 3}
+    assert load(files, ["grpo.loss_type=dapo", "grpo.trl.top_k=4"]).grpo.trl == {"loss_type": "dapo", "top_k": 4}
+    assert parse_overrides({"grpo": {"trl": {"bf16": True}}}, ["grpo.bf16=false"]) == {"grpo": {"trl": {"bf16": False}}}
+
+
+@pytest.mark.parametrize(
+    ("grpo", "message"),
+    [
+        ({"loss_type": "grpo", "trl": {"loss_type": "dapo"}}, "are the same setting: take grpo.loss_type out"),
+        ({"loss_type": "ppo"}, "grpo.trl: loss_type is one of grpo, bnpo, .*, not 'ppo'"),
+        ({"trl": {"scale_rewards": "all"}}, "grpo.trl: scale_rewards is one of group, batch, none, not 'all'"),
+        ({"trl": {"epsilon": "wide"}}, "grpo.trl: epsilon is a number of 0 or more, not 'wide'"),
+        ({"weight_decay": -0.1}, "grpo.trl: weight_decay is a number of 0 or more, not -0.1"),
+        ({"trl": {"delta": float("nan")}}, "grpo.trl: delta is a number of 0 or more"),
+        ({"trl": 3}, "grpo.trl: "),
+        ({"los_type": "grpo"}, r"unknown setting grpo.los_type; did you mean grpo.trl.loss_type\?"),
+    ],
+)
+def test_a_value_that_trl_would_refuse_late_is_refused_at_once(grpo: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        from_dict({"grpo": grpo})
+    assert "\n" not in str(error.value)
+
+
+def test_a_sweep_reads_a_field_by_its_old_name() -> None:
+    (cell,) = make_cells({"grpo": {}}, [{"grpo.epsilon": "1e-1"}, {"grpo.epsilon": 0.1}], "grpo")
+    assert (cell.name, cell.settings) == ("epsilon=0.1", {"grpo.epsilon": 0.1})
+
+
+def test_code_of_a_model_is_never_run_and_old_configs_that_say_so_load() -> None:
+    said = from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": False}})
+    assert said == from_dict({"es": {"sigma": 1}}) and "trust_remote_code" not in to_yaml(said)
+    es = from_dict({"es": {"sigma": 0.01, "learning_rate": 0.005}})
+    assert config_hash(es) == "93c0aefcc9fce28292041f7809b49980424b64acc2bb75bcfcb714cb61835f44", "as in old journals"
+    with pytest.raises(ConfigError, match=r"^model.trust_remote_code cannot be set: .* never run$"):
+        from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": True}})

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canary passes healthy engines of every space, and catches each way in which members are silently lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evoalign import engines
+from evoalign.checks import canary
+from evoalign.engines import ABSENT
+from evoalign.engines.transformers import TransformersEngine
+from evoalign.errors import CanaryError, ModelError, NotFiniteError
+from evoalign.testing import engines as contract
+from evoalign.types import MEAN, Layout, Member, Plan, Request, Rollout, Sampling, Update
+from families import Bench, build, make_config
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora, ab": {"lora": {"rank": 2, "evolve": "ab"}},
+    "lowrank": {"lowrank": {"rank": 2}},
+    "full": {},
+}
+PROMPT = (31, 45, 99, 120, 31, 77)
+
+
+def made(folder: Path | str, variant: str, dtype: str = "float32", **tree: Any) -> Any:
+    merged = {**VARIANTS[variant], **tree}
+    return make_config(folder, variant.partition(",")[0], model={"dtype": dtype}, **merged)
+
+
+def sing(bench: Bench, generation: int = 0, **options: Any) -> None:
+    given = {"width": bench.config.es.width, "exact": True, **options}
+    canary.check(bench.engine, bench.space, bench.layout, PROMPT, generation=generation, **given)
+
+
+def with_engine(monkeypatch: pytest.MonkeyPatch, engine: type[TransformersEngine]) -> None:
+    monkeypatch.setattr(engines, "create", engine)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+# --- healthy engines ---
+
+
+@pytest.mark.first("lora-float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_healthy_engine_passes_at_the_start_and_after_twenty_generations(
+    folder: Path, variant: str, dtype: str
+) -> None:
+    antithetic = variant != "lora, ab"
+    with Bench(made(folder, variant, dtype, es={"antithetic": antithetic, "population_size": 4})) as bench:
+        sing(bench)
+        start, width = bench.engine.fingerprint(), bench.config.es.width
+        for generation in range(20):
+            update = Update(generation, generation, bench.members, (1.5, -0.5, -0.8, 0.3), width, 0.5 * width)
+            bench.engine.apply(update)
+        assert bench.engine.fingerprint() != start
+        sing(bench, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("width", [1e-10, 1e-3, 10.0])
+def test_any_width_of_noise_passes_on_the_shipped_model(variant: str, width: float) -> None:
+    with Bench(made("tiny", variant)) as bench:
+        sing(bench, width=width)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_false_alarm_in_fifty_seeds(folder: Path, variant: str) -> None:
+    for seed in range(50):
+        with Bench(made(folder, variant, seed=seed)) as bench:
+            sing(bench, seed)
+
+
+@pytest.mark.parametrize("module", ["q_proj", "k_proj", "o_proj", "down_proj"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_matrix_alone_is_enough(folder: Path, dtype: str, module: str) -> None:
+    with Bench(made(folder, "lora", dtype, lora={"target_modules": [module], "target_layers": [1]})) as bench:
+        sing(bench)
+
+
+def test_scales_of_the_layers_count(folder: Path) -> None:
+    with Bench(made(folder, "lowrank", es={"noise_multiplier": 1e-5, "learning_rate": 0.01})) as bench:
+        sing(bench, width=1e-5)
+
+
+def test_a_rollout_in_chunks_of_one_row_passes(folder: Path) -> None:
+    with Bench(made(folder, "lowrank", engine={"max_rows": 1})) as bench:
+        sing(bench)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_goes_on_as_if_there_had_been_no_canary(folder: Path, variant: str) -> None:
+    requests = [Request(0, PROMPT, Sampling(8, temperature=1.0), 3, logprobs=True)]
+    said: list[dict[Any, Rollout]] = []
+    for sings in (False, True):
+        with Bench(made(folder, variant, es={"population_size": 4})) as bench:
+            if sings:
+                sing(bench)
+            first = bench.ask(bench.plan(0), requests)
+            bench.move()
+            if sings:
+                sing(bench, 1)
+            said.append({**first, **{("later", *k): v for k, v in bench.ask(bench.plan(1), requests).items()}})
+    assert said[0] == said[1]
+
+
+def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(TransformersEngine):
+        def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+            seen.extend([plan.generation] if plan.members != (MEAN,) else [])
+            return super().rollout(plan, requests)
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_engine(patch, Watched)
+        with Bench(made(folder, "lora")) as bench:
+            sing(bench, 0)
+            sing(bench, 7)
+    assert set(seen) == {2**32 - 1, 2**32 - 8}  # the noise counter's word has 32 bits; runs count up from 0
+
+
+# --- broken engines ---
+
+
+class Ignores(TransformersEngine):
+    """Members' adapters or weights never arrive."""
+
+    def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
+        return
+
+    def _serve(self, plan: Plan, member: Member | None) -> None:
+        return
+
+
+class OneForAll(TransformersEngine):
+    """Every member is the first one."""
+
+    def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
+        super()._put_adapters(plan, [members[0]] * len(members))
+
+    def _serve(self, plan: Plan, member: Member | None) -> None:
+        super()._serve(plan, None if member is None else plan.members[0])
+
+
+class IgnoresSigns(TransformersEngine):
+    def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
+        super()._put_adapters(plan, [dataclasses.replace(m, sign=abs(m.sign)) for m in members])
+
+    def _serve(self, plan: Plan, member: Member | None) -> None:
+        super()._serve(plan, member and dataclasses.replace(member, sign=abs(member.sign)))
+
+
+class LeavesTheLast(TransformersEngine):
+    """The mean is answered with the weights of the last member."""
+
+    last: tuple[Plan, Member] | None = None
+
+    def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
+        if tuple(members) == (MEAN,) and self.last is not None:
+            plan, members = self.last[0], (self.last[1],)
+        self.last = plan, members[-1]
+        super()._put_adapters(plan, members)
+
+    def _serve(self, plan: Plan, member: Member | None) -> None:
+        if member is not None:
+            super()._serve(plan, member)
+
+
+class Subtracts(TransformersEngine):
+    """Restores by subtraction: the master is another in its last bits."""
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+        yield from super().rollout(plan, requests)
+        if plan.members != (MEAN,):
+            for part in self.mean.parts:
+                part.master.add_(0.1).sub_(0.1)
+
+
+class DropsOddNames(TransformersEngine):
+    def load(self, state: Any, optimizer: Any = None) -> None:
+        own = dict(self.state())
+        super().load({**own, **{n: t for n, t in state.items() if n in own}}, optimizer)
+
+
+class BaseForTheAbsent(TransformersEngine):
+    """As servers do that are asked for an adapter that they do not know."""
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+        members = tuple(MEAN if m == ABSENT else m for m in plan.members)
+        for rollout, member in zip(super().rollout(dataclasses.replace(plan, members=members), requests),
+                                   plan.members, strict=True):  # fmt: skip
+            yield dataclasses.replace(rollout, member=member)
+
+
+class StaleWithoutNoise(TransformersEngine):
+    """Adapters of an earlier load stand in for those that are empty."""
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+        return super().rollout(dataclasses.replace(plan, sigma=plan.sigma or 1.0), requests)
+
+
+class LosesOne(TransformersEngine):
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+        yield from list(super().rollout(plan, requests))[: 2 if len(plan.members) > 1 else None]
+
+
+BROKEN = [
+    (Ignores, "member 0 answers as the unperturbed model does: the engine ignores", list(VARIANTS)),
+    (OneForAll, "members 0 and 2 answer alike: .* all members the same", list(VARIANTS)),
+    (IgnoresSigns, "members of opposite sign answer alike", ["lora", "lowrank", "full"]),
+    (LeavesTheLast, r"the engine serves what a member left behind", list(VARIANTS)),
+    (Subtracts, "the mean was changed by members that only answered", ["lora", "lowrank", "full"]),
+    (DropsOddNames, "loads evoalign.checks.canary.no_such_tensor without an error", list(VARIANTS)),
+    (BaseForTheAbsent, "a member that does not exist answers", list(VARIANTS)),
+    (StaleWithoutNoise, "members without noise answer", list(VARIANTS)),
+    (LosesOne, "no answer of member 2", list(VARIANTS)),
+]
+
+
+@pytest.mark.first("lora-float32", "lowrank-float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("engine", "message", "variant"),
+    [(engine, message, variant) for engine, message, variants in BROKEN for variant in variants],
+    ids=lambda v: getattr(v, "__name__", v if v in VARIANTS else ""),
+)
+def test_each_fault_is_caught(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, engine: type[TransformersEngine], message: str, variant: str,
+    dtype: str,
+) -> None:  # fmt: skip
+    with_engine(monkeypatch, engine)
+    with Bench(made(folder, variant, dtype)) as bench, pytest.raises(CanaryError, match=message):
+        sing(bench)
+
+
+@pytest.mark.parametrize(("variant", "sigma"), [("lora", 1e5), ("lora, ab", 1e3), ("lowrank", 1e8), ("full", 1e30)])
+def test_noise_that_destroys_the_model_is_no_fault_of_the_engine(variant: str, sigma: float) -> None:
+    """What a norm makes of noise alone, or of an overflow, is the same for all members."""
+    with (
+        Bench(made("tiny", variant, es={"sigma": sigma, "learning_rate": sigma})) as bench,
+        pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
+    ):
+        sing(bench)
+
+
+class Overflows(TransformersEngine):
+    """What wide noise comes to on a CPU whose sums turn an overflow into no number, rather than infinity."""
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Any:
+        if plan.sigma > 1e20:
+            raise NotFiniteError("the model's logits are not numbers")
+        return super().rollout(plan, requests)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_noise_that_leaves_no_numbers_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    with_engine(monkeypatch, Overflows)
+    with (
+        Bench(made("tiny", variant, es={"sigma": 1e30, "learning_rate": 1e30})) as bench,
+        pytest.raises(CanaryError, match=r"with noise of es\.sigma .*; lower es\.sigma$"),
+    ):
+        sing(bench)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [Ignores, OneForAll, LeavesTheLast], ids=lambda e: e.__name__)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gross_faults_are_caught_where_an_engine_is_not_exact(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, engine: type[TransformersEngine], variant: str
+) -> None:
+    with_engine(monkeypatch, engine)
+    with Bench(made(folder, variant, "bfloat16")) as bench, pytest.raises(CanaryError):
+        sing(bench, exact=False)
+
+
+def test_the_public_contract_has_it(folder: Path) -> None:
+    assert contract.check_canary in contract.CHECKS
+    with (
+        contract.started(BaseForTheAbsent, made(folder, "lowrank")) as bench,
+        pytest.raises(AssertionError, match="does not exist"),
+    ):
+        contract.check_canary(bench)
+
+
+# --- what an engine refuses ---
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("noise", [-1, 1 << 32])
+def test_the_engine_refuses_a_member_that_cannot_be_and_answers_nobody(folder: Path, variant: str, noise: int) -> None:
+    with Bench(made(folder, variant)) as bench:
+        plan = Plan(0, 0.1, (MEAN, Member(3, noise, 1)))
+        with pytest.raises(ModelError, match=f"member 3 is not there: no noise has the number {noise}"):
+            next(iter(bench.engine.rollout(plan, [Request(0, PROMPT, Sampling(2))])))
+
+
+def test_the_engine_refuses_members_whom_the_space_gives_no_adapter(folder: Path) -> None:
+    with Bench(made(folder, "lowrank")) as bench:
+        bench.space.adapter = lambda *_: None  # type: ignore[method-assign]
+        with pytest.raises(ModelError, match=r"space lowrank has no adapter for members \[0\]"):
+            list(bench.engine.rollout(Plan(0, 0.1, (Member(0, 0, 1),)), [Request(0, PROMPT, Sampling(2))]))
+        list(bench.engine.rollout(Plan(0, 0.0, (MEAN,)), [Request(0, PROMPT, Sampling(2))]))
+
+
+# --- the comparison ---
+
+
+def said(tokens: Sequence[int], logprobs: Sequence[float] | None) -> Rollout:
+    return Rollout(MEAN, 0, tuple(tokens), "", "length", None if logprobs is None else tuple(logprobs))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (said([1, 2], [-0.1, -2.0]), said([1, 2], [-0.1, -2.0]), 0.0),
+        (said([1, 2], [-0.1, -2.0]), said([1, 2], [-0.2, -2.25]), 0.25),
+        (said([1, 2, 3], [-0.1, -0.9, -5.0]), said([1, 4, 3], [-0.1, -0.92, -1.0]), 0.02),  # a tie ends the likeness
+        (said([1, 2], [-0.1, -0.01]), said([1, 4], [-0.1, -0.01]), math.inf),  # both sure, of different tokens
+        (said([1, 2], [-0.1, -0.1]), said([1], [-0.1]), math.inf),
+        (said([1], [-0.1]), said([1], [math.nan]), math.inf),
+        (said([1, 2], None), said([1, 2], None), 0.0),
+        (said([1, 2], None), said([1, 3], None), math.inf),
+    ],
+)
+def test_the_distance_of_two_answers(one: Rollout, other: Rollout, apart: float) -> None:
+    assert canary.distance(one, other) == canary.distance(other, one) == pytest.approx(apart)
+
+
+def test_widths_grow_tenfold_until_the_noise_is_enormous() -> None:
+    from evoalign.types import EvolvedTensor
+
+    layout = Layout((EvolvedTensor("a", (2, 2), "a", 0.1), EvolvedTensor("b", (2, 2), "b", 0.01)), 0, "float32")
+    assert list(canary.widths(layout, 1.0)) == [10.0, 100.0, 1000.0, 10000.0]
+    silent = dataclasses.replace(layout, tensors=(EvolvedTensor("a", (2, 2), "a", 0.0),))
+    with pytest.raises(CanaryError, match=r"has width 0.*set es\.sigma"):
+        list(canary.widths(silent, 1.0))
+
+
+def test_the_absent_member_is_outside_the_noise_counter() -> None:
+    assert ABSENT.noise >= 1 << 32 and not ABSENT.is_mean
+    assert torch.iinfo(torch.int64).max > ABSENT.noise

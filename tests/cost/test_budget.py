@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run spends: FLOPs against a count of what torch runs, tokens against a count by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from evoalign import train
+from evoalign.cost import budget, flops
+from evoalign.cost.budget import Cost
+from evoalign.cost.flops import Adapted, Matrix, ModelShape
+from evoalign.engines.specs import specs_of
+from evoalign.errors import ModelError, StoppedError
+from evoalign.models import tiny
+from evoalign.rundir import parquet
+from evoalign.types import Generation
+from families import build
+
+BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "flops.py"))
+EXACT = 1e-6
+"""Within 2 % is asked for; nothing in these counts is uncertain, and they agree to the last product."""
+TINY: dict[str, int] = {"layers": 4, "hidden": 96, "inner": 288, "keys": 32, "vocabulary": 1024}
+
+
+def shape(**changes: Any) -> ModelShape:
+    """Two layers of one matrix each."""
+    matrices = tuple(Matrix(f"layers.{i}.q_proj.weight", 6, 10, i) for i in range(2))
+    fields: dict[str, Any] = {
+        "matrices": matrices, "head": Matrix("lm_head.weight", 50, 10, None), "attention": 8,
+        "windows": (None, None), "parameters": 620, **changes,
+    }  # fmt: skip
+    return ModelShape(**fields)
+
+
+def tiny_shape() -> ModelShape:
+    model = BENCH["tiny_model"]()
+    return flops.shape_of(model.config, specs_of(model, lambda _: 0.0))
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A run of some seconds."""
+    return {
+        "output_dir": str(folder), "task": {"name": "conciseness"}, "model": {"name": "tiny"},
+        "es": {"num_generations": 3, "population_size": 4, "learning_rate": 0.01, "sigma": 0.02},
+        "evaluation": {"max_tokens": 12}, "checks": {"canary_every": 0, "control_every": 0}, **changes,
+    }  # fmt: skip
+
+
+def run(folder: Path, seen: list[Generation] | None = None, resume: bool = False, **changes: Any) -> None:
+    hook = None if seen is None else seen.append
+    train(settings(folder, **changes), on_generation=hook, resume=resume, console=Console(quiet=True))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def totals_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results" / "budget.json").read_text())
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    """A prompt of ten tokens and three generated: twelve are read, three times the head is used."""
+    t = TINY
+    layer = 2 * t["hidden"] ** 2 + 2 * t["hidden"] * t["keys"] + 3 * t["hidden"] * t["inner"]
+    linear, head = t["layers"] * layer, t["hidden"] * t["vocabulary"]
+    keys = sum(range(1, 13))
+    by_hand = 2 * linear * 12 + 4 * t["hidden"] * t["layers"] * keys + 2 * head * 3
+    assert (layer, linear, head, keys, by_hand) == (107_520, 430_080, 98_304, 78, 11_031_552)
+    assert flops.forward_flops(tiny_shape(), 10, 3) == by_hand
+
+
+@pytest.mark.slow
+def test_the_formula_against_what_the_engine_and_training_run() -> None:
+    for row in BENCH["tiny_rows"]():
+        assert abs(row.error) < EXACT, row
+
+
+@pytest.mark.first("qwen2", "llama")
+@pytest.mark.parametrize("family", sorted(flops.FAMILIES))
+def test_the_formula_against_every_family(family: str) -> None:
+    for row in BENCH["family_rows"](family):
+        assert abs(row.error) < EXACT, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(BENCH["CASES"]))
+def test_the_formula_against_real_steps_of_trl(case: str) -> None:
+    pytest.importorskip("trl")
+    row = BENCH["_trl_row"](case, dict(BENCH["CASES"][case]))
+    assert abs(row.error) < EXACT, row
+
+
+def test_every_family_of_the_formula_is_measured() -> None:
+    assert set(BENCH["FAMILY"]) == flops.FAMILIES
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.none() | st.integers(1, 50))
+def test_keys_that_attention_sees(start: int, tokens: int, window: int | None) -> None:
+    by_hand = sum(min(p + 1, window or math.inf) for p in range(start, start + tokens))
+    assert flops.keys_seen(start, tokens, window) == by_hand
+
+
+def test_a_prompt_in_pieces_costs_what_it_costs_at_once() -> None:
+    model = shape(windows=(None, 5))
+    whole = flops.sequence_flops(model, 0, 20, 1)
+    assert whole == flops.sequence_flops(model, 0, 7, 0) + flops.sequence_flops(model, 7, 13, 1)
+
+
+def test_what_prompts_begin_with_is_read_once_unless_a_window_forbids_it() -> None:
+    prompts = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7, 8)]
+    model, narrow = shape(), shape(windows=(None, 9))
+    apart = sum(flops.sequence_flops(model, 0, len(p), 1) for p in prompts)
+    again, head = flops.sequence_flops(model, 0, 5, 0), 2 * model.head.numbers
+    assert flops.rollout_flops(model, prompts, [1, 1], None, 10) == apart - again + head
+    assert flops.rollout_flops(narrow, prompts, [1, 1], None, 10) == sum(
+        flops.sequence_flops(narrow, 0, len(p), 1) for p in prompts
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "deepseek_v3", "bamba"])
+def test_models_that_the_formula_does_not_know_are_refused(name: str) -> None:
+    from transformers import AutoConfig
+
+    specs = specs_of(BENCH["small"]("llama"), lambda _: 0.0)
+    with pytest.raises(ModelError, match=name):
+        flops.shape_of(AutoConfig.for_model(name), specs)
+
+
+def test_experts_in_a_known_family_are_refused() -> None:
+    from evoalign.types import TensorSpec
+
+    model = BENCH["small"]("llama")
+    experts = TensorSpec("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 8), "other", 0, 0.0)
+    with pytest.raises(ModelError, match="experts"):
+        flops.shape_of(model.config, [*specs_of(model, lambda _: 0.0), experts])
+
+
+def test_costs_add_up_and_what_is_not_known_stays_so() -> None:
+    a = Cost(1, 2, 3, 4, 5.0, 6.0, 7.0, 8.0, 90)
+    b = Cost(10, 20, 30, 40, 50.0, None, 70.0, 80.0, 9)
+    assert a + b == Cost(11, 22, 33, 44, 55.0, None, 77.0, 88.0, 90)
+    assert sum([a, a], Cost()).forward_flops == 10.0
+    assert (a + Cost(peak_memory_bytes=None)).peak_memory_bytes is None
+    assert budget.cost_of(json.loads(json.dumps(b.as_dict()))) == b
+    assert budget.cost_of({"prompts": 1}) is None
+
+
+def test_tokens_of_a_run_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
+    seen: list[Generation] = []
+    run(tmp_path / "run", seen, evaluation={"max_tokens": 12, "every": 2})
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny())
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == len(seen) == 3
+    for row, generation in zip(rows, seen, strict=True):
+        cost, seconds = row["budget"], row["seconds"]
+        assert cost["completions"] == len(generation.rollouts) == 4 * cost["prompts"]
+        assert cost["generated_tokens"] == sum(len(r.token_ids) for r in generation.rollouts)
+        assert cost["prompt_tokens"] == sum(len(generation.prompts[r.request]) for r in generation.rollouts)
+        assert cost["wall_seconds"] == pytest.approx(seconds["rollout"] + seconds["score"] + seconds["update"])
+        assert cost["device_seconds"] == cost["wall_seconds"]
+        assert cost["backward_flops"] == 0 < cost["forward_flops"]
+        assert cost["peak_memory_bytes"] > 2**26
+    totals = totals_of(tmp_path / "run")
+    assert (totals["method"], totals["devices"], totals["rows"], totals["rows_missing"]) == ("es", 1, 3, 0)
+    for key in ("completions", "prompt_tokens", "generated_tokens", "forward_flops"):
+        assert totals["training"][key] == sum(row["budget"][key] for row in rows)
+    files = [parquet.read(tmp_path / f"run/results/completions/{name}.parquet") for name in ("before", "after")]
+    evaluation = totals["evaluation"]
+    assert evaluation["completions"] == 3 * len(files[0])  # start, after two generations, end
+    between = evaluation["generated_tokens"] - sum(c["tokens"] for file in files for c in file)
+    assert 0 < between == round(rows[1]["evaluation"]["tokens"] * len(files[0]))
+    asked = [[{"role": "user", "content": c["prompt"]}] for c in files[0]]
+    by_hand = sum(len(tokenizer.apply_chat_template(a, add_generation_prompt=True)["input_ids"]) for a in asked)
+    assert evaluation["prompt_tokens"] == 3 * by_hand
+
+
+def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> None:
+    """By hand: what prompts begin with once a member, then each prompt and each completion; members and update."""
+    seen: list[Generation] = []
+    run(tmp_path / "run", seen, lora={"rank": 2})
+    model = tiny_shape()
+    adapted = Adapted(2, frozenset(m.name for m in model.matrices))
+    generation, row = seen[0], rows_of(tmp_path / "run")[0]
+    first, second = generation.prompts
+    common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    spent = 0
+    for member in range(4):
+        shared = common if common >= 4 else 0
+        spent += flops.sequence_flops(model, 0, shared, 1, adapted) if shared else 0
+        for request, prompt in enumerate(generation.prompts):
+            n = next(len(r.token_ids) for r in generation.rollouts if (r.member.index, r.request) == (member, request))
+            spent += flops.sequence_flops(model, shared, len(prompt) - shared, 1, adapted)
+            spent += flops.sequence_flops(model, len(prompt), n - 1, n - 1, adapted)
+    numbers = 2 * sum(m.rows for m in model.matrices)  # of B, which alone evolves
+    assert row["budget"]["forward_flops"] == spent + 2 * numbers * (4 + 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("space", "factors"), [("lora", True), ("lowrank", False)])
+def test_the_mean_has_factors_where_it_is_an_adapter(space: str, factors: bool, tmp_path: Path) -> None:
+    """By hand, as a prompt is read by a member: the mean of `lowrank` lies in the weights."""
+    run(tmp_path / "run", space=space)
+    model, tokenizer = tiny_shape(), AutoTokenizer.from_pretrained(tiny())
+    adapted = Adapted(1, frozenset(m.name for m in model.matrices)) if factors else None
+    spent = 0
+    for name in ("before", "after"):
+        file: list[Any] = parquet.read(tmp_path / f"run/results/completions/{name}.parquet")
+        asked = [[{"role": "user", "content": c["prompt"]}] for c in file]
+        prompts = [tuple(tokenizer.apply_chat_template(a, add_generation_prompt=True)["input_ids"]) for a in asked]
+        spent += flops.rollout_flops(model, prompts, [c["tokens"] for c in file], adapted)
+    assert totals_of(tmp_path / "run")["evaluation"]["forward_flops"] == spent
+
+
+def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Path) -> None:
+    seen: list[Generation] = []
+    es = {"num_generations": 1, "population_size": 4, "learning_rate": 1e-12, "sigma": 1e-12}
+    run(tmp_path / "still", seen, es=es)
+    assert seen[0].zero_variance
+    moving: list[Generation] = []
+    run(tmp_path / "pairs", moving, es={**es, "learning_rate": 0.01, "sigma": 0.02, "antithetic": True})
+    assert not moving[0].zero_variance
+    model = tiny_shape()
+    adapted = Adapted(1, frozenset(m.name for m in model.matrices))
+    for folder, generation, times in (("still", seen[0], 4), ("pairs", moving[0], 4 + 2)):
+        answers = 0
+        for member in range(4):
+            asked = [r for r in generation.rollouts if r.member.index == member]
+            prompts = [generation.prompts[r.request] for r in asked]
+            answers += flops.rollout_flops(model, prompts, [len(r.token_ids) for r in asked], adapted)
+        numbers = sum(m.rows for m in model.matrices)
+        assert rows_of(tmp_path / folder)[0]["budget"]["forward_flops"] == answers + 2 * numbers * times
+
+
+def test_a_run_that_goes_on_adds_up_and_says_what_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder)
+    before = totals_of(folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    old = {k: v for k, v in json.loads(lines[1]).items() if k not in ("budget", "divergence")}
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{lines[2]}\n")  # the first is lost
+    es = {"num_generations": 5, "population_size": 4, "learning_rate": 0.01, "sigma": 0.02}
+    run(folder, resume=True, es=es)
+    rows, after = rows_of(folder), totals_of(folder)
+    assert [row["budget"] is None for row in rows] == [True, True, False, False, False]
+    assert rows[0]["tokens"] is None and rows[1]["tokens"] == old["tokens"]
+    assert (after["rows"], after["rows_missing"]) == (5, 2)
+    assert after["training"]["generated_tokens"] == sum(row["tokens"] for row in rows[2:])
+    a_time = before["evaluation"]["completions"] // 2
+    assert after["evaluation"]["completions"] == 3 * a_time
+
+
+def test_a_run_that_is_stopped_has_written_its_budget(tmp_path: Path) -> None:
+    def stop(_: Generation) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(StoppedError):
+        train(settings(tmp_path / "run"), on_generation=stop, console=Console(quiet=True))
+    totals = totals_of(tmp_path / "run")
+    assert totals["rows"] == 1
+    assert totals["training"]["generated_tokens"] == rows_of(tmp_path / "run")[0]["tokens"]
+
+
+def test_evaluation_is_not_known_where_its_file_is_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder)
+    (folder / "results" / "budget.json").write_text("{")
+    run(folder, resume=True)
+    assert totals_of(folder)["evaluation"] is None
+    assert totals_of(folder)["training"]["generated_tokens"] > 0
+
+
+def test_a_model_that_the_formula_does_not_know_has_no_flops(tmp_path: Path) -> None:
+    model = build("mpt", tmp_path / "mpt")
+    run(tmp_path / "run", model={"name": str(model)}, space="full")
+    totals = totals_of(tmp_path / "run")
+    assert totals["training"]["forward_flops"] is None and totals["evaluation"]["forward_flops"] is None
+    assert totals["training"]["generated_tokens"] > 0
+    assert "mpt" in totals["note"]
+
+
+def test_a_step_of_grpo_is_its_parts() -> None:
+    model = shape()
+    lengths, completions = [5, 5, 7], [3, 4, 1]
+    step = budget.grpo_cost(
+        model, lengths, completions, prompts=2, reference=True, checkpointing=False, old_logprobs=True
+    )
+    passes = [flops.sequence_flops(model, 0, p + c, c) for p, c in zip(lengths, completions, strict=True)]
+    drawn = [flops.forward_flops(model, p, c) for p, c in zip(lengths, completions, strict=True)]
+    assert (step.prompts, step.completions, step.prompt_tokens, step.generated_tokens) == (2, 3, 17, 8)
+    assert step.forward_flops == sum(drawn) + 3 * sum(passes)
+    head = 2 * model.head.numbers * sum(completions)
+    assert step.backward_flops == 2 * sum(passes) + head + flops.ADAM_FLOPS * model.parameters
+    elsewhere = budget.grpo_cost(
+        model, lengths, completions, prompts=2, reference=False, checkpointing=False, old_logprobs=False,
+        generation_flops=1000,
+    )  # fmt: skip
+    assert elsewhere.forward_flops == 1000 + sum(passes)
+
+
+def test_factors_take_less_backward_and_the_reference_has_none() -> None:
+    model, adapted = shape(), Adapted(2, frozenset({"layers.1.q_proj.weight"}))
+    kwargs: dict[str, Any] = {"prompts": 1, "checkpointing": False, "old_logprobs": False, "adapted": adapted}
+    plain = budget.grpo_cost(model, [5], [3], reference=False, **kwargs)
+    judged = budget.grpo_cost(model, [5], [3], reference=True, **kwargs)
+    assert judged.forward_flops is not None and plain.forward_flops is not None
+    assert judged.forward_flops - plain.forward_flops == flops.sequence_flops(model, 0, 8, 3)
+    # Attention of the upper layer, the head's input twice (its logits are not kept), and three products of factors:
+    # the input of q_proj takes no gradient.
+    attention, head = 2 * 4 * 8 * sum(range(1, 9)), 2 * 2 * model.head.numbers * 3
+    factors = 8 * (4 * 2 * (6 + 10) - 2 * 2 * 10)
+    assert plain.backward_flops == attention + head + factors + flops.ADAM_FLOPS * 2 * (6 + 10)
+
+
+def test_without_a_formula_a_step_of_grpo_counts_tokens_alone() -> None:
+    step = budget.grpo_cost(None, [5], [3], prompts=1, reference=True, checkpointing=True, old_logprobs=True)
+    assert (step.forward_flops, step.backward_flops, step.generated_tokens) == (None, None, 3)
+
+
+def test_the_file_formats_name_every_field(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    text = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
+    of_row, of_run = (
+        text.split(f"{title}\n", 1)[1].split("\n## ")[0] for title in ("### budget", "## results/budget.json")
+    )
+    assert all(f"`{name}`" in of_row for name in Cost().as_dict())
+    assert all(f"`{name}`" in of_run for name in totals_of(tmp_path / "run"))
+
+
+def test_devices_are_counted_as_long_as_they_are_kept() -> None:
+    assert budget.time_cost(2.0, 4, None) == Cost(wall_seconds=2.0, device_seconds=8.0, peak_memory_bytes=None)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the doctor share: a small config, and a look into what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from evoalign.config import Config
+from evoalign.preflight import Finding
+from families import make_config
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = {
+    "train_data": str(ROOT / "data/tasks/conciseness/conciseness_train.json"),
+    "test_data": str(ROOT / "data/tasks/conciseness/conciseness_test.json"),
+}
+
+
+def config(tmp_path: Path, space: str = "lora", **tree: Any) -> Config:
+    sections = {"output_dir": str(tmp_path / "runs/new"), "task": DATA, "evaluation": {"max_tokens": 8}}
+    for name, section in tree.items():
+        old = sections.get(name)
+        sections[name] = {**old, **section} if isinstance(old, dict) else section
+    model = sections.pop("model", {})
+    return make_config(model.get("name", "tiny"), space, **sections)
+
+
+def of(found: list[Finding], name: str) -> Finding:
+    return next(finding for finding in found if finding.name == name)
+
+
+def statuses(found: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.status for finding in found}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from evoalign.config import from_dict
+from evoalign.exporting.card import DataFile, Facts, card
+from evoalign.exporting.public import private_paths, public
+
+EVALUATION = {
+    "format_version": 1,
+    "split": "test",
+    "examples": 500,
+    "settings": {"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, "samples": 1, "seeds": [0]},
+    "before": {"reward": -3.25, "accuracy": 0.25, "gone": 1.0},
+    "after": {"reward": -1.25, "accuracy": 0.375},
+    "change_mean_low_high": {"reward": [2.0, 1.5, 2.5], "accuracy": [0.125, -0.0625, 0.25]},
+}
+MANIFEST = {
+    "versions": {"evoalign": "9.8.7", "torch": "2.99"},
+    "hardware": {"cores": 16, "gpus": ["NVIDIA H200"]},
+    "command": ["evoalign", "train", "/home/ann/x.yaml"],
+}
+
+
+def facts(tree: Mapping[str, Any] | None = None, **changes: Any) -> Facts:
+    config = from_dict({"es": {"sigma": 0.01, "num_generations": 5}, **(tree or {})})
+    plain: dict[str, Any] = {
+        "name": "ann/model", "kind": "adapter", "base": "org/base-1b", "base_on_hub": True, "generation": 5,
+        "dtype": "bfloat16", "model_hash": "a" * 64, "weights_hash": "b" * 64, "stop_ids": (2, 7), "chat": True,
+        "evaluation": EVALUATION, "manifest": MANIFEST,
+    }  # fmt: skip
+    return Facts(config=public(config), **{**plain, **changes})
+
+
+def metadata(text: str) -> dict[str, Any]:
+    assert text.startswith("---\n")
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_metadata_as_the_hub_reads_it() -> None:
+    tree = {"task": {"name": "custom", "train_data": "hub:org/rows:train", "test_data": "hub:org/rows:test"}}
+    found = metadata(card(facts(tree)))
+    assert found["base_model"] == "org/base-1b" and found["base_model_relation"] == "adapter"
+    assert found["library_name"] == "peft" and found["pipeline_tag"] == "text-generation"
+    assert found["datasets"] == ["org/rows"]
+    assert {"evolution-strategies", "lora"} <= set(found["tags"])
+    assert "license" not in found
+    whole = metadata(card(facts(kind="model")))
+    assert whole["library_name"] == "transformers" and whole["base_model_relation"] == "finetune"
+    assert "lora" not in whole["tags"] and "datasets" not in whole
+
+
+def test_a_base_in_a_folder_is_named_in_the_text_alone() -> None:
+    text = card(facts(base="base-1b", base_on_hub=False))
+    assert not {"base_model", "base_model_relation"} & metadata(text).keys()
+    assert "a local model in a folder named `base-1b`" in text
+    assert "base = 'base-1b'  # the folder of the base model" in text
+    assert "--model FOLDER_OF_THE_BASE" in text
+
+
+def test_the_table_has_each_measure_and_its_interval() -> None:
+    text = card(facts())
+    assert "| reward | -3.25 | -1.25 | +2 | +1.5 to +2.5 |" in text
+    assert "| accuracy | 0.25 | 0.375 | +0.125 | -0.0625 to +0.25 |" in text
+    assert "gone" not in text
+    assert "500 examples of the test split, greedy, at most 40 tokens" in text
+    settings = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.9, "samples": 4, "seeds": [1, 2]}
+    sampled = card(facts(evaluation={**EVALUATION, "settings": settings}))
+    assert "sampled at temperature 0.7, top_p 0.9, 4 completions for each of the seeds 1, 2, at most 64" in sampled
+
+
+def test_an_unfinished_run_says_so() -> None:
+    text = card(facts(generation=3, evaluation=None))
+    assert "**It is not the end of its run**: the mean after generation 3 of 5." in text
+    assert "was not compared with its base" in text and "| measure |" not in text
+    assert "not the end" not in card(facts())
+
+
+def test_data_seeds_versions_and_hashes() -> None:
+    data = [DataFile("training", "rows.jsonl", "c" * 64), DataFile("test", "hub:org/rows")]
+    text = card(facts({"seed": 41, "model": {"name": "org/base-1b", "revision": "f00"}}, data=data, sizes=(1700, 500)))
+    assert f"- training: `rows.jsonl`, SHA-256 `{'c' * 64}`" in text and "- test: `hub:org/rows`\n" in text
+    assert "1700 training examples, 500 test examples" in text
+    assert "seeds: run 41" in text and "torch 2.99" in text and "hardware: NVIDIA H200" in text
+    assert "evoalign 9.8.7" in text and "a" * 64 in text and "b" * 64 in text
+    assert "at revision `f00`" in text and "from_pretrained(base, revision='f00', dtype='bfloat16')" in text
+    assert "/home/ann" not in text, "the command of the manifest names a place of this machine"
+
+
+def test_a_python_object_is_told() -> None:
+    manifest = {**MANIFEST, "task": {"name": "custom", "given_as": "reward"}}
+    assert "The reward was a Python object" in card(facts(manifest=manifest))
+    assert "Python object" not in card(facts(manifest={**MANIFEST, "task": {"name": "custom", "given_as": None}}))
+
+
+def test_private_paths_are_cut_and_named() -> None:
+    tree = {
+        "output_dir": "/home/ann/runs/one",
+        "task": {"name": "custom", "train_data": "/data/ann/rows.jsonl", "test_data": "data/test.jsonl",
+                 "rewards": ["/home/ann/reward.py:score", "package.module:score"]},
+        "model": {"name": "~/models/base"},
+    }  # fmt: skip
+    config = from_dict({"es": {"sigma": 0.01}, **tree})
+    assert private_paths(config) == ["~/models/base", "/data/ann/rows.jsonl", "/home/ann/reward.py:score"]
+    cut = public(config)
+    assert (cut.output_dir, cut.model.name) == ("one", "base")
+    assert (cut.task.train_data, cut.task.test_data) == ("rows.jsonl", "data/test.jsonl")
+    assert cut.task.rewards == ["reward.py:score", "package.module:score"]
+    assert "ann" not in card(facts(tree, name="model")) and private_paths(cut) == []
+    assert private_paths(from_dict({"es": {"sigma": 0.01}})) == []
+
+
+def test_private_paths_of_a_task_and_a_space_of_ones_own() -> None:
+    tree = {
+        "task": {"name": "/home/ann/tasks.py:Riddles"},
+        "space": {"name": "~/spaces.py:Mine", "mask": "/home/ann/mask.npy", "rank": 3,
+                  "parts": [{"file": "/home/ann/b.npy"}, "relative/c.npy"]},
+    }  # fmt: skip
+    config = from_dict({"es": {"sigma": 0.01}, **tree})
+    assert private_paths(config) == ["/home/ann/tasks.py:Riddles", "~/spaces.py:Mine", "/home/ann/mask.npy",
+                                     "/home/ann/b.npy"]  # fmt: skip
+    cut = public(config)
+    assert (cut.task.name, cut.space.name) == ("tasks.py:Riddles", "spaces.py:Mine")
+    assert cut.space.options == {"mask": "mask.npy", "rank": 3, "parts": [{"file": "b.npy"}, "relative/c.npy"]}
+    assert "ann" not in card(facts(tree, name="model")) and private_paths(cut) == []
+    assert config.space.options["mask"] == "/home/ann/mask.npy", "the run's own config stays"
+
+
+def test_text_of_a_run_cannot_leave_its_place() -> None:
+    tree = {"task": {"name": "x`|\n# evil:<b>"}, "tracking": {"project": "```\n</details>\n# evil"}}
+    evaluation = {**EVALUATION, "before": {"a|b\n# <i>": 0.0}, "after": {"a|b\n# <i>": 1.0}}
+    text = card(facts(tree, evaluation=evaluation))
+    assert r"| a\|b \# &lt;i&gt; | 0 | 1 |" in text
+    outside, _, inside = text.partition("## Configuration")
+    assert not [line for line in outside.splitlines() if line.startswith("# ")][1:]
+    fence = inside.split("\n")[4].removesuffix("yaml")
+    assert fence == "````" and inside.count(fence) == 2

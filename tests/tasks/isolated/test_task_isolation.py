@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring in a worker process gives what it gives in place. What goes wrong is in tests/faults/test_graders.py."""
+
+import asyncio
+import datetime
+import decimal
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from evoalign import tasks
+from evoalign.config import GraderConfig, TaskConfig
+from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.tasks import Data, Task
+from evoalign.tasks.isolated import worker
+from evoalign.tasks.isolated.task import Isolated, is_exact
+from evoalign.types import Example, Prompt
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
+
+PLAIN = {"prompt": "2 + 2 =", "answer": "4"}
+CHAT = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
+ODD = ["", " a ", "\x00\x1f", "\u2028\u2029\x85", "\ud800", "\ud83d\ude00", "😀", "\ufeff", '"\\', "é" * 3]
+
+Isolate = Callable[..., Task]
+
+
+@pytest.fixture
+def isolate() -> Iterator[Isolate]:
+    """Functions or a task in a worker of their own, closed at the end."""
+    made: list[Task] = []
+
+    def isolate(*given: Any, grader: GraderConfig | None = None, **settings: Any) -> Task:
+        task = given[0] if isinstance(given[0], Task) else tasks.create(TaskConfig(name="custom", **settings), given)
+        made.append(tasks.isolate(task, grader or GraderConfig(retries=0)))
+        return made[-1]
+
+    yield isolate
+    for task in made:
+        task.close()
+
+
+def fresh(isolate: Isolate, path: Path, source: str, *names: str, **settings: Any) -> Task:
+    """Functions by import path: a worker that is a fresh process."""
+    path.write_text(source, encoding="utf-8")
+    config = TaskConfig(name="custom", rewards=[f"{path}:{name}" for name in names], **settings)
+    return isolate(tasks.create(config))
+
+
+def length(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def pid(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(os.getpid()) for _ in completions]
+
+
+# --- which tasks are isolated ---------------------------------------------------------------------------------------
+
+
+def test_built_in_tasks_score_in_place() -> None:
+    for name in ("conciseness", "countdown"):
+        task = tasks.create(TaskConfig(name=name))
+        assert tasks.isolate(task, GraderConfig()) is task
+        task.close()
+
+
+def test_isolation_can_be_switched_off(isolate: Isolate) -> None:
+    task = isolate(pid, grader=GraderConfig(isolated=False))
+    assert task.rewards(["a"], [PLAIN]) == [os.getpid()]
+    apart = isolate(pid)
+    assert apart.rewards(["a"], [PLAIN]) != [os.getpid()]
+    assert tasks.isolate(apart, GraderConfig()) is apart
+
+
+def test_where_nothing_forks_it_runs_in_place_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.tasks.isolated.task.SUPPORTED", False)
+    task = tasks.create(TaskConfig(name="custom"), [length])
+    with pytest.warns(UserWarning, match="cannot isolate"):
+        assert tasks.isolate(task, GraderConfig()) is task
+
+
+def test_everything_else_of_the_task_is_there(isolate: Isolate, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(PLAIN | {"id": i}) for i in range(5)))
+    plain = tasks.create(TaskConfig(name="custom", train_data=str(path)), [length])
+    task = isolate(plain)
+    assert (task.name, task.max_reward, task.config) == (plain.name, plain.max_reward, plain.config)
+    assert task.load_data(3) == plain.load_data(3)
+    assert task.prompt(CHAT) == CHAT["prompt"]
+    assert task.clean(" a ") == "a"
+    assert task.gold(PLAIN) is None
+    assert task.measures("a", PLAIN) == {}
+    task.self_check([PLAIN])
+    assert task.functions == plain.functions  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="nothing_such"):
+        task.nothing_such  # type: ignore[attr-defined] # noqa: B018
+
+
+# --- scoring as in place --------------------------------------------------------------------------------------------
+
+
+def test_weights_none_and_both_forms(isolate: Isolate) -> None:
+    def sometimes(text: str, example: Example) -> float | None:
+        return None if text == "skip" else float(text == example["answer"])
+
+    task = isolate(length, sometimes, reward_weights=[0.5, 10.0])
+    texts, examples = [" 4 ", "skip", "12"], [PLAIN, PLAIN, CHAT]
+    expected = task.task.rewards(texts, examples)  # type: ignore[attr-defined]
+    assert task.rewards(texts, examples) == expected == [10.5, 2.0, 0.5]
+    assert task.compute_reward("4", PLAIN) == 10.5
+    assert task.rewards([], []) == []
+
+
+def test_each_completion_goes_with_its_own_row(isolate: Isolate) -> None:
+    def spy(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+        chat = [not isinstance(p, str) for p in prompts]
+        texts = [c[0]["content"] if is_chat else c for c, is_chat in zip(completions, chat, strict=True)]
+        return [float(t) * 10 + float(a) + 100 * c for t, a, c in zip(texts, answer, chat, strict=True)]
+
+    rows = [PLAIN, CHAT, PLAIN | {"answer": "5"}]
+    task = isolate(spy)
+    assert task.rewards(["1", "2", "3", "1"], [*rows, rows[0]]) == [14.0, 124.0, 35.0, 14.0]
+
+
+@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+def test_odd_text_arrives_code_point_for_code_point(isolate: Isolate, tmp_path: Path, kind: str) -> None:
+    source = (
+        "def same(completions, points):\n"
+        "    return [float(list(map(ord, c)) == p) for c, p in zip(completions, points)]\n"
+    )
+    path = tmp_path / "same.py"
+    task = fresh(isolate, path, source, "same", strip=False)
+    if kind == "fork":
+        task = isolate(task.functions[0].function, strip=False)  # type: ignore[attr-defined]
+    texts = [*ODD, "".join(map(chr, range(0x3000)))]
+    assert task.rewards(texts, [PLAIN | {"points": list(map(ord, text))} for text in texts]) == [1.0] * len(texts)
+
+
+TEXT = st.text(st.characters(exclude_categories=()))  # surrogates too
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner), max_leaves=20)
+
+
+@given(VALUES)
+@example("\ud83d\ude00")  # two code points, which are not the emoji
+def test_what_is_exact_comes_back_as_it_was(value: Any) -> None:
+    assert is_exact(value)
+    back = worker.decode(worker.encode(value))
+    assert repr(back) == repr(value)  # tells 1 from True and 1.0, and 0.0 from -0.0
+    assert b"\n" not in worker.encode(value)[:-1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(1,), {1: "a"}, b"a", np.float64(1.0), np.int64(1), {"a": [(1,)]}, {1}, datetime.date(2026, 1, 1), 10**5000],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_json_would_change_is_not_exact(value: Any) -> None:
+    assert not is_exact(value)
+
+
+@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+def test_ten_megabytes(isolate: Isolate, tmp_path: Path, kind: str) -> None:
+    source = "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
+    task = isolate(length) if kind == "fork" else fresh(isolate, tmp_path / "mine.py", source, "length")
+    texts = [chr(97 + i % 26) * (170_000 + i) for i in range(60)]
+    assert task.rewards(texts, [PLAIN] * 60) == [170_000.0 + i for i in range(60)]
+
+
+def test_async_functions_are_awaited_together(isolate: Isolate, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def judge(name: str) -> Callable[..., Any]:
+        async def judge(completions: list[str], **kwargs: Any) -> list[float]:
+            with log.open("a") as file:
+                file.write(f"{name} starts\n")
+            await asyncio.sleep(0.05)
+            with log.open("a") as file:
+                file.write(f"{name} ends\n")
+            return [1.0 for _ in completions]
+
+        return judge
+
+    task = isolate(judge("a"), judge("b"), length)
+    assert task.rewards(["xyz"], [PLAIN]) == [5.0]
+    assert log.read_text().split("\n")[:2] == ["a starts", "b starts"]
+
+    async def notebook() -> list[float]:
+        return task.rewards(["xyz"], [PLAIN])
+
+    assert asyncio.run(notebook()) == [5.0]
+
+
+def test_async_functions_start_in_a_fork_of_a_running_loop(isolate: Isolate) -> None:
+    async def judge(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [2.0 for _ in completions]
+
+    async def notebook() -> list[float]:
+        return isolate(judge).rewards(["a"], [PLAIN])
+
+    assert asyncio.run(notebook()) == [2.0]
+
+
+@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+def test_prints_go_to_stderr(isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    source = (
+        "import os, sys\n"
+        "def loud(completions, **kwargs):\n"
+        "    print('printed \\ud800'); os.write(1, b'written\\n'); os.system('echo echoed')\n"
+        "    assert sys.stdin.read() == ''\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    task = fresh(isolate, tmp_path / "loud.py", source, "loud")
+    if kind == "fork":
+        task = isolate(task.functions[0].function)  # type: ignore[attr-defined]
+    assert task.rewards(["a"], [PLAIN]) == task.rewards(["a"], [PLAIN]) == [1.0]
+    task.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert [err.count(word) for word in ("printed \\ud800\n", "written\n", "echoed\n")] == [2, 2, 2]
+
+
+def test_a_function_keeps_what_it_has_learned(isolate: Isolate) -> None:
+    class Counter:
+        calls = 0
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            self.calls += 1
+            if completions == ["raise"]:
+                raise ValueError("once")
+            return [float(self.calls) for _ in completions]
+
+    counter = Counter()
+    task = isolate(counter, grader=GraderConfig(retries=0))
+    assert task.rewards(["a"], [PLAIN]) == [1.0]
+    with pytest.raises(RewardError, match="ValueError: once"):
+        task.rewards(["raise"], [PLAIN])
+    assert task.rewards(["a"], [PLAIN]) == [3.0]
+    assert counter.calls == 0
+
+
+def test_the_worker_outlives_the_thread_that_started_it(isolate: Isolate) -> None:
+    task = isolate(pid)
+    seen: list[float] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: seen.extend(task.rewards(["a"], [PLAIN])))
+        thread.start()
+        thread.join()
+    assert len(set(seen)) == 1
+
+
+# --- fresh processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_fresh_process_has_the_same_path_and_folder(
+    isolate: Isolate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_package_of_rewards.py").write_text(
+        "import os, sys\n"
+        "def here(completions, cwd, **kwargs):\n"
+        "    return [float(os.getcwd() == cwd[0] and 'pytest' not in sys.modules) for _ in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    task = isolate(tasks.create(TaskConfig(name="custom", rewards=["my_package_of_rewards:here"])))
+    assert task.rewards(["a"], [PLAIN | {"cwd": str(tmp_path)}]) == [1.0]
+
+
+@pytest.mark.slow
+def test_exit_handlers_run_when_the_task_is_closed(isolate: Isolate, tmp_path: Path) -> None:
+    source = (
+        "import atexit, pathlib\n"
+        "def keep(completions, log):\n"
+        "    atexit.register(pathlib.Path(log[0]).write_text, 'kept')\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    task = fresh(isolate, tmp_path / "keep.py", source, "keep")
+    assert task.rewards(["a"], [PLAIN | {"log": str(tmp_path / "log")}]) == [1.0]
+    task.close()
+    assert (tmp_path / "log").read_text() == "kept"
+
+
+@pytest.mark.slow
+def test_a_module_that_fails_in_the_worker_is_told(isolate: Isolate, tmp_path: Path) -> None:
+    source = (
+        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no model')\ndef f(completions): return [0.0]\n"
+    )
+    task = fresh(isolate, tmp_path / "fails.py", source, "f")
+    with pytest.raises(ConfigError, match="fails to import: OSError: no model"):
+        task.rewards(["a"], [PLAIN])
+
+
+@pytest.mark.slow
+def test_functions_of_a_script_are_forked(tmp_path: Path) -> None:
+    """`__main__` is another module in another process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from evoalign import tasks\n"
+        "from evoalign.config import GraderConfig, TaskConfig\n"
+        "def score(completions): return [float(len(c)) for c in completions]\n"
+        "task = tasks.isolate(tasks.create(TaskConfig(name='custom', rewards=['__main__:score'])), GraderConfig())\n"
+        "print(task.rewards(['abc'], [{'prompt': '?'}]))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[3.0]\n"
+
+
+# --- rows that are more than JSON -----------------------------------------------------------------------------------
+
+RICH = """
+import datetime, decimal
+def rich(completions, when, price, raw, **kwargs):
+    good = [w == datetime.datetime(2026, 1, 2, 3) and p == decimal.Decimal("1.50") and r == b"\\xff"
+            for w, p, r in zip(when, price, raw)]
+    return [float(g) for g in good]
+"""
+
+
+def rich_rows(path: Path, raw: bytes = b"\xff") -> None:
+    columns = {
+        "prompt": [str(i) for i in range(5)],
+        "when": [datetime.datetime(2026, 1, 2, 3)] * 5,
+        "price": [decimal.Decimal("1.50")] * 5,
+        "raw": [raw] * 5,
+    }
+    parquet.write_table(pa.table(columns), path)
+
+
+@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> None:
+    data = tmp_path / "rows.parquet"
+    rich_rows(data)
+    task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
+    if kind == "fork":
+        task = isolate(task.functions[0].function, train_data=str(data))  # type: ignore[attr-defined]
+    rows = task.load_data(0)
+    examples = [*rows.test, *rows.train]
+    assert task.rewards(["a"] * 5, examples) == [1.0] * 5
+    with pytest.raises(DataError, match="column 'when' holds a datetime"):
+        task.rewards(["a"], [dict(examples[0])])  # not a row that load_data gave
+
+
+@pytest.mark.slow
+def test_a_file_that_changed_meanwhile_is_noticed(isolate: Isolate, tmp_path: Path) -> None:
+    data = tmp_path / "rows.parquet"
+    rich_rows(data)
+    task = fresh(isolate, tmp_path / "rich.py", RICH, "rich", train_data=str(data))
+    rows = task.load_data(0)
+    task.rewards(["a"], rows.train[:1])
+    task.close()  # the next call starts another worker, which reads the file again
+    table = parquet.read_table(data)
+    parquet.write_table(table.set_column(0, "prompt", pa.array(["other"] * 5)), data)
+    with pytest.raises(DataError, match=r"row 0 of the train split reads otherwise the second time, in 'prompt'"):
+        task.rewards(["a"], rows.train[:1])
+
+
+# --- a Task of the user's own ---------------------------------------------------------------------------------------
+
+OWN = """
+import os, time
+from evoalign.errors import DataError
+from evoalign.tasks import Data, Task
+
+class Own(Task):
+    name = "own"
+    max_reward = 1.0
+    def load_data(self, seed):
+        self.words = {"a": "x", "b": "y"}
+        return Data([{"word": "a"}], [{"word": "b"}])
+    def prompt(self, example): return example["word"]
+    def compute_reward(self, text, example): return float(text == self.words[example["word"]])
+    def gold(self, example): return self.words[example["word"]]
+    def measures(self, text, example): return {"pid": os.getpid(), "right": text == self.gold(example)}
+    def clean(self, text):
+        if text == "hang": time.sleep(1000)
+        return text.strip().lower()
+
+class Strict(Own):
+    name = "strict"
+    def self_check(self, examples): raise DataError(f"row 0 of {len(examples)} is no good")
+    def measures(self, text, example): time.sleep(1000)
+    def rewards(self, texts, examples):
+        import numpy
+        if texts[0] == "short": return [1.0, 2.0]
+        return numpy.array([{"nan": float("nan")}.get(t, 2.0) for t in texts])
+"""
+
+
+def own(path: Path, name: str) -> Task:
+    path.write_text(OWN, encoding="utf-8")
+    return tasks.create(TaskConfig(name=f"{path}:{name}"))
+
+
+@pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
+def test_all_scoring_of_a_task_of_ones_own_is_apart(isolate: Isolate, tmp_path: Path, kind: str) -> None:
+    plain = own(tmp_path / "own.py", "Own")
+    plain.from_config = kind == "fresh"
+    task = isolate(plain)
+    data = task.load_data(0)
+    assert isinstance(task, Isolated)
+    assert task.rewards([" X ", "z"], [data.train[0]] * 2) == [1.0, 0.0]
+    assert task.compute_reward("y", data.test[0]) == 1.0
+    assert task.gold(data.test[0]) == "y"
+    assert task.clean(" X ") == "x"
+    measures = task.measures("y", data.test[0])
+    assert measures["right"] == 1.0
+    assert measures["pid"] != os.getpid()
+    task.self_check([*data.train, *data.test])
+
+
+def test_a_task_of_ones_own_that_is_wrong_or_hangs(isolate: Isolate, tmp_path: Path) -> None:
+    task = own(tmp_path / "own.py", "Strict")
+    task.from_config = False
+    task = isolate(task, grader=GraderConfig(timeout=1.0, retries=0))
+    row = task.load_data(0).train[0]
+    assert task.rewards(["a"], [row]) == [2.0]
+    for text, message in (("nan", "task strict gave .*nan.* as the reward of 'nan'"), ("short", "2 rewards for 1")):
+        with pytest.raises(RewardError, match=message):
+            task.rewards([text], [row])
+    with pytest.raises(DataError, match="row 0 of 1 is no good"):
+        task.self_check([row])
+    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' does it alone"):
+        task.measures("word", row)
+    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' does it alone") as caught:
+        task.clean("hang")
+    assert (caught.value.failed or {})["completion"] == "hang"
+
+
+class Held(Task):
+    """Handed over as an object, with what a script put into it."""
+
+    name = "held"
+
+    def __init__(self, bonus: float) -> None:
+        super().__init__(TaskConfig(name="held"))
+        self.bonus = bonus
+
+    def load_data(self, seed: int) -> Data:
+        return Data([{"key": (1, 2)}], [{"key": (3, 4)}])
+
+    def prompt(self, example: Example) -> Prompt:
+        return str(example["key"])
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        return len(text) + self.bonus + example["key"][0] if isinstance(example["key"], tuple) else float("nan")
+
+
+class Lazy(Sequence[Any]):
+    """Rows made on access, each time anew, as data sets have them."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in (0, 1):
+            raise IndexError(index)
+        return {"key": (self.first + index, 0)}
+
+
+class Learning(Held):
+    """Knows its maximum from its data."""
+
+    def load_data(self, seed: int) -> Data:
+        self.max_reward = 7.5
+        return Data(Lazy(1), Lazy(3))
+
+
+def test_rows_made_on_access_are_made_once(isolate: Isolate) -> None:
+    task = isolate(Learning(0.5))
+    data = task.load_data(0)
+    assert task.rewards(["abc", "a"], [data.train[1], data.test[0]]) == [5.5, 4.5]
+
+
+def test_the_maximum_is_the_tasks_own_at_any_time(isolate: Isolate) -> None:
+    task = isolate(Learning(0.5))
+    assert task.max_reward == float("inf")
+    task.load_data(0)
+    assert task.max_reward == 7.5
+
+
+@pytest.mark.slow
+def test_a_subclass_of_custom_keeps_what_it_loads(isolate: Isolate, tmp_path: Path) -> None:
+    path = tmp_path / "keeping.py"
+    path.write_text(
+        "from evoalign.tasks import Data\n"
+        "from evoalign.tasks.custom import Custom\n"
+        "class Keeping(Custom):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config, [self.score])\n"
+        "    def load_data(self, seed):\n"
+        "        self.bonus = 2.0 + seed\n"
+        "        return Data([{'prompt': '?'}], [{'prompt': '!'}])\n"
+        "    def score(self, completions):\n"
+        "        return [self.bonus for _ in completions]\n"
+    )
+    task = isolate(tasks.create(TaskConfig(name=f"{path}:Keeping")))
+    assert task.rewards(["a"], [task.load_data(1).train[0]]) == [3.0]
+
+
+def test_a_task_object_is_forked_with_what_it_holds(isolate: Isolate) -> None:
+    task = isolate(Held(0.5))
+    data = task.load_data(0)
+    assert task.rewards(["abc", "a"], [data.train[0], data.test[0]]) == [4.5, 4.5]

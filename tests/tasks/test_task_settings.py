@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that only one task has: they reach it, in the worker too, and nobody else takes them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import evoalign
+from evoalign import tasks
+from evoalign.config import GraderConfig, TaskConfig, from_dict, load, to_yaml
+from evoalign.errors import ConfigError
+from evoalign.exporting.public import private_paths, public
+from evoalign.rundir.identity import differences
+from evoalign.tasks import TASKS
+
+OWN = '''
+import os
+from pydantic import PositiveFloat
+from evoalign.config import Section
+from evoalign.tasks import Data, Task
+
+
+class Settings(Section):
+    letter: str = "e"
+    worth: PositiveFloat = 1.0
+
+
+class Letters(Task):
+    """Counts a letter; `worth` each."""
+
+    name = "letters"
+    settings = Settings
+
+    def load_data(self, seed):
+        return Data([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "c"}])
+
+    def prompt(self, example):
+        return example["prompt"]
+
+    def compute_reward(self, text, example):
+        return self.options.worth * text.count(self.options.letter)
+
+    def measures(self, text, example):
+        return {"process": float(os.getpid()), "worth": self.options.worth}
+
+
+class Loose(Letters):
+    settings = None
+
+    def compute_reward(self, text, example):
+        return float(self.options.get("worth", 1.0)) + self.config.options.get("bonus", 0.0)
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "letters.py").write_text(OWN)
+    return str(tmp_path / "letters.py")
+
+
+def test_settings_of_a_tasks_own_are_those_of_its_model(own: str) -> None:
+    task = tasks.create(TaskConfig.model_validate({"name": f"{own}:Letters", "letter": "x", "worth": "2.5"}))
+    assert (task.options.letter, task.options.worth) == ("x", 2.5)
+    assert task.rewards(["xxe"], [{"prompt": "a"}]) == [5.0]
+    assert tasks.create(TaskConfig(name=f"{own}:Letters")).options.letter == "e"
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"lettr": "x"}, r"unknown setting task\.lettr; did you mean task\.letter\?"),
+    ({"trian_data": "x"}, r"unknown setting task\.trian_data; did you mean task\.train_data\?"),
+    ({"qqq": 1}, r"unknown setting task\.qqq; known here: batch_size, letter, "),
+    ({"worth": 0}, r"task\.worth: Input should be greater than 0"),
+])  # fmt: skip
+def test_what_the_model_does_not_know_is_refused(own: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tasks.create(TaskConfig.model_validate({"name": f"{own}:Letters", **settings}))
+
+
+def test_without_a_model_all_but_a_slip_is_taken(own: str) -> None:
+    task = tasks.create(TaskConfig.model_validate({"name": f"{own}:Loose", "worth": 2, "bonus": 0.5}))
+    assert task.options == {"worth": 2, "bonus": 0.5} and task.compute_reward("", {}) == 2.5
+    with pytest.raises(ConfigError, match=r"unknown setting task\.batchsize; did you mean task\.batch_size\?"):
+        tasks.create(TaskConfig.model_validate({"name": f"{own}:Loose", "batchsize": 2}))
+
+
+def test_they_reach_the_worker(own: str) -> None:
+    config = TaskConfig.model_validate({"name": f"{own}:Letters", "letter": "x", "worth": 3.0})
+    task = tasks.isolate(tasks.create(config), GraderConfig())
+    try:
+        data = task.load_data(0)
+        found = task.measures("xx", data.train[0])
+        assert found["worth"] == 3.0 and found["process"] != float(os.getpid())
+        assert task.rewards(["xx", "e"], [data.train[0], data.test[0]]) == [6.0, 0.0]
+        assert task.options.worth == 3.0
+    finally:
+        task.close()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shipped_tasks_have_none_and_say_so_as_the_config_is_read(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_dict({"es": {"sigma": 0.1}, "task": {"name": name, "letter": "x", "btch_size": 3}})
+    shown = str(refused.value)
+    assert "unknown setting task.btch_size; did you mean task.batch_size?" in shown
+    assert "unknown setting task.letter; known here: batch_size, name" in shown
+
+
+def test_a_setting_of_custom_is_told_about_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"rewards go with task\.name: custom"):
+        tasks.create(TaskConfig(name="conciseness", rewards=["a.py:b"]))
+    with pytest.warns(UserWarning, match=r"countdown makes no use of task\.reward_weights"):
+        tasks.create(TaskConfig(name="countdown", reward_weights=[1.0]))
+
+
+def test_they_are_saved_count_as_the_run_and_stay_private(own: str, tmp_path: Path) -> None:
+    tree = {"es": {"sigma": 0.1}, "task": {"name": f"{own}:Letters", "letter": "/home/somebody/letters.txt"}}
+    config = from_dict(tree)
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    assert load([tmp_path / "saved.yaml"]) == config
+    other = load([tmp_path / "saved.yaml"], ["task.letter=y"])
+    assert other.task.options == {"letter": "y"}
+    assert differences(other, config)[0] == ["task.letter is '/home/somebody/letters.txt' in the run and 'y' now"]
+    assert "/home/somebody/letters.txt" in private_paths(config)
+    assert public(config).task.options == {"letter": "letters.txt"}
+
+
+def test_a_run_trains_and_is_evaluated_with_them(own: str, tmp_path: Path) -> None:
+    config = {
+        "output_dir": str(tmp_path / "run"), "model": {"name": "tiny", "dtype": "float32"}, "engine": {"device": "cpu"},
+        "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": 1, "population_size": 4},
+        "evaluation": {"max_tokens": 8}, "task": {"name": f"{own}:Letters", "letter": " ", "worth": 0.5},
+    }  # fmt: skip
+    run = evoalign.train(config, console=Console(file=io.StringIO()))
+    assert evoalign.evaluate(run.path, config=run.path / "config.yaml").measures["worth"] == 0.5
+    header = json.loads((run.path / "journal.jsonl").read_text().splitlines()[0])
+    assert header["config"]["task"]["worth"] == 0.5

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the source is built, held over its syntax tree: who may ask what something is, who may ask an engine, and sizes.
+
+What is an engine's, a space's or a task's own is asked of the object. Only the package that owns a kind of part may
+look at which one it has: by name, by class, by `match`, `type`, `hasattr` or a default of `getattr`.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evoalign.config import from_dict
+from evoalign.engines import ENGINES
+from evoalign.spaces import SPACES
+from evoalign.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "evoalign"
+FILES = sorted(PACKAGE.rglob("*.py"))
+Rule = Callable[[ast.AST], bool]
+
+OWNER = {"engine": "engines", "space": "spaces", "task": "tasks"}
+NAMES = {"engine": set(ENGINES), "space": set(SPACES), "task": set(TASKS)}
+CLASSES = {
+    "engine": {"TransformersConfig", "VllmConfig", "TransformersEngine", "VllmEngine"},
+    "space": {"FullConfig", "LoraConfig", "LowrankConfig", *(cls.__name__ for cls in SPACES.values())},
+    "task": {cls.__name__ for cls in TASKS.values()},
+}
+MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/")
+MOST_ENTRIES, MOST_LINES = 34, 400
+LONGER = {"kernels/population_triton.py": 527}
+"""Files that may have more lines, and how many. An entry goes when its file is short enough; none comes."""
+
+
+# --- what counts ---
+
+
+def last(node: ast.AST) -> str:
+    """`space` of `space`, `config.space` and `self.config.space`; what is called, of a call."""
+    if isinstance(node, ast.Call):
+        return last(node.func)
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def literals(node: ast.AST) -> set[str]:
+    """The texts in a constant, or in a tuple, list or set of them."""
+    parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+
+
+def classes(node: ast.AST) -> set[str]:
+    """The names of classes in `A`, `x.A`, `(A, B)` and `A | B`."""
+    return {last(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
+
+
+def asks_the_name(kind: str) -> Rule:
+    """`config.space.name == ...`, `!=`, `in`; or any comparison of a name or a `.name` with one that is known."""
+
+    def rule(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Compare):
+            return False
+        operands = (node.left, *node.comparators)
+        names = [n for n in operands if isinstance(n, ast.Attribute) and n.attr == "name"]
+        if any(last(n.value) == kind for n in names):
+            return True
+        said = {text for n in operands for text in literals(n)} & NAMES[kind]
+        return bool(said) and any(last(n) in ("name", kind, f"{kind}_name") for n in operands)
+
+    return rule
+
+
+def asks_the_class(kind: str) -> Rule:
+    """`isinstance` or `issubclass` with a class of this kind, and `case` with one."""
+
+    def rule(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and last(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
+            return bool(classes(node.args[1]) & CLASSES[kind])
+        return isinstance(node, ast.MatchClass) and bool(classes(node.cls) & CLASSES[kind])
+
+    return rule
+
+
+def asks_otherwise(kind: str) -> Rule:
+    """`type(x)`, `hasattr(x, ...)`, `getattr(x, ..., default)`, `match x` and `match x.name` of an x of this kind."""
+
+    def rule(node: ast.AST) -> bool:
+        if isinstance(node, ast.Match):
+            subject = node.subject
+            within = subject.value if isinstance(subject, ast.Attribute) and subject.attr == "name" else subject
+            return kind in (last(subject), last(within))
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+            return False
+        least = {"type": 1, "hasattr": 2, "getattr": 3}.get(node.func.id, 99)
+        return len(node.args) >= least and last(node.args[0]) == kind
+
+    return rule
+
+
+def rolls_out(node: ast.AST) -> bool:
+    """`engine.rollout`, called or handed on."""
+    return isinstance(node, ast.Attribute) and node.attr == "rollout" and isinstance(node.ctx, ast.Load)
+
+
+def found(rule: Rule, *own: str) -> list[str]:
+    """Where a rule is broken outside the files that may, as `file:line`."""
+    return [
+        f"{name}:{node.lineno}"  # type: ignore[attr-defined]
+        for path in FILES
+        if not (name := path.relative_to(PACKAGE).as_posix()).startswith(own)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if rule(node)
+    ]
+
+
+RULES = {"name": asks_the_name, "class": asks_the_class, "otherwise": asks_otherwise}
+
+
+@pytest.mark.parametrize("kind", OWNER)
+@pytest.mark.parametrize("how", RULES)
+def test_a_part_is_asked_and_not_looked_at(kind: str, how: str) -> None:
+    assert found(RULES[how](kind), f"{OWNER[kind]}/") == []
+
+
+def test_one_door_leads_to_an_engine() -> None:
+    assert found(rolls_out, *MAY_ROLL_OUT) == []
+
+
+def test_the_classes_of_settings_are_known_here() -> None:
+    sections = {type(from_dict({"engine": {"name": name}, "es": {"sigma": 0.1}}).engine).__name__ for name in ENGINES}
+    assert sections <= CLASSES["engine"]
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "kind"),
+    [
+        ("config.space.name == 'x'", "name", "space"),
+        ("a if self.config.space.name not in ('lora', 'full') else b", "name", "space"),
+        ("name = config.space.name\nname == 'lora'", "name", "space"),
+        ("config.engine.name != 'vllm'", "name", "engine"),
+        ("task.name in TASKS", "name", "task"),
+        ("isinstance(config.engine, VllmConfig)", "class", "engine"),
+        ("isinstance(e, config.TransformersConfig | None)", "class", "engine"),
+        ("match x:\n    case VllmConfig(): ...", "class", "engine"),
+        ("issubclass(cls, (int, Lora))", "class", "space"),
+        ("match config.space.name:\n    case 'lora': ...", "otherwise", "space"),
+        ("type(self.engine) is Other", "otherwise", "engine"),
+        ("hasattr(engine, 'shards')", "otherwise", "engine"),
+        ("getattr(config.engine, 'memory', None)", "otherwise", "engine"),
+    ],
+)
+def test_what_counts_is_found(code: str, how: str, kind: str) -> None:
+    assert any(map(RULES[how](kind), ast.walk(ast.parse(code))))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tensor.name in layout.by_name", "config.grpo.tune == 'lora'", "self.es.optimizer.name != 'sgd'",
+        "isinstance(x, dict)", "type(value) is list", "hasattr(os, 'fork')", "getattr(text, 'head_dim', None)",
+        "SPACES[config.space.name]", "f'{config.space.name}'", "mode == 'full'",
+    ],
+)  # fmt: skip
+def test_what_does_not_count_passes(code: str) -> None:
+    rules = [rolls_out, *(rule(kind) for rule in RULES.values() for kind in OWNER)]
+    assert not any(rule(node) for node in ast.walk(ast.parse(code)) for rule in rules)
+
+
+# --- rooms ---
+
+
+def test_the_top_reads_like_a_table_of_contents() -> None:
+    entries = [p.name for p in PACKAGE.iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def test_no_package_only_wraps_another() -> None:
+    for init in PACKAGE.rglob("__init__.py"):
+        beside = [p for p in init.parent.iterdir() if p.name not in ("__init__.py", "__pycache__")]
+        inner = [p for p in beside if (p / "__init__.py").is_file()]
+        assert not (len(beside) == len(inner) == 1), f"{init.parent.relative_to(PACKAGE)} has nothing of its own"
+
+
+def test_files_are_short() -> None:
+    lengths = {p.relative_to(PACKAGE).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
+    assert {f: n for f, n in lengths.items() if n > LONGER.get(f, MOST_LINES)} == {}
+    assert all(lengths.get(file, 0) > MOST_LINES for file in LONGER), (
+        "a file is short enough now: take it out of LONGER"
+    )
+
+
+def test_every_package_and_module_has_its_layer() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ][0]
+    layers = [name for layer in contract["layers"] for name in layer.split(" : ")]
+    top = [p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()]
+    assert contract["type"] == "layers" and sorted(layers) == sorted(set(top) - {"__init__"})
+
+
+# --- imports ---
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """What is imported when a module is: not in functions, not for types alone."""
+    below: list[ast.stmt] = list(tree.body)
+    while below:
+        node = below.pop()
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.If | ast.Try | ast.ClassDef) and "TYPE_CHECKING" not in ast.dump(node)[:200]:
+            below += [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)]
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    """Neither in the package nor in the benchmarks."""
+    modules = {
+        ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES
+    }
+    modules |= {p.stem: p for p in (ROOT / "benchmarks").glob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        said = imports(ast.parse(path.read_text(encoding="utf-8")))
+        known = {w if w in modules else w.rpartition(".")[0] for w in said}
+        graph[name] = {w for w in known if w in modules and w != name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))

@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards as named columns and the objectives that make scores of them: the weighted sum, and one with a state."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import signal
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from rich.console import Console
+
+import evoalign
+from evoalign import cli
+from evoalign.config import GraderConfig, ObjectiveConfig, TaskConfig, code_of, from_dict, to_yaml
+from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RewardError, StoppedError
+from evoalign.report import figures
+from evoalign.report.rows import rebuilt_row
+from evoalign.rewards.objective import Group, Objective, WeightedSum, create, grouped, score
+from evoalign.rollouts import columns_of, rewards_of
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import saved_folders
+from evoalign.shaping import Scores
+from evoalign.tasks import Task, isolate
+from evoalign.tasks import create as create_task
+from evoalign.tasks.custom import Custom
+from evoalign.tracking.base import step_and_values
+from evoalign.training import saving
+from evoalign.types import Example
+
+HERE = "test_objective"
+GENERATIONS, HALF = 5, 3
+
+
+def helpful(text: str, example: Example) -> float:
+    """More vowels are better."""
+    return float(sum(c in "aeiou" for c in text))
+
+
+def cost(completions: Sequence[str], **columns: Any) -> list[float | None]:
+    """Share of blanks; it does not apply to the empty text."""
+    return [text.count(" ") / len(text) if text else None for text in completions]
+
+
+class Adaptive(Objective):
+    """reward - lambda * cost: ln lambda follows a moving average of the cost above a limit."""
+
+    name = "adaptive"
+    per_completion = True
+
+    def __init__(self, limit: float = 0.05, rate: float = 3.0, low: float = -2.0, high: float = 2.0) -> None:
+        self.limit, self.rate, self.low, self.high = limit, rate, low, high
+        self.state = {"ln_lambda": 0.0, "average": 0.0}
+
+    def scores(self, group: Group) -> Scores:
+        return group.columns_MP["helpful"] - math.exp(self.state["ln_lambda"]) * np.nan_to_num(group.columns_MP["cost"])
+
+    def update(self, group: Group) -> None:
+        average = 0.5 * self.state["average"] + 0.5 * np.float32(np.nanmean(group.columns_MP["cost"]))
+        moved = self.state["ln_lambda"] + self.rate * (average - self.limit)
+        self.state = {"ln_lambda": min(max(moved, self.low), self.high), "average": average}
+
+
+class Ranks(Objective):
+    """Members against each other: fitness of a whole group, without a state."""
+
+    name = "ranks"
+
+    def scores(self, group: Group) -> Scores:
+        return group.columns_MP["helpful"].argsort(axis=0).argsort(axis=0).astype(np.float64)
+
+
+class Costly(Task):
+    """A task of one's own that names a cost beside its reward."""
+
+    name = "costly"
+    weighted = WeightedSum({"reward": 1.0})
+
+    def load_data(self, seed: int) -> evoalign.Data:
+        rows = [{"question": str(i)} for i in range(3)]
+        return evoalign.Data(rows, rows)
+
+    def prompt(self, example: Example) -> str:
+        return f"Question {example['question']}"
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        return -float(len(text))
+
+    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Mapping[str, Any]:
+        return {"reward": self.rewards(texts, examples), "blanks": np.array([t.count(" ") for t in texts])}
+
+
+def write_questions(file: Path) -> None:
+    file.write_text("".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in ("sea", "sky", "sun")))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in ["sea", "sky", "sun", "rain"])
+    )
+    return str(file)
+
+
+def config(output: Path, questions: str, **task: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(output), "seed": 5, "deterministic": True,
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
+        "task": {"name": "custom", "train_data": questions, "test_data": questions, "batch_size": 2,
+                 "rewards": [f"{HERE}:helpful", f"{HERE}:cost"], "reward_weights": [1.0, -0.5], **task},
+        "evaluation": {"max_tokens": 8, "temperature": 0.8, "every": 2}, "checkpoint": {"every": 1},
+        "checks": {"control_every": 2}, "tracking": {"completions_every": 0}, "grader": {"isolated": False},
+    }  # fmt: skip
+
+
+def train(tree: Mapping[str, Any], **arguments: Any) -> evoalign.Result:
+    return evoalign.train(tree, console=Console(file=io.StringIO(), width=200), **arguments)
+
+
+def stopped(tree: Mapping[str, Any]) -> None:
+    def stop(generation: Any) -> None:
+        if generation.index + 1 == HALF:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(StoppedError):
+        train(tree, on_generation=stop)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def bits(values: Sequence[float]) -> bytes:
+    return struct.pack(f"{len(values)}d", *values)
+
+
+ADAPTIVE = {"objective": {"name": f"{HERE}:Adaptive", "limit": 0.05}}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run with the adaptive objective that never stopped, and its questions."""
+    folder = tmp_path_factory.mktemp("adaptive")
+    file = folder / "questions.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in ["sea", "sky", "sun", "rain"])
+    )
+    train(config(folder / "run", str(file), **ADAPTIVE))
+    return folder / "run", str(file)
+
+
+# --- a state that is resumed ----------------------------------------------------------------------------------------
+
+
+def test_the_state_moves_and_is_in_the_journal(straight: tuple[Path, str]) -> None:
+    log = journal.read(straight[0] / "journal.jsonl").whole()
+    states = [recorded.objective for recorded in log.generations]
+    assert [list(state) for state in states] == [["average", "ln_lambda"]] * GENERATIONS
+    assert len({state["ln_lambda"] for state in states}) == GENERATIONS
+    rows = lines(straight[0] / "metrics.jsonl")
+    assert [row["objective"] for row in rows] == states
+    assert rebuilt_row(log.generations[2])["objective"] == states[2]
+    for folder in saved_folders(straight[0]):
+        mark = checkpoint.verify(folder)
+        assert mark.objective == states[mark.generation - 1]
+
+
+def test_stopped_half_way_it_ends_with_the_same_bits(straight: tuple[Path, str], tmp_path: Path) -> None:
+    run, file = straight
+    tree = config(tmp_path / "run", file, **ADAPTIVE)
+    stopped(tree)
+    train(tree, resume=True)
+    assert (tmp_path / "run/journal.jsonl").read_bytes() == (run / "journal.jsonl").read_bytes()
+    assert [row["rewards"] for row in lines(tmp_path / "run/metrics.jsonl")] == [
+        row["rewards"] for row in lines(run / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("kept", [2, 5, 6, 9])
+def test_cut_anywhere_it_ends_with_the_same_bits(straight: tuple[Path, str], kept: int, tmp_path: Path) -> None:
+    """Also after an update's line, before its seal: the state is that of the line."""
+    whole = (straight[0] / "journal.jsonl").read_bytes()
+    copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
+    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
+    train(config(copy, straight[1], **ADAPTIVE), resume=True)
+    assert (copy / "journal.jsonl").read_bytes() == whole
+
+
+def test_without_its_state_it_would_be_another_run(
+    straight: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = config(tmp_path / "run", straight[1], **ADAPTIVE)
+    stopped(tree)
+    monkeypatch.setattr(Adaptive, "restore", lambda self, state: None)
+    train(tree, resume=True)
+    ours, theirs = (lines(path / "journal.jsonl") for path in (tmp_path / "run", straight[0]))
+    assert ours[: 1 + 2 * HALF] == theirs[: 1 + 2 * HALF]
+    assert ours[1 + 2 * HALF] != theirs[1 + 2 * HALF]
+
+
+def test_the_weights_do_not_depend_on_the_state(straight: tuple[Path, str], tmp_path: Path) -> None:
+    sealed = journal.read(straight[0] / "journal.jsonl").generations[-1]
+    assert evoalign.replay(straight[0], to=tmp_path / "mean") == sealed.weights_hash
+    assert checkpoint.verify(tmp_path / "mean").objective == sealed.objective
+
+
+def test_a_state_of_another_objective_is_refused(straight: tuple[Path, str], tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match=r"objective weighted_sum keeps no state .* recorded average, ln_lambda"):
+        WeightedSum().restore({"average": 0.0, "ln_lambda": 0.0})
+    copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
+    with pytest.raises(ResumeError, match="objective"):
+        train(config(copy, straight[1]), resume=True)
+    with pytest.raises(ResumeError, match=r"task.objective.limit is 0.05 in the run and 0.1 now"):
+        train(config(copy, straight[1], objective={"name": f"{HERE}:Adaptive", "limit": 0.1}), resume=True)
+
+
+def test_a_saved_mean_with_another_state_is_not_of_the_journal(straight: tuple[Path, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved_folders(straight[0])[-1], tmp_path / "mean"))
+    log = journal.read(straight[0] / "journal.jsonl")
+    assert saving.checked(folder, log).objective == log.generations[-1].objective
+    mark = checkpoint.verify(folder)
+    (folder / checkpoint.RECORD).unlink()
+    checkpoint.seal(folder, checkpoint.Mark(mark.generation, mark.weights_hash, mark.journal, mark.reward, {"a": 1.0}))
+    with pytest.raises(CheckpointError, match="is not of this journal"):
+        saving.checked(folder, log)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": "1"}, {"a": None}, 3.0])
+def test_a_state_that_cannot_be_is_damage(straight: tuple[Path, str], state: Any, tmp_path: Path) -> None:
+    """A line that is whole and hashed, as a hostile one may be."""
+    text = (straight[0] / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    line = json.loads(text[1])
+    del line["hash"]
+    line["objective"] = state
+    line["hash"] = journal._digest(line)
+    (tmp_path / "journal.jsonl").write_bytes(text[0] + journal._dump(line) + b"\n")
+    with pytest.raises(JournalError, match=r"line 2 holds objective.* that cannot be"):
+        journal.read(tmp_path / "journal.jsonl").whole()
+
+
+# --- what is told of components --------------------------------------------------------------------------------------
+
+
+def test_means_of_rewards_reach_everybody(straight: tuple[Path, str], questions: str, tmp_path: Path) -> None:
+    run = straight[0]
+    rows = lines(run / "metrics.jsonl")
+    assert all(list(row["rewards"]) == ["helpful", "cost"] for row in rows)
+    _, told = step_and_values(rows[0])
+    assert told["rewards/cost"] == rows[0]["rewards"]["cost"]
+    assert told["objective/ln_lambda"] == rows[0]["objective"]["ln_lambda"]
+    assert (run / "figures/rewards.png").is_file()
+    report = json.loads((run / "results/evaluation.json").read_text())
+    before, change = report["before"], report["change_mean_low_high"]
+    assert list(before)[:3] == ["reward", "reward/helpful", "reward/cost"]
+    assert {"reward/helpful", "reward/cost"} <= change.keys()
+    table = parquet.read_table(run / "results/completions/before.parquet").to_pylist()
+    assert before["reward/helpful"] == pytest.approx(np.mean([helpful(row["text"], {}) for row in table]))
+    for row in table:  # the weighted sum, whatever the objective is
+        assert row["reward"] == row["reward/helpful"] - 0.5 * row["reward/cost"]
+    output = io.StringIO()
+    again = evoalign.train(config(run, straight[1], **ADAPTIVE), resume=True, console=Console(file=output, width=200))
+    assert again.before.measures == before
+    assert "reward/helpful" in output.getvalue()
+
+
+def test_the_plain_line_names_them(questions: str, tmp_path: Path) -> None:
+    output = io.StringIO()
+    tree = config(tmp_path / "run", questions)
+    tree["es"]["num_generations"] = 1
+    evoalign.train(tree, console=Console(file=output, width=200))
+    (row,) = lines(tmp_path / "run/metrics.jsonl")
+    assert f"helpful {row['rewards']['helpful']:.4g}  cost {row['rewards']['cost']:.4g}" in output.getvalue()
+    assert "objective" not in row
+    assert not any("objective" in line for line in lines(tmp_path / "run/journal.jsonl"))
+    assert row["mean"] == pytest.approx(row["rewards"]["helpful"] - 0.5 * row["rewards"]["cost"])
+
+
+def test_one_reward_leaves_rows_tables_and_journals_as_they_were(questions: str, tmp_path: Path) -> None:
+    seen: list[evoalign.Generation] = []
+    tree = config(tmp_path / "run", questions, rewards=[f"{HERE}:helpful"], reward_weights=None)
+    tree["es"]["num_generations"] = 1
+    result = train(tree, on_generation=seen.append)
+    (row,) = lines(tmp_path / "run/metrics.jsonl")
+    assert not {"rewards", "objective"} & row.keys()
+    assert not (tmp_path / "run/figures/rewards.png").exists()
+    assert seen[0].rewards == seen[0].objective == {}
+    assert not any(name.startswith("reward/") for name in result.before.measures)
+    header, update, _ = lines(tmp_path / "run/journal.jsonl")
+    assert "objective" not in header["config"]["task"]
+    assert "objective" not in update
+    record = json.loads((saved_folders(tmp_path / "run")[-1] / "evoalign.json").read_text())
+    assert "objective" not in record
+    columns = parquet.read_schema(tmp_path / "run/results/completions/before.parquet").names
+    assert "rewards" not in columns
+
+
+def test_a_reward_that_applies_to_few_has_the_mean_of_those() -> None:
+    group = grouped({"a": [1.0, None, 2.0, None], "b": [None] * 4}, ["w", "x", "y", "z"], [{}, {}], 7)
+    assert group.means == {"a": 1.5, "b": None}
+    assert group.texts_MP == [["w", "x"], ["y", "z"]]
+    assert group.columns_MP["a"].shape == (2, 2)
+    assert np.isnan(group.columns_MP["a"][0, 1])
+
+
+def test_a_figure_with_gaps(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"generation": 0, "rewards": {"a": 1.0, "b": None}},
+        {"generation": 1},
+        {"generation": 2, "rewards": {"a": 2.0}},
+    ]  # fmt: skip
+    figures.rewards(rows, tmp_path / "rewards.png")
+    assert (tmp_path / "rewards.png").is_file()
+    figures.rewards(rows[1:2], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_an_example_without_a_measure_is_left_out_of_its_change() -> None:
+    from evoalign.evaluation import paired_interval
+
+    assert paired_interval([1.0, math.nan, 2.0], [2.0, 5.0, 3.0]) == (1.0, 1.0, 1.0)
+    assert math.isnan(paired_interval([math.nan], [1.0])[0])
+
+
+# --- the weighted sum -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated: bool) -> None:
+    functions = [helpful, cost, lambda text, example: 0.1 * len(text), helpful]
+    task = create_task(TaskConfig(name="custom", reward_weights=[0.1, 1 / 3, -7.7, 1e-9]), functions)
+    task = isolate(task, GraderConfig(isolated=isolated))
+    texts, examples = ["", "a b", "sea and sky", "x" * 50, "e e e", "aeiou"], [{"prompt": str(i)} for i in range(3)]
+    try:
+        columns = columns_of(task, texts, examples * 2)
+        assert list(columns) == ["helpful", "cost", "<lambda>", "helpful_2"]
+        assert columns["cost"][0] is None
+        scores_MP = score(task.objective(), grouped(columns, texts, examples, 0))
+        assert scores_MP.shape == (2, 3)
+        expected = [0.1 * a + (1 / 3) * b + -7.7 * c + 1e-9 * d
+                    for a, b, c, d in zip(*(columns[n] for n in columns), strict=True) if b is not None]  # fmt: skip
+        assert bits(scores_MP.ravel()[1:]) == bits(expected)
+        assert bits(scores_MP.ravel()) == bits(task.rewards(texts, examples * 2))
+        assert bits(rewards_of(task, texts, examples * 2)) == bits(scores_MP.ravel())
+    finally:
+        task.close()
+
+
+def test_a_single_reward_keeps_its_bits_and_a_custom_one_its_own_sum() -> None:
+    plain = Costly(TaskConfig())
+    texts, examples = [""], [{"question": "1"}]
+    assert bits(rewards_of(plain, texts, examples)) == bits([0.0])  # weighted: 0 + -0.0, as a sum gives it
+
+    class Plain(Costly):
+        weighted = Task.weighted
+        columns = Task.columns  # type: ignore[assignment]
+
+    assert bits(rewards_of(Plain(TaskConfig()), texts, examples)) == bits([-0.0])
+    custom = create_task(TaskConfig(name="custom"), [lambda text, example: -0.0])
+    assert bits(rewards_of(custom, texts, [{"prompt": "?"}])) == bits(custom.rewards(texts, [{"prompt": "?"}]))
+    assert bits(custom.rewards(texts, [{"prompt": "?"}])) == bits([0.0])
+
+
+def test_a_subclass_that_makes_its_own_sum_is_scored_by_it() -> None:
+    class Clipped(Custom):
+        def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+            return [min(reward, 1.0) for reward in super().rewards(texts, examples)]
+
+    task = Clipped(TaskConfig(), [helpful])
+    assert columns_of(task, ["aeiou"], [{"prompt": "?"}]) == {"reward": [1.0]}
+    assert rewards_of(task, ["aeiou"], [{"prompt": "?"}]) == [1.0]
+
+
+def test_only_what_the_weights_name_counts() -> None:
+    task = Costly(TaskConfig())
+    examples = task.load_data(0).train
+    group = grouped(columns_of(task, ["a b"] * 6, [*examples] * 2), ["a b"] * 6, examples, 0)
+    assert score(task.objective(), group).tolist() == [[-3.0] * 3] * 2
+    assert group.means == {"reward": -3.0, "blanks": 1.0}
+    with pytest.raises(RewardError, match="weights are given for harm, and the rewards are reward, blanks"):
+        score(WeightedSum({"harm": 1.0}), group)
+    with pytest.raises(ConfigError, match="finite"):
+        WeightedSum({"reward": math.inf})
+    both = WeightedSum()
+    assert score(both, group).tolist() == [[-2.0] * 3] * 2
+    nothing = grouped({"a": [None], "b": [None]}, ["text"], [{}], 0)
+    with pytest.raises(RewardError, match=r"every reward function \(a, b\) returned None for the completion 'text'"):
+        score(both, nothing)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, r"gave columns named \[\]"),
+        ({"a\n": [1.0]}, "name each with plain text"),
+        ({3: [1.0]}, "name each with plain text"),
+        ({"a": [1.0, 2.0]}, "gave 2 rewards for 1 texts"),
+        ({"a": [1.0], "b": [math.nan]}, "gave nan as the reward of 'text'"),
+        ([1.0], "task costly failed to score: TypeError"),
+    ],
+)
+def test_columns_that_are_none_are_told(columns: Any, message: str) -> None:
+    class Wrong(Costly):
+        def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Any:
+            return columns
+
+    with pytest.raises(RewardError, match=message):
+        columns_of(Wrong(TaskConfig()), ["text"], [{"question": "1"}])
+
+
+class Odd(Objective):
+    name = "odd"
+    per_completion = True
+
+    def __init__(self, answer: Any = None, state: Any = None) -> None:
+        self.answer, self.after = answer, state
+
+    def scores(self, group: Group) -> Any:
+        return self.answer if not callable(self.answer) else self.answer()
+
+    def update(self, group: Group) -> None:
+        self.state = self.after or {}
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (Odd([[1.0], [2.0]]), r"scores of shape \(2, 1\), of which 0 are not finite"),
+        (Odd([[1.0, math.inf]]), "of which 1 are not finite; give one finite number for each of 1 members x 2 prompts"),
+        (Odd("words"), "objective odd failed: ValueError"),
+        (Odd(lambda: 1 / 0), "objective odd failed: ZeroDivisionError"),
+        (Odd([[1.0, 2.0]], {"a": math.nan}), "the state of objective odd holds a = nan"),
+        (Odd([[1.0, 2.0]], {"a": "b"}), "the state of objective odd holds a = 'b'"),
+    ],
+)
+def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective, message: str) -> None:
+    group = grouped({"reward": [1.0, 2.0]}, ["a", "b"], [{}, {}], 0)
+    with pytest.raises(RewardError, match=message):
+        score(objective, group)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "weighted"}, "'weighted' is not an import path"),
+        ({"name": f"{HERE}:helpful"}, "is not a class derived from evoalign.rewards.objective.Objective"),
+        ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be made of \{'limits': 3\}: TypeError"),
+        ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be made of"),
+        ({"name": f"{HERE}:Odd", "answer": 1}, None),
+    ],
+)
+def test_an_objective_that_cannot_be_made_is_refused(settings: Any, message: str | None) -> None:
+    chosen = ObjectiveConfig(**settings)
+    if message is None:
+        assert create(chosen).name == "odd"
+        return
+    with pytest.raises(ConfigError, match=message):
+        create(chosen)
+
+
+def test_a_dry_run_refuses_it_too(questions: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.objective: no module named 'no_such'"):
+        evoalign.dry_run(config(tmp_path, questions, objective="no_such:Thing"))
+
+
+def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str, tmp_path: Path) -> None:
+    own = from_dict(config(tmp_path, questions, objective=f"{HERE}:Adaptive"))
+    assert own.task.objective == ObjectiveConfig(name=f"{HERE}:Adaptive")
+    assert f"{HERE}:Adaptive" in code_of(own)
+    assert "objective:" not in to_yaml(from_dict(config(tmp_path, questions)))
+    assert code_of(from_dict({"es": {"sigma": 0.1}, "task": {"objective": "weighted_sum"}})) == []
+
+
+def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
+    straight: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"names code of its own .*{HERE}:Adaptive"):
+        evoalign.evaluate(straight[0])
+    asked = ["--set", f"task.rewards=[{HERE}:helpful,{HERE}:cost]", "--set", "evaluation.max_tokens=4"]
+    words = ["evoalign", "eval", str(straight[0]), *asked]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code
+    assert f"({HERE}:Adaptive)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_population_is_asked_for_where_there_is_one(questions: str, tmp_path: Path) -> None:
+    """Members against each other: it trains by ES, without a control; the probe and GRPO refuse it."""
+    tree = config(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
+    tree["es"]["num_generations"] = 1
+    seen: list[evoalign.Generation] = []
+    train(tree, on_generation=seen.append)
+    assert np.sort(np.array(seen[0].scores_MP), axis=0).tolist() == [[float(i)] * 2 for i in range(4)]
+    (row,) = lines(tmp_path / "run/metrics.jsonl")
+    assert row["diagnosis"]["control"] is None
+    from evoalign.preflight import ladder
+
+    with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, and the probe has none"):
+        ladder.probe(tree, members=4, examples=1)
+
+
+def test_grpo_refuses_what_it_cannot_resume(questions: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    tree = config(tmp_path / "run", questions, **ADAPTIVE) | {"grpo": {"max_steps": 1, "num_generations": 2}}
+    with pytest.raises(ConfigError, match=r"objective adaptive has a state \(ln_lambda, average\)"):
+        evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    tree["task"]["objective"] = f"{HERE}:Ranks"
+    with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, and GRPO has none"):
+        evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+    from evoalign.baselines import planning
+
+    assert any("refused as it stands: objective ranks" in line for line in planning.dry_run(tree))
+
+
+class Halved(WeightedSum):
+    """A score by completion, without a state."""
+
+    name = "halved"
+
+    def scores(self, group: Group) -> Scores:
+        return super().scores(group) / 2
+
+
+def test_grpo_is_given_what_the_objective_makes(questions: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    weights = {"helpful": 1.0, "cost": -0.5}
+    tree = config(
+        tmp_path / "run", questions, objective={"name": f"{HERE}:Halved", "weights": weights}, batch_size=None
+    )
+    tree |= {"grpo": {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}}
+    tree["tracking"] = {"completions_every": 1}
+    evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    (row,) = lines(tmp_path / "run/metrics.jsonl")
+    means = row["rewards"]
+    said = parquet.read_table(tmp_path / "run/results/completions/generation_0000.parquet").to_pylist()
+    assert means["helpful"] == pytest.approx(np.mean([helpful(s["text"].strip(), {}) for s in said]))
+    for one in said:
+        text = one["text"].strip()
+        assert one["score"] == (helpful(text, {}) - 0.5 * (cost([text])[0] or 0.0)) / 2

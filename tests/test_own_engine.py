@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine from a file outside the package: a run's whole life with it, and whose word it takes to import it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import evoalign
+from calling import caller
+from evoalign.config import from_dict, load, to_yaml
+from evoalign.errors import ConfigError, ResumeError
+from evoalign.rundir import journal
+from evoalign.testing import engines as contract
+from evoalign.training import replay as replaying
+from evoalign.training import resolve
+from toy_engine import ToyEngine, ToySettings
+
+TOY = Path(__file__).parent / "toy_engine.py"
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The engine's import path, in a file that lies in no package."""
+    file = tmp_path_factory.mktemp("elsewhere") / "mine.py"
+    shutil.copy(TOY, file)
+    return f"{file}:ToyEngine"
+
+
+def tree(output: Path, name: str, space: str = "lowrank", **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(output), "seed": 5, "space": space, "engine": {"name": name, **changes.pop("engine", {})},
+        "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 4, "population_size": 4},
+        "task": {"name": "conciseness", "batch_size": 2}, "checkpoint": {"every": 1, "keep_last": 2},
+        "evaluation": {"max_tokens": 8}, "checks": {"control_every": 2, "canary_every": 2},
+        "tracking": {"completions_every": 0}, **changes,
+    }  # fmt: skip
+
+
+def train(tree: dict[str, Any], **how: bool) -> str:
+    console = Console(file=io.StringIO(), width=300)
+    evoalign.train(tree, console=console, **how)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def runs(outside: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each space."""
+    folder = tmp_path_factory.mktemp("runs")
+    for space in ("lora", "lowrank", "full"):
+        train(tree(folder / space, outside, space))
+    return {space: folder / space for space in ("lora", "lowrank", "full")}
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_a_run_learns_from_members_that_differ_and_is_replayed(space: str, runs: dict[str, Path]) -> None:
+    log = journal.read(runs[space] / "journal.jsonl")
+    assert log.sealed == 4 and log.header.config["engine"]["sharpness"] == 20.0, "defaults are written out"
+    assert all(any(g.update.coefficients) for g in log.generations), "every generation moves the mean"
+    assert len({g.weights_hash for g in log.generations}) == 4
+    assert replaying.replay(runs[space]) == log.generations[-1].weights_hash
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_a_run_that_was_cut_off_resumes_bit_for_bit(space: str, runs: dict[str, Path], outside: str) -> None:
+    whole, copy = runs[space], runs[space].with_name(f"{space}-cut")
+    shutil.copytree(whole, copy)
+    lines = (whole / "journal.jsonl").read_bytes().splitlines(True)
+    (copy / "journal.jsonl").write_bytes(b"".join(lines[:5]))
+    told = train(tree(copy, outside, space, engine={"longest": 512}), resume=True)
+    assert "warning: engine.longest is 4096 in the run and 512 now" in told
+    assert [json.loads(line)["hash"] for line in lines[1:]] == [
+        json.loads(line)["hash"] for line in (copy / "journal.jsonl").read_bytes().splitlines()[1:]
+    ]
+
+
+def test_a_setting_that_is_no_resource_makes_another_run(runs: dict[str, Path], outside: str) -> None:
+    changed = tree(runs["lora"], outside, "lora", engine={"sharpness": 3.0})
+    with pytest.raises(ResumeError, match=r"engine.sharpness is 20.0 in the run and 3.0 now"):
+        train(changed, resume=True)
+
+
+def test_probe_doctor_and_dry_run(outside: str, tmp_path: Path) -> None:
+    mine = tree(tmp_path / "run", outside)
+    found = {finding.name: finding for finding in evoalign.doctor(mine)}
+    assert not [f for f in found.values() if f.status == "failed"]
+    assert "toy serves float32 on cpu" in found["engine"].detail
+    assert "fit the model's" in found["prompt length"].detail
+    short = {f.name: f for f in evoalign.doctor(tree(tmp_path / "run", outside, engine={"longest": 5}))}
+    assert short["prompt length"].status == "failed" and "exceed engine.longest 5" in short["prompt length"].detail
+    result = evoalign.probe(mine, sigmas=[0.01, 10.0], members=4, examples=2)
+    assert result.rungs[-1].changed_share > 0
+    assert any(line.startswith("memory ") for line in evoalign.dry_run(mine))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_takes_it(
+    outside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = caller(monkeypatch, capsys)
+    config = tree(tmp_path / "run", outside, es={"sigma": 0.01, "num_generations": 1, "population_size": 4})
+    (tmp_path / "mine.yaml").write_text(to_yaml(from_dict(config)))
+    assert run("train", tmp_path / "mine.yaml", "--dry-run").code == 0
+    assert run("train", tmp_path / "mine.yaml").code == 0
+    assert run("replay", tmp_path / "run").code == 0
+    wrong = run("train", tmp_path / "mine.yaml", "--overwrite", "--set", "engine.sharpnes=2")
+    assert wrong.code == 2 and "unknown setting engine.sharpnes; did you mean engine.sharpness?" in wrong.err
+
+
+def test_its_settings_are_checked_by_its_class(outside: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.longest: .*valid integer.*'far'"):
+        evoalign.dry_run(tree(tmp_path, outside, engine={"longest": "far"}))
+    with pytest.raises(ConfigError, match=r"unknown setting engine.device; it belongs to engine transformers, and"):
+        evoalign.dry_run(tree(tmp_path, outside, engine={"device": "cpu"}))
+    with pytest.raises(ConfigError, match=r"engine.name: json:JSONDecoder has no class `settings`"):
+        evoalign.dry_run(tree(tmp_path, "json:JSONDecoder"))
+    with pytest.raises(ConfigError, match=r"no module named 'nowhere'"):
+        evoalign.dry_run(tree(tmp_path, "nowhere:Engine"))
+
+
+# --- whose word it takes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A config whose engine leaves a mark where it is imported."""
+    (tmp_path / "evil_engine.py").write_text("from pathlib import Path\nPath('owned').touch()\nclass Engine: ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tree(tmp_path / "run", "evil_engine:Engine", "lora")
+    sys.modules.pop("evil_engine", None)
+
+
+def test_reading_a_config_imports_nothing(hostile: dict[str, Any]) -> None:
+    config = from_dict(hostile)
+    Path("c.yaml").write_text(to_yaml(config))
+    assert load(["c.yaml"]) == config and config.engine.name == "evil_engine:Engine"
+    assert not Path("owned").exists()
+    with pytest.raises(ConfigError, match="has no class `settings`"):
+        evoalign.dry_run(hostile)
+    assert Path("owned").exists(), "the user's own config says what is imported"
+
+
+def test_a_run_does_not_say_which_engine_is_imported(hostile: dict[str, Any]) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(to_yaml(from_dict(hostile)))
+    Path("run/journal.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"names code of its own \(evil_engine:Engine\)"):
+        resolve.of_run(Path("run"))
+    assert not Path("owned").exists()
+
+
+def test_a_journal_is_replayed_without_its_engine(runs: dict[str, Path], hostile: dict[str, Any]) -> None:
+    """The updates have the same bits whatever engine it names."""
+    log = journal.read(runs["lora"] / "journal.jsonl")
+    log.header.config["engine"] = hostile["engine"]
+    assert replaying.config_of(log).engine.name == "transformers"
+    assert not Path("owned").exists()
+
+
+# --- the public contract --------------------------------------------------------------------------------------------
+
+MADE_UP = {"check_mean_is_plain", "check_members_are_their_own"}
+"""Hold the answers against the real model's."""
+
+
+@pytest.mark.parametrize("check", [c for c in contract.CHECKS if c.__name__ not in MADE_UP], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_it_keeps_the_contract(space: str, check: contract.Check) -> None:
+    config = from_dict({"space": space, "model": {"name": "tiny"}, "es": {"sigma": 0.05, "learning_rate": 0.025}})
+    config = config.model_copy(update={"engine": ToySettings(name="toy_engine:ToyEngine")})
+    with contract.started(ToyEngine, config) as bench:
+        check(bench)

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was stopped, killed, cut or damaged goes on as if nothing had happened, or says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import corrupting
+import evoalign
+import killing
+from evoalign.config import from_dict
+from evoalign.engines.vllm.settings import VllmConfig
+from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RunExistsError, StoppedError
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.identity import differences
+from evoalign.training import replay as replaying
+
+Traces = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=killing.SPACES)
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Traces]:
+    """A run that never stopped, and what it left."""
+    space, folder = request.param, tmp_path_factory.mktemp(request.param) / "run"
+    killing.train(space, folder)
+    return space, folder, killing.traces(folder)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    killing.train("lora", folder)
+    return folder
+
+
+@pytest.fixture
+def copy(lora: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(lora, tmp_path / "run"))
+
+
+def go_on(run: Path, **sections: Any) -> str:
+    tree = killing.config("lora", run)
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+    output = io.StringIO()
+    evoalign.train(tree, resume=True, console=Console(file=output, width=200))
+    return output.getvalue()
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.first("lora-mid-journal", "lora-before")
+@pytest.mark.parametrize("point", killing.POINTS)
+def test_killed_anywhere_it_ends_with_the_same_bits(
+    straight: tuple[str, Path, Traces], point: str, tmp_path: Path
+) -> None:
+    space, _, expected = straight
+    killing.killed(space, point, 2, tmp_path / "run")
+    killing.train(space, tmp_path / "run", resume=True)
+    assert killing.traces(tmp_path / "run") == expected
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(lora: Path, tmp_path: Path) -> None:
+    """At every generation, each time while it goes on from the death before."""
+    for point in ("after sampling", "before the seal", "mid-journal-line (seal)", "mid-save (weights)"):
+        killing.killed("lora", point, 0, tmp_path / "run", resume=True)
+    killing.train("lora", tmp_path / "run", resume=True)
+    assert killing.traces(tmp_path / "run") == killing.traces(lora)
+
+
+@pytest.mark.slow
+def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
+    for point in ("before the journal", "mid-journal-line (header)"):
+        killing.killed("lora", point, 0, tmp_path / "run")
+        with pytest.raises(RunExistsError, match="--resume"):
+            killing.train("lora", tmp_path / "run")
+        killing.train("lora", tmp_path / "run", resume=True)
+        assert killing.traces(tmp_path / "run") == killing.traces(lora)
+        shutil.rmtree(tmp_path / "run")
+
+
+# --- damaged ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("space", killing.SPACES)
+def test_random_damage_is_refused_by_name_or_recovered(space: str, tmp_path: Path) -> None:
+    found = corrupting.outcomes(corrupting.Bench(space, tmp_path), 40, 7)
+    assert found.total() == 40
+    assert {outcome for _, _, outcome in found} >= {"refused", "an older checkpoint"}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(copy: Path) -> None:
+    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:7]))
+    folder = copy / "loras/generation_0003"
+    (folder / "optimizer.safetensors").write_bytes(b"no")
+    told = go_on(copy)
+    assert f"warning: {folder / 'optimizer.safetensors'} was altered" in told
+    assert killing.traces(copy)["journal"].count(b"\n") == 9
+
+
+@pytest.mark.slow
+def test_a_saved_mean_of_another_run_is_passed_over(copy: Path, tmp_path: Path) -> None:
+    other = killing.config("lora", tmp_path / "other") | {"seed": 6}
+    evoalign.train(other, console=Console(file=io.StringIO()))
+    whole = killing.traces(copy)
+    for folder in saved_folders(copy):
+        shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "other/loras", copy / "loras", dirs_exist_ok=True)
+    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:7]))
+    assert "is not of this journal" in go_on(copy)
+    assert killing.traces(copy)["journal"] == whole["journal"]
+
+
+def test_a_planted_file_is_refused(copy: Path) -> None:
+    folder = saved_folders(copy)[-1]
+    shutil.copy(folder / "adapter_model.safetensors", folder / "mean-00000.safetensors")
+    with pytest.raises(CheckpointError, match="does not belong there"):
+        checkpoint.verify(folder)
+    with pytest.raises(CheckpointError):
+        evoalign.evaluate(copy)
+
+
+def test_an_altered_line_stops_it_and_the_lines_before_are_a_run(copy: Path) -> None:
+    path = copy / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], lines[5].replace(b'"sigma":0', b'"sigma":1'), *lines[6:]]))
+    with pytest.raises(JournalError, match=r"line 6 was altered.*whole up to generation 2 \(line 5\)"):
+        go_on(copy)
+    whole = killing.traces(copy)
+    path.write_bytes(b"".join(lines[:5]))
+    go_on(copy)
+    assert killing.traces(copy)["evaluation"] == whole["evaluation"]
+    assert path.read_bytes() == b"".join(lines)
+
+
+def test_a_lost_journal_is_no_reason_to_begin_anew(copy: Path) -> None:
+    (copy / "journal.jsonl").unlink()
+    with pytest.raises(JournalError, match="is missing or cut in its first line"):
+        go_on(copy)
+    assert saved_folders(copy)
+
+
+def test_what_is_not_the_run_may_be_lost(copy: Path) -> None:
+    """Figures, metrics, manifest, config, the completions before: all of it is made again."""
+    whole = killing.traces(copy)
+    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:6]))
+    raw = (copy / "results/completions/before.parquet").read_bytes()
+    for kept, broken in ((raw[: len(raw) // 2], b'{"generation": 0, "mea'), (None, None)):
+        for name in ("config.yaml", "manifest.json"):
+            (copy / name).unlink(missing_ok=True)
+        shutil.rmtree(copy / "figures")
+        for file, content in (("results/completions/before.parquet", kept), ("metrics.jsonl", broken)):
+            (copy / file).unlink() if content is None else (copy / file).write_bytes(content)
+        go_on(copy)
+        found = killing.traces(copy)
+        assert {k: found[k] for k in ("journal", "evaluation", "rows")} == {
+            k: whole[k] for k in ("journal", "evaluation", "rows")
+        }
+        assert (copy / "figures/evolution.png").is_file() or kept is None
+        assert json.loads((copy / "manifest.json").read_text())["versions"]
+
+
+# --- stopped ---------------------------------------------------------------------------------------------------------
+
+
+def start(run: Path) -> subprocess.Popen[str]:
+    """The command line, with enough generations to be stopped in the middle."""
+    tree = killing.config("lora", run)
+    tree["es"]["num_generations"] = 400
+    file = run.parent / "config.yaml"
+    file.write_text(json.dumps(tree))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evoalign.cli", "train", str(file)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    for _ in range(1200):
+        time.sleep(0.05)
+        if (run / "metrics.jsonl").is_file() or process.poll() is not None:
+            return process
+    raise AssertionError("it does not start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_generation_saves_and_says_how_to_go_on(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    run = tmp_path / "run"
+    process = start(run)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    log = journal.read(run / "journal.jsonl")
+    assert process.returncode == code
+    assert "stopping after this generation" in err
+    assert f"stopped after generation {log.sealed} of 400; resume with: evoalign train {run} --resume" in err
+    assert log.damage is None and log.sealed == len(log.generations) < 400
+    assert checkpoint.verify(saved_folders(run)[-1]).generation == log.sealed
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == log.sealed
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_stops_at_once_and_loses_at_most_that_generation(tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    while process.poll() is None:  # the first may come between two generations
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.005)
+    process.communicate()
+    assert process.returncode in (130, -signal.SIGINT), "the last one may come while Python ends"
+    log = journal.read(tmp_path / "run/journal.jsonl").whole()
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert log.sealed >= 1 and 0 <= len(log.generations) - len(rows) <= 1
+
+
+def test_stopped_and_gone_on_with_it_ends_the_same(lora: Path, tmp_path: Path) -> None:
+    tree = killing.config("lora", tmp_path / "run")
+    stops = []
+
+    def stop(generation: evoalign.Generation) -> None:
+        if generation.index < 3:
+            stops.append(generation.index)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for expected in (1, 2, 3):
+        with pytest.raises(StoppedError, match=f"stopped after generation {expected} of 4") as caught:
+            evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
+        assert caught.value.signal == signal.SIGTERM
+    evoalign.train(tree, resume=True, on_generation=stop, console=Console(file=io.StringIO()))
+    assert stops == [0, 1, 2] and killing.traces(tmp_path / "run") == killing.traces(lora)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the handlers are as they were"
+
+
+# --- other settings --------------------------------------------------------------------------------------------------
+
+
+def test_other_settings_are_named(copy: Path) -> None:
+    with pytest.raises(ResumeError, match=r"es.sigma is 0.01 in the run and 0.02 now; seed is 5 in the run and 8 now"):
+        go_on(copy, es={"sigma": 0.02}, seed=8)
+    with pytest.raises(ResumeError, match="num_generations is 4 in the run and 3 now"):
+        go_on(copy, es={"num_generations": 3})
+
+
+def test_what_is_only_kept_or_told_may_change(copy: Path) -> None:
+    go_on(copy, checkpoint={"every": 0, "keep_last": 1}, evaluation={"every": 0}, checks={"control_every": 0})
+
+
+@pytest.mark.slow
+def test_a_run_that_ran_out_of_memory_may_take_smaller_batches(copy: Path) -> None:
+    (copy / "journal.jsonl").write_bytes(b"".join((copy / "journal.jsonl").read_bytes().splitlines(True)[:5]))
+    told = go_on(copy, engine={"max_rows": 3}, seed=5)
+    assert "warning: engine.max_rows is None in the run and 3 now" in told
+    assert journal.read(copy / "journal.jsonl").sealed == 4
+
+
+def test_settings_of_vllm_that_a_machine_decides_may_change() -> None:
+    """Every one but those that choose the weights."""
+    tree = {"es": {"sigma": 0.01}, "engine": {"name": "vllm"}}
+    other = {
+        "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_gib": 2, "max_num_seqs": 8,
+        "max_num_batched_tokens": 512, "max_model_len": 256, "enforce_eager": True, "attention_backend": "TRITON_ATTN",
+        "population": "stock", "members": 3, "master": "host", "load_format": "dummy", "seed": 4,
+    }  # fmt: skip
+    assert set(other) == set(VllmConfig.model_fields) - {"name"}
+    refused, warned = differences(from_dict({**tree, "engine": {"name": "vllm", **other}}), from_dict(tree))
+    assert [line.split()[0] for line in refused] == ["engine.load_format", "engine.seed"]
+    assert [line.split()[0] for line in warned] == sorted(f"engine.{n}" for n in set(other) - {"load_format", "seed"})
+    assert "engine.max_num_seqs is 1024 in the run and 8 now" in warned
+
+
+def test_another_engine_is_another_run(copy: Path) -> None:
+    with pytest.raises(ResumeError, match=r"engine.name is 'transformers' in the run and 'vllm' now"):
+        go_on(copy, engine={"name": "vllm"})
+
+
+@pytest.mark.slow
+def test_a_longer_run_begins_as_the_shorter_one(tmp_path: Path) -> None:
+    def constant(output: Path, generations: int) -> dict[str, Any]:
+        tree = killing.config("lora", output)
+        tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
+        return tree
+
+    quiet = Console(file=io.StringIO())
+    evoalign.train(constant(tmp_path / "long", 3), console=quiet)
+    evoalign.train(constant(tmp_path / "short", 2), console=quiet)
+    evoalign.train(constant(tmp_path / "short", 3), resume=True, console=quiet)
+    assert killing.traces(tmp_path / "short")["journal"] == killing.traces(tmp_path / "long")["journal"]
+    with pytest.raises(ResumeError, match="has 3 generations already"):
+        evoalign.train(constant(tmp_path / "short", 2), resume=True, console=quiet)
+
+
+def test_another_base_model_is_refused(copy: Path, random_qwen2: Path) -> None:
+    log = journal.read(copy / "journal.jsonl")
+    with pytest.raises(ResumeError, match="other base weights"), replaying.rebuilt(log, model=str(random_qwen2)):
+        pass
+
+
+def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy: Path) -> None:
+    text = (copy / "config.yaml").read_text().replace("name: conciseness", "name: somewhere:Task")
+    (copy / "config.yaml").write_text(text)
+    from evoalign.training.resolve import of_run
+
+    with pytest.raises(ConfigError, match="names code of its own"):
+        of_run(copy)
+
+
+# --- what stays ------------------------------------------------------------------------------------------------------
+
+
+def kept(run: Path) -> list[int]:
+    return [int(folder.name.removeprefix("generation_")) for folder in saved_folders(run)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "every", "expected"),
+    [
+        ({"every": 1, "keep_last": 2, "keep_best": False}, 0, [5, 6]),
+        ({"every": 2, "keep_last": 9, "keep_best": False}, 0, [2, 4, 6]),
+        ({"every": 0, "keep_last": 1, "keep_best": False}, 1, [6]),
+        ({"every": 0, "keep_last": 1, "keep_best": True}, 1, None),
+    ],
+)
+def test_the_latest_and_the_best_stay(
+    tmp_path: Path, settings: dict[str, Any], every: int, expected: list[int] | None
+) -> None:
+    tree = killing.config("lora", tmp_path / "run") | {"checkpoint": settings}
+    tree["es"] |= {"num_generations": 6}
+    tree["evaluation"] |= {"every": every}
+    evoalign.train(tree, console=Console(file=io.StringIO()))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    scores = {row["generation"] + 1: row["evaluation"]["reward"] for row in rows if row["evaluation"]}
+    if expected is None:
+        best = max(scores, key=lambda g: (scores[g], -g))
+        expected = sorted({best, 6})
+        assert len(scores) == 5
+    assert kept(tmp_path / "run") == expected
+
+
+def test_a_run_that_is_done_is_done(copy: Path) -> None:
+    before = killing.traces(copy)
+    assert "resumes after generation 4 of 4" in go_on(copy)
+    assert killing.traces(copy) == before
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.first("lora")
+def test_replay_rebuilds_every_generation(straight: tuple[str, Path, Traces], tmp_path: Path) -> None:
+    _, run, _ = straight
+    log = journal.read(run / "journal.jsonl")
+    hashes = [log.header.weights_hash, *(g.weights_hash for g in log.generations)]
+    assert [replaying.replay(run, generation=g) for g in range(5)] == hashes
+    alone = tmp_path / "elsewhere.jsonl"
+    shutil.copy(run / "journal.jsonl", alone)
+    seen: list[tuple[int, int]] = []
+    assert replaying.replay(alone, to=tmp_path / "mean", progress=lambda *at: seen.append(at)) == hashes[-1]
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    ours, theirs = saved_folders(run)[-1], tmp_path / "mean"
+    name = "adapter_model.safetensors" if (ours / "adapter_model.safetensors").exists() else "model.safetensors"
+    assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert checkpoint.verify(theirs).weights_hash == hashes[-1]
+    with pytest.raises(RunExistsError, match="not empty"):
+        replaying.replay(alone, to=tmp_path / "mean")
+    with pytest.raises(JournalError, match="has 4 whole generations; generation 5"):
+        replaying.replay(alone, generation=5)
+
+
+def test_replay_names_the_generation_that_comes_out_otherwise(copy: Path) -> None:
+    """A journal whose chain was made anew around another coefficient."""
+    from rundir.test_journal import relinked
+
+    path = copy / "journal.jsonl"
+    lines = [{k: v for k, v in json.loads(text).items() if k != "hash"} for text in path.read_text().splitlines()]
+    lines[5]["coefficients"][0] += 1.0
+    path.write_text(relinked(lines))
+    with pytest.raises(ResumeError, match=r"generation 3 comes out as \w{12} and was \w{12}"):
+        replaying.replay(copy)
+    assert replaying.replay(copy, generation=2)
+
+
+def test_replay_of_a_cut_journal(copy: Path) -> None:
+    path = copy / "journal.jsonl"
+    raw = path.read_bytes()
+    hashes = [g.weights_hash for g in journal.read(path).generations]
+    path.write_bytes(raw[:-20])
+    assert replaying.replay(copy) == hashes[2]
+    path.write_bytes(raw.replace(b'"rms_c":', b'"rms_d":', 3))
+    with pytest.raises(JournalError, match="line 2 was altered"):
+        replaying.replay(copy)
+
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.jsonl"))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_journals_of_every_release_replay(path: Path) -> None:
+    assert replaying.replay(path) == journal.read(path).generations[-1].weights_hash
+
+
+def test_there_are_golden_journals_of_this_format() -> None:
+    assert {path.stem for path in GOLDEN} >= set(killing.SPACES)
