@@ -84,7 +84,7 @@ class Steps(TrainerCallback):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step has begun: all of a state that is resumed from is read by then."""
+        """Whether a step has begun: all of a state that is resumed is read by then."""
         return self._began > 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

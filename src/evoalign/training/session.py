@@ -219,7 +219,7 @@ class Session:
         missed = self.algorithm.resume(self)
         self.run.resume(self.config, self._manifest({}))
         self.recorder.start(self.done, missed)
-        self.tell(f"goes on after {self.labels.unit} {self.done} of {self.total}")
+        self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}")
         return before
 
     def _manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,5 +302,5 @@ def how_to_resume(session: Session) -> str:
     """Names the run itself, or, where it names code, the config in it."""
     run, method = session.run, session.labels.method
     if session.given is not None:
-        return f"go on with {COMMANDS[method]}(..., {session.given}=..., resume=True)"
-    return f"go on with: {resume_command(run.config if code_of(session.config) else run.path, method)}"
+        return f"resume with {COMMANDS[method]}(..., {session.given}=..., resume=True)"
+    return f"resume with: {resume_command(run.config if code_of(session.config) else run.path, method)}"
