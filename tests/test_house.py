@@ -32,6 +32,12 @@ CLASSES = {
     "space": {"FullConfig", "LoraConfig", "LowrankConfig", *(cls.__name__ for cls in SPACES.values())},
     "task": {cls.__name__ for cls in TASKS.values()},
 }
+LEFT: dict[tuple[str, str], set[str]] = {
+    ("class", "engine"): {"config/run.py", "cost/budget.py", "cost/estimate.py", "preflight/plan.py",
+                          "rundir/identity.py"},
+    ("name", "engine"): {"checks/divergence.py"},
+}  # fmt: skip
+"""Files that still look at an engine's settings by their class. An entry goes with its last look; none comes."""
 MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/")
 MOST_ENTRIES, MOST_LINES = 34, 400
 LONGER = {"kernels/population_triton.py": 527}
@@ -66,9 +72,12 @@ def asks_the_name(kind: str) -> Rule:
         if not isinstance(node, ast.Compare):
             return False
         operands = (node.left, *node.comparators)
+        if isinstance(node.left, ast.Constant) and node.left.value == ":":  # whether it is an import path, of anything
+            return False
         names = [n for n in operands if isinstance(n, ast.Attribute) and n.attr == "name"]
-        if any(last(n.value) == kind for n in names):
-            return True
+        others = [n for n in operands if n not in names]
+        if any(last(n.value) == kind for n in names):  # with a name of the user's it is no choice of ours
+            return not (others and all(isinstance(n, ast.Name) and n.id.islower() for n in others))
         said = {text for n in operands for text in literals(n)} & NAMES[kind]
         return bool(said) and any(last(n) in ("name", kind, f"{kind}_name") for n in operands)
 
@@ -124,7 +133,8 @@ RULES = {"name": asks_the_name, "class": asks_the_class, "otherwise": asks_other
 @pytest.mark.parametrize("kind", OWNER)
 @pytest.mark.parametrize("how", RULES)
 def test_a_part_is_asked_and_not_looked_at(kind: str, how: str) -> None:
-    assert found(RULES[how](kind), f"{OWNER[kind]}/") == []
+    left = {place.partition(":")[0] for place in found(RULES[how](kind), f"{OWNER[kind]}/")}
+    assert left == LEFT.get((how, kind), set())
 
 
 def test_one_door_leads_to_an_engine() -> None:

@@ -478,7 +478,7 @@ def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str,
     own = from_dict(config(tmp_path, questions, objective=f"{HERE}:Adaptive"))
     assert own.task.objective == ObjectiveConfig(name=f"{HERE}:Adaptive")
     assert f"{HERE}:Adaptive" in code_of(own)
-    assert "objective:" not in to_yaml(from_dict(config(tmp_path, questions)))
+    assert "\n  objective:" not in to_yaml(from_dict(config(tmp_path, questions)))
     assert code_of(from_dict({"es": {"sigma": 0.1}, "task": {"objective": "weighted_sum"}})) == []
 
 

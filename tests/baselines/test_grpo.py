@@ -25,13 +25,14 @@ from safetensors.torch import load_file, save_file
 
 import evoalign
 from evoalign import engines, tokens
-from evoalign.baselines import planning, steps
+from evoalign.baselines import planning
 from evoalign.baselines.policy import Policy
 from evoalign.config import from_dict, to_yaml
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError, StoppedError
 from evoalign.models import tiny
+from evoalign.report import figures
 from evoalign.rollouts import rewards_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
@@ -691,7 +692,7 @@ def test_no_setting_that_differs_is_lost_in_telling_it(tmp_path: Path) -> None:
 
 def test_the_figure_of_divergence_ends_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(steps.figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
+    monkeypatch.setattr(figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
     found = run(tmp_path / "run", checks={"kl_every": 1, "kl_prompts": 2}, grpo={"max_steps": 1})
     tree = json.loads((found.path / "results/evaluation.json").read_text())
     assert drawn[-1] == (tree["divergence"]["exact"], tree["after"]["reward"])

@@ -250,5 +250,5 @@ def test_a_model_is_evaluated_without_a_section_es(tmp_path: Path) -> None:
 def test_the_doctor_without_a_config_makes_up_no_es(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
     monkeypatch.setattr(preflight, "SHIPPED", (("canary", lambda case: seen.append(case.config)),))
-    preflight.examine(None)
+    preflight.doctor(None)
     assert seen[0].es_ is None

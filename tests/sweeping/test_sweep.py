@@ -147,7 +147,7 @@ def test_stopped_and_killed_it_leaves_no_orphan_and_repeats_nothing(command: Com
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 128 + signal.SIGTERM
-    assert "go on with: " in output
+    assert "resume with: " in output
     assert str(command.to) in output
     assert "failed" not in output
     assert not pids_of(command.to)

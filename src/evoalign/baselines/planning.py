@@ -24,7 +24,6 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
 from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
 from evoalign.spaces import create as create_space
-from evoalign.training.resolve import trained_dtype
 from evoalign.types import TensorSpec
 
 SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
@@ -88,7 +87,7 @@ def trained(config: Config, specs: Sequence[TensorSpec]) -> int:
 
 def memory(config: Config, specs: Sequence[TensorSpec]) -> Memory:
     """What a process holds; an adapter is float32, and needs no copy of the base as its reference."""
-    size = getattr(torch, trained_dtype(config)).itemsize
+    size = getattr(torch, config.model.trained_dtype).itemsize
     is_adapter = config.grpo.tune == "lora"
     each = 4 if is_adapter else size
     count, slots = trained(config, specs), SLOTS.get(config.grpo.by_name["optim"])
@@ -185,7 +184,7 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
 
 def memory_words(config: Config, need: Memory) -> str:
     """Bytes by what they hold."""
-    dtype, optim = trained_dtype(config), config.grpo.by_name["optim"]
+    dtype, optim = config.model.trained_dtype, config.grpo.by_name["optim"]
     parts = [f"{dtype} weights {gib(need.weights)}"]
     parts += [f"adapter {gib(need.adapter)}"] if need.adapter else []
     parts += [f"gradients {gib(need.gradients)}"]

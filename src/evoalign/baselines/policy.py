@@ -16,6 +16,8 @@ import torch
 from evoalign import evaluation
 from evoalign.baselines import settings
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
+from evoalign.checks import divergence
+from evoalign.checks.divergence import Divergence, Reference
 from evoalign.config import Config, load
 from evoalign.cost import budget, flops
 from evoalign.cost.budget import Cost, answers_cost, time_cost
@@ -60,6 +62,7 @@ class Policy:
         self.note = ""
         self.shape = self._shape()
         self.source = self._source()
+        self._reference = Reference(config, self.device, self.dtype, mixed=self.mixed)
 
     @property
     def is_adapter(self) -> bool:
@@ -72,6 +75,16 @@ class Policy:
         with answering(self.model, mixed=self.mixed):
             found = evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
         return found, self._cost_of_evaluation(found, time.perf_counter() - start)
+
+    def divergence(self) -> Divergence:
+        """KL of the policy from the base model, a copy of which is loaded the first time."""
+        with answering(self.model, mixed=self.mixed):
+            samples = divergence.draw(self.engine, self.tokens, self.task, self.data.test, self.config)
+        return self._reference.divergence(self.model, samples)
+
+    def close(self) -> None:
+        """Let go of the copy of the base model."""
+        self._reference.close()
 
     def cost_of_round(self, answers: Sequence[tuple[int, int]]) -> Cost:
         """Of generating completions: (row of the training split, tokens) each."""
@@ -198,7 +211,7 @@ class Policy:
 
 
 def states(run: RunDir) -> Path:
-    """Where the trainer keeps what it needs to go on."""
+    """Where the trainer keeps what it needs to resume."""
     return run.path / "trainer"
 
 

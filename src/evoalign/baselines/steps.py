@@ -1,39 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each optimizer step of GRPO as a row of metrics.jsonl, with its evaluation, divergence, cost and completions."""
+"""Each optimizer step of GRPO as a row of metrics.jsonl, with its cost and completions."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import TrainerCallback
 
-from evoalign import tracking
 from evoalign.baselines.policy import SAVE_EVERY, Policy
-from evoalign.baselines.rollouts import answering
 from evoalign.baselines.settings import cycle
-from evoalign.checks import divergence
-from evoalign.checks.divergence import Reference
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
-from evoalign.evaluation import Evaluation
-from evoalign.report import figures
-from evoalign.report.progress import Display
 from evoalign.report.rows import Row, spread
 from evoalign.rewards.objective import means
 from evoalign.rollouts import columns_of, scores_of
 from evoalign.rundir import parquet
-from evoalign.rundir.directory import RunDir
-from evoalign.training import saving
-from evoalign.training.result import Tell
+from evoalign.training.session import Session
 from evoalign.training.stop import Stop
 
-DRAW_SHARE = 10
 LOGGED = {
     "loss": "loss",
     "grad_norm": "grad_norm",
@@ -67,25 +56,16 @@ def save_every(every: int | None) -> int:
 class Steps(TrainerCallback):
     """Told by the trainer of each step, and by the reward of each round of completions.
 
-    On several GPUs each process has one; that of the first process writes.
+    On several GPUs each process has one; that of the first process has a session, which writes.
     """
 
-    def __init__(self, policy: Policy, run: RunDir | None, stop: Stop, console: Console, tell: Tell) -> None:
-        self.policy, self.config, self.run, self.stop, self.tell = policy, policy.config, run, stop, tell
+    def __init__(self, policy: Policy, trainer: Any, stop: Stop) -> None:
+        self.policy, self.config, self.trainer, self.stop = policy, policy.config, trainer, stop
         self.objective = policy.task.objective()
-        # Not "no update": what float32 leaves of a mean is an advantage of up to 1e-4, which Adam scales up.
-        self.display = Display(policy.config.grpo.max_steps, console, unit="step", still="rewards equal")
-        self.trackers: list[tracking.Tracker] = []
-        self.baseline: float | None = None
-        self.evaluating: Cost | None = Cost()
-        """What evaluation has taken; None: a part of it is not known."""
-        self.trainer: Any = None
-        self._reference = Reference(policy.config, policy.device, policy.dtype, mixed=policy.mixed)
+        self.session: Session | None = None
         self._pending: list[Answer] = []
         self._round: list[Answer] = []
-        self._drawn_cost = Cost()
         self._score_seconds = self._began = self._spent = 0.0
-        self._drawing = self._drawn = 0.0
 
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """The one reward function that TRL is given: what the objective makes of the texts that ES would score."""
@@ -104,7 +84,7 @@ class Steps(TrainerCallback):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step has begun: all of a state that is resumed from is read by then."""
+        """Whether a step has begun: all of a state that is resumed is read by then."""
         return self._began > 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -124,80 +104,33 @@ class Steps(TrainerCallback):
         control.should_training_stop = control.should_training_stop or (asked and whole)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Write, draw and show the step. TRL logs each once, after it."""
+        """Record the step. TRL logs each once, after it."""
         if not logs or "loss" not in logs:
             return
         start = time.perf_counter()
         fresh = self._gather()
         row = self._row(int(state.global_step) - 1, logs, fresh)
-        if self.run is not None:
-            row |= self._looked_at(int(state.global_step))
+        session = self.session
+        if session is not None:
+            session.done = int(state.global_step)
+            if self._is_evaluated(session):
+                row["evaluation"] = session.evaluate().measures
+            row["divergence"] = session.divergence_if_due()
             row["seconds"]["other"] = time.perf_counter() - start
-            self._write(row, fresh)
+            session.record(row)
+            self._keep(session, fresh)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer's own state is on disk: say so, and save the policy as others load it."""
         self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
-        if self.run is not None:
-            done = int(state.global_step)
-            self.policy.mark_state(self.run, done)
-            self.save(done)
+        if self.session is not None:
+            self.policy.mark_state(self.session.run, int(state.global_step))
+            self.session.save()
 
-    def save(self, done: int) -> Any:
-        """The policy after so many steps, as a PEFT adapter or a checkpoint; its folder."""
-        assert self.run is not None
-        measures = self.run.rows[done - 1].get("evaluation") if 0 < done <= len(self.run.rows) else None
-        folder = self.policy.save(self.run, done, float(measures["reward"]) if measures else None)
-        saving.retain(self.run, self.config)
-        return folder
-
-    def evaluate(self) -> Evaluation:
-        """The policy on the test split."""
-        found, cost = self.policy.evaluate()
-        self.evaluating = None if self.evaluating is None else self.evaluating + cost
-        self.write_budget()
-        return found
-
-    def write_budget(self) -> None:
-        """results/budget.json, once the run has its folder."""
-        if self.run is not None and self.run.results.is_dir():
-            policy = self.policy
-            budget.write(self.run.budget, "grpo", policy.processes, self.run.rows, self.evaluating, policy.note)
-
-    def measure(self) -> dict[str, Any]:
-        """KL of the policy from the base model."""
-        policy, config = self.policy, self.config
-        with answering(policy.model, mixed=policy.mixed):
-            samples = divergence.draw(policy.engine, policy.tokens, policy.task, policy.data.test, config)
-        return asdict(self._reference.divergence(policy.model, samples))
-
-    def measure_start(self) -> None:
-        """What cannot be measured, or does not fit, is reported before the first step."""
-        if self.run is not None and self.config.checks.kl_every:
-            start = time.monotonic()
-            kl, seconds = self.measure()["exact"], time.monotonic() - start
-            self.tell(f"KL of the start from the base model: {kl:.3g} nats a token, measured in {seconds:.1f} s")
-
-    def close(self) -> None:
-        """Let the trackers go, and the copy of the base model."""
-        self._reference.close()
-        for tracker in self.trackers:
-            tracker.close()
-
-    def draw(self, final: tuple[float, float] | None = None) -> None:
-        """The figures of the rows so far; `final` is the KL and test reward of the finished policy."""
-        if self.run is None or not self.run.rows:
-            return
-        start = time.monotonic()
-        rows, folder, grpo = self.run.rows, self.run.figures, self.config.grpo
-        title = f"{self.policy.task.name}, GRPO ({grpo.tune}), {grpo.num_generations} completions a prompt"
-        words = figures.GRPO_WORDS
-        figures.evolution(rows, folder / "evolution.png", title=title, baseline=self.baseline, words=words)
-        figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
-        figures.rewards(rows, folder / "rewards.png", title=title, words=words)
-        figures.divergence(rows, folder / "divergence.png", title=title, baseline=self.baseline, final=final)
-        self._drawn = time.monotonic()
-        self._drawing = self._drawn - start
+    def _is_evaluated(self, session: Session) -> bool:
+        """Whether the policy is evaluated after this step; after the last one the session does."""
+        every = self.config.evaluation.every
+        return every > 0 and session.done % every == 0 and session.done < session.total
 
     def _gather(self) -> list[Answer]:
         """A new round of completions, those of all processes; empty where the step trained on older ones."""
@@ -245,31 +178,11 @@ class Steps(TrainerCallback):
             peak_memory_bytes=budget.peak_memory(str(self.policy.device)),
         )
 
-    def _looked_at(self, done: int) -> dict[str, Any]:
-        """Evaluation and divergence, where they are due after so many steps."""
-        every, last = self.config.evaluation.every, done == self.config.grpo.max_steps
-        found: dict[str, Any] = {}
-        if every and done % every == 0 and not last:
-            found["evaluation"] = self.evaluate().measures
-        if divergence.is_due(self.config, done):
-            found["divergence"] = self.measure()
-        return found
-
-    def _write(self, row: Row, fresh: Sequence[Answer]) -> None:
-        assert self.run is not None
-        self.run.append_metrics(row)
-        if time.monotonic() - self._drawn >= DRAW_SHARE * self._drawing:
-            self.draw()
-        self.display.update(row)
-        for tracker in self.trackers:
-            tracker.log(row)
-        every, step = self.config.tracking.completions_every, int(row["generation"])
-        if every and fresh and (step % every == 0 or step + 1 == self.config.grpo.max_steps):
-            self._keep(step, fresh)
-
-    def _keep(self, step: int, answers: Sequence[Answer]) -> None:
-        """The completions of a step, one row each."""
-        assert self.run is not None
+    def _keep(self, session: Session, answers: Sequence[Answer]) -> None:
+        """The completions of a step, one row each, where they are due."""
+        every, step = self.config.tracking.completions_every, session.done - 1
+        if not every or not answers or (step % every and session.done < session.total):
+            return
         rows = [
             {
                 "generation": step,
@@ -282,7 +195,7 @@ class Steps(TrainerCallback):
             }
             for a in answers
         ]
-        parquet.write(self.run.completions(f"generation_{step:04d}"), rows)
+        parquet.write(session.run.completions(f"generation_{step:04d}"), rows)
 
 
 def _number(value: Any) -> float | None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from evoalign.config import Config
 from evoalign.engines import ABSENT, Engine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.rollouts import LostError, collect
@@ -43,6 +44,12 @@ _LAST_GENERATION = (1 << 32) - 1
 
 Pair = tuple[int, int]
 Answers = Mapping[int, Rollout]
+
+
+def is_due(config: Config, done: int) -> bool:
+    """Whether the canary is asked after so many generations."""
+    every = config.checks.canary_every
+    return every > 0 and done % every == 0
 
 
 def check(

@@ -28,6 +28,12 @@ class Control(NamedTuple):
     floor: float
 
 
+def is_due(config: Config, index: int) -> bool:
+    """Whether there is a control of this generation, counted from 0."""
+    every = config.checks.control_every
+    return every > 0 and index % every == 0 and index < config.es.num_generations
+
+
 def control(
     config: Config,
     engine: Engine,

@@ -29,12 +29,12 @@ def resolved(
     moved = _run_of(config) if resume else None
     if moved is not None or config.is_dir():
         quiet()
-        from evoalign.rundir.method import how_to_go_on, refuse_other
+        from evoalign.rundir.method import refuse_other, resume_command
 
         if moved is not None:
             refuse_other(moved, method)
         elif not resume and _run_of(config):
-            raise ConfigError(f"{config} is a run directory; resume with: {how_to_go_on(config)}")
+            raise ConfigError(f"{config} is a run directory; resume with: {resume_command(config)}")
     if config.is_dir():
         if resume and not (config / "config.yaml").is_file():
             raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
@@ -51,6 +51,8 @@ def resolved(
 
 def _run_of(config: Path) -> Path | None:
     """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
+    from evoalign.rundir.method import is_run
+
     folder = config if config.is_dir() else config.parent
     inside = config.is_dir() or config.name == "config.yaml"
-    return folder if inside and any((folder / n).is_file() for n in ("manifest.json", "journal.jsonl")) else None
+    return folder if inside and is_run(folder) else None

@@ -30,3 +30,8 @@ class ModelConfig(Section):
         if model.pop("trust_remote_code", False) is not False:
             raise ConfigError("model.trust_remote_code cannot be set: a model's own Python files are never run")
         return model
+
+    @property
+    def trained_dtype(self) -> str:
+        """Of weights that gradients train: float32 where the config leaves it open, as mixed precision wants them."""
+        return "float32" if self.dtype == "auto" else self.dtype

@@ -104,6 +104,18 @@ class Config(Section):
         found: object = getattr(self, self.space.name, None)
         return found if isinstance(found, SpaceSection) else SpaceSection()
 
+    def as_policy(self, *, adapter: bool, own_engine: bool = True) -> Config:
+        """As a run of GRPO evaluates itself: in the dtype it trains in, and by its own engine.
+
+        The section `space` is of no matter to it: an adapter is what the section `lora` says.
+        """
+        changes: dict[str, Any] = {"model": self.model.model_copy(update={"dtype": self.model.trained_dtype})}
+        if adapter:
+            changes |= {"space": SpaceConfig(name="lora"), "es_": None}
+        if own_engine:
+            changes["engine"] = self.engine.in_process()
+        return self.model_copy(update=changes)
+
     @model_validator(mode="after")
     def _together(self) -> Config:
         refusal = self.section.refusal(self.es) if self.es_ is not None else None

@@ -29,7 +29,7 @@ class SpaceConfig(BaseModel):
     def _known(self) -> SpaceConfig:
         if ":" not in self.name and self.name not in SPACES:
             raise ValueError(f"unknown space {self.name!r}; use {', '.join(SPACES)} or package.module:Class")
-        if self.model_extra and self.name in ("lora", "lowrank", "full"):
+        if self.model_extra and self.name in SECTIONS:
             raise ValueError(f"{self.name} takes its settings in the section {self.name}: not under space")
         return self
 
@@ -105,6 +105,10 @@ class FullConfig(SpaceSection):
     def refusal(self, es: EsConfig) -> str | None:
         """An optimizer with state."""
         return _too_large("full", es)
+
+
+SECTIONS: dict[str, type[SpaceSection]] = {"lora": LoraConfig, "lowrank": LowrankConfig, "full": FullConfig}
+"""The spaces whose settings stand in a section of the config."""
 
 
 def _too_large(space: str, es: EsConfig) -> str | None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from evoalign.cost.flops import (
 from evoalign.engines.specs import model_config
 from evoalign.errors import ModelError
 from evoalign.rundir.files import write_text
+from evoalign.rundir.method import Method
 from evoalign.spaces import Space
 from evoalign.types import Generation, Layout, Rollout, TensorSpec
 
@@ -86,7 +87,7 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> tuple[Cost, int]:
 
 def write(
     path: Path,
-    method: Literal["es", "grpo"],
+    method: Method,
     devices: int,
     rows: Sequence[Mapping[str, Any]],
     evaluation: Cost | None,

@@ -42,7 +42,6 @@ from evoalign.setup import task_and_data
 from evoalign.tasks.data import HUB, locate
 from evoalign.tokens import Tokens
 from evoalign.training.replay import replay
-from evoalign.training.resolve import of_grpo, trained_dtype
 
 ADAPTER_CONFIG = "adapter_config.json"
 SHARD_SIZE = "5GB"
@@ -63,7 +62,7 @@ class _Source:
     @property
     def dtype(self) -> str:
         """Of the weights: served in, or trained."""
-        return self.log.header.dtype if self.log is not None else trained_dtype(self.config)
+        return self.log.header.dtype if self.log is not None else self.config.model.trained_dtype
 
     @property
     def model_hash(self) -> str | None:
@@ -147,7 +146,7 @@ def _source(run: Path, to: Path, generation: int | None, model: str | None) -> G
     saved = saved_folders(run)
     if method_of(run) == "grpo":
         folder = _saved_policy(run, saved, generation)
-        yield _Source(run, own, base, None, folder, of_grpo(folder), manifest)
+        yield _Source(run, own, base, None, folder, checkpoint.verify_policy(folder), manifest)
         return
     if generation is None and not saved:
         raise ModelError(f"{run} saved no weights yet; name a generation of its journal with --generation")

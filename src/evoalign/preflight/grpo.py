@@ -17,7 +17,6 @@ from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import TRIED_PROMPTS, generated, seconds_text
 from evoalign.rollouts import collect, rewards_of
 from evoalign.rundir.manifest import versions
-from evoalign.training.resolve import as_grpo_answers, trained_dtype
 from evoalign.types import MEAN_PLAN, Request, Sampling
 
 
@@ -89,9 +88,9 @@ def check_engine(case: Case) -> Finding:
     need(case.specs, "targets")
     need(case.fits or None, "memory")
     began = time.perf_counter()
-    case.engine = engines.create(as_grpo_answers(case.config, adapter=False), tokens_)
+    case.engine = engines.create(case.config.as_policy(adapter=False), tokens_)
     ready = seconds_text(time.perf_counter() - began)
-    return Finding("engine", "ok", f"the model answers in {trained_dtype(case.config)}, ready in {ready}")
+    return Finding("engine", "ok", f"the model answers in {case.config.model.trained_dtype}, ready in {ready}")
 
 
 def check_canary(case: Case) -> Finding:

@@ -116,6 +116,14 @@ def verify(folder: Path) -> Mark:
     return Mark(record.generation, record.weights_hash, record.journal, record.reward, record.objective or {})
 
 
+def verify_policy(folder: Path) -> Mark:
+    """What a saved policy of GRPO says of itself. Raises CheckpointError where it is damaged, or of a run of ES."""
+    mark = verify(folder)
+    if mark.journal != NO_JOURNAL:
+        raise CheckpointError(f"{folder} is not of a run of GRPO: it belongs to a journal")
+    return mark
+
+
 def holds(folder: Path, mark: Mark) -> bool:
     """Whether a mean is saved there already, whole."""
     try:

@@ -17,11 +17,11 @@ from evoalign.config import Config, to_yaml
 from evoalign.errors import RunExistsError
 from evoalign.rundir import journal
 from evoalign.rundir.files import write_text
-from evoalign.rundir.method import how_to_go_on
+from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
 
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
-OURS = frozenset({"config.yaml", "manifest.json", "journal.jsonl", "metrics.jsonl", "results", "figures", "logs",
+OURS = frozenset({"config.yaml", MANIFEST, JOURNAL, "metrics.jsonl", "results", "figures", "logs",
                   "trainer", FAILED_COMPLETION, LOCK})  # fmt: skip
 """What `create` and the first generation leave in a run directory."""
 
@@ -33,8 +33,8 @@ class RunDir:
         path = path.expanduser().absolute()  # a hook or a reward may change the working directory
         self.path = path
         self.config = path / "config.yaml"
-        self.manifest = path / "manifest.json"
-        self.journal = path / "journal.jsonl"
+        self.manifest = path / MANIFEST
+        self.journal = path / JOURNAL
         self.metrics = path / "metrics.jsonl"
         self.results = path / "results"
         self.budget = self.results / "budget.json"
@@ -100,14 +100,14 @@ class RunDir:
             self.undo()
             raise
 
-    def go_on(self, config: Config, manifest: Mapping[str, Any]) -> None:
-        """Make what is missing of the folders, write the config of now, and add to the manifest who goes on."""
+    def resume(self, config: Config, manifest: Mapping[str, Any]) -> None:
+        """Make what is missing of the folders, write the config of now, and add to the manifest who resumes the run."""
         self._make_folders()
         write_text(self.config, to_yaml(config))
         try:
             whole = json.loads(self.manifest.read_text(encoding="utf-8"))
             whole.setdefault("resumed", []).append(dict(manifest))
-        except (OSError, ValueError, AttributeError):  # lost or damaged: it is not needed to go on
+        except (OSError, ValueError, AttributeError):  # lost or damaged: it is not needed to resume
             whole = dict(manifest)
         write_text(self.manifest, json.dumps(whole, indent=2) + "\n")
 
@@ -148,11 +148,11 @@ class RunDir:
         self._check_place()
         if not self.exists() or (resume and self.is_unstarted()):
             return
-        if not (self.manifest.is_file() or self.journal.is_file()):
+        if not is_run(self.path):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
         if not overwrite:
             raise RunExistsError(
-                f"output_dir {self.path} holds a run; resume it ({how_to_go_on(self.path)}), move it aside "
+                f"output_dir {self.path} holds a run; resume it ({resume_command(self.path)}), move it aside "
                 "(--overwrite), or choose another"
             )
 

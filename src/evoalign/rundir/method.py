@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made a run, and the command that resumes it."""
+"""Whether a folder holds a run, what made it, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from evoalign.errors import ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
 COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
-"""The command that makes a run of each method, and resumes it."""
+"""The command, and the function of `evoalign`, that makes a run of each method and resumes it."""
 NAMES: dict[Method, str] = {"es": "ES", "grpo": "GRPO"}
+JOURNAL, MANIFEST = "journal.jsonl", "manifest.json"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run, also one whose manifest is damaged: such a run is to be named, not passed over."""
+    return any((path / name).exists() for name in (JOURNAL, MANIFEST))
 
 
 def method_of(path: Path) -> Method | None:
-    """By what a run directory was made; None where it holds no run. Only a run of ES has a journal."""
-    if (path / "journal.jsonl").is_file():
+    """By what a run directory was made; None where it holds no run, or does not say. Only a run of ES has a journal."""
+    if (path / JOURNAL).is_file():
         return "es"
     try:
-        found = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         return "grpo" if found["method"] == "grpo" else "es"
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def how_to_go_on(path: Path) -> str:
-    """The command that resumes the run in a directory, whatever made it."""
-    return f"evoalign {COMMANDS[method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
+def resume_command(path: Path, method: Method | None = None) -> str:
+    """The command that resumes the run in a directory, or of a config, whatever made it."""
+    return f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
 
 
 def refuse_other(path: Path, method: Method) -> None:
     """Raise ResumeError where a directory holds a run of the other method: neither can resume the other's."""
     found = method_of(path)
     if found not in (None, method):
-        raise ResumeError(f"{path} holds a run of {NAMES[found]}; resume with: {how_to_go_on(path)}")
+        raise ResumeError(f"{path} holds a run of {NAMES[found]}; resume with: {resume_command(path)}")

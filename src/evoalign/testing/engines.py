@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -23,13 +23,12 @@ from evoalign.engines import Engine, weights_hash
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CanaryError
 from evoalign.spaces import Factors, Space
+from evoalign.testing.answers import check_fields, check_greedy, plain_model, same_up_to_ties, written
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN, MEAN_PLAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, Update, population
 
 PROMPTS = ("Solve: 3 + 5 =", "Name a colour of the sky, in one word.", "Solve: 3 + 5 = 8. Solve: 9 - 2 =")
 TOKENS = 8
-TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Logits closer than this may fall either way: sums are added in another order. By the served dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def check_specs(bench: Bench) -> None:
     specs = bench.engine.specs()
     names = [s.name for s in specs]
     assert len(set(names)) == len(names), "a tensor is listed twice"
-    model = _model(bench)
+    model = plain_model(bench)
     want = {n: tuple(p.shape) for n, p in model.named_parameters()}
     odd = sorted(set(want) ^ set(names))
     assert not odd, f"{odd[0]} is {'not listed' if odd[0] in want else 'no tensor of the Hugging Face model'}"
@@ -117,7 +116,7 @@ def check_rollouts(bench: Bench) -> None:
     want = sorted((m.index, r.index) for m in members for r in requests)
     assert got == want, f"asked for (member, request) {want}, got {got}"
     for rollout in rollouts:
-        _check_fields(bench, requests[rollout.request], rollout)
+        check_fields(bench, requests[rollout.request], rollout)
 
 
 def check_requests_of_one_member(bench: Bench) -> None:
@@ -135,7 +134,7 @@ def check_requests_of_one_member(bench: Bench) -> None:
     again = [((m.index, i), (m.index, r.index)) for i, (m, r) in enumerate(apart)]
     again += [((m.index, common.index), (m.index, 0)) for m in members]
     for here, there in again:
-        _same_up_to_ties(bench, got[here], wanted[there])
+        same_up_to_ties(bench, got[here], wanted[there])
 
 
 def check_stop_strings(bench: Bench) -> None:
@@ -156,10 +155,10 @@ def check_stop_strings(bench: Bench) -> None:
 def check_mean_is_plain(bench: Bench) -> None:
     """The unperturbed model answers as plain transformers does, before and after an update."""
     before = _greedy(bench, MEAN_PLAN)
-    _check_greedy(bench, _model(bench), before.values())
+    check_greedy(bench, plain_model(bench), before.values())
     bench.engine.apply(bench.update())
     after = _greedy(bench, MEAN_PLAN)
-    _check_greedy(bench, _written(bench, MEAN_PLAN, MEAN), after.values())
+    check_greedy(bench, written(bench, MEAN_PLAN, MEAN), after.values())
 
 
 def check_members_are_their_own(bench: Bench) -> None:
@@ -168,8 +167,8 @@ def check_members_are_their_own(bench: Bench) -> None:
     plan = bench.plan((*population(4, antithetic=True), MEAN))
     rollouts = _greedy(bench, plan)
     for member in plan.members:
-        model = _written(bench, plan, member)
-        _check_greedy(bench, model, [r for (index, _), r in rollouts.items() if index == member.index])
+        model = written(bench, plan, member)
+        check_greedy(bench, model, [r for (index, _), r in rollouts.items() if index == member.index])
 
 
 def check_members_differ(bench: Bench) -> None:
@@ -338,85 +337,3 @@ def _same_answers(first: Answers, second: Answers, what: str) -> None:
     for key, rollout in first.items():
         other = second[key]
         assert rollout.token_ids == other.token_ids, f"{what}: {rollout.text!r}, then {other.text!r}"
-
-
-def _same_up_to_ties(bench: Bench, one: Rollout, other: Rollout) -> None:
-    """The same tokens, as far as a batch of another shape does not decide a tie otherwise."""
-    assert one.logprobs is not None and other.logprobs is not None
-    for ours, p, theirs, q in zip(one.token_ids, one.logprobs, other.token_ids, other.logprobs, strict=False):
-        apart, tie = abs(p - q), TIE[bench.engine.dtype]
-        where = f"member {one.member.index} answers otherwise where it is asked alone"
-        assert apart <= tie, f"{where}: {one.text!r}, then {other.text!r} ({apart:.3g} apart)"
-        if ours != theirs:
-            return
-    assert len(one.token_ids) == len(other.token_ids), f"member {one.member.index}: {one.text!r}, {other.text!r}"
-
-
-def _check_fields(bench: Bench, request: Request, rollout: Rollout) -> None:
-    ids, where = rollout.token_ids, f"member {rollout.member.index}, request {rollout.request}"
-    stops = [i for i, token in enumerate(ids) if token in bench.tokens.stop_ids]
-    assert 1 <= len(ids) <= request.sampling.max_tokens, f"{where}: {len(ids)} tokens"
-    if rollout.finish_reason == "stop":
-        assert stops == [len(ids) - 1], f"{where}: finished by a stop token, which has to be the last of {ids}"
-    else:
-        assert len(ids) == request.sampling.max_tokens, f"{where}: ended for its length after {len(ids)} tokens"
-        assert not stops, f"{where}: goes on after a stop token"
-    text = bench.tokens.decode(ids)
-    assert rollout.text == text, f"{where}: the text is {rollout.text!r} and its tokens say {text!r}"
-    if not request.logprobs:
-        assert rollout.logprobs is None, f"{where}: log-probabilities that were not asked for"
-        return
-    assert rollout.logprobs is not None, f"{where}: no log-probabilities"
-    assert len(rollout.logprobs) == len(ids), f"{where}: {len(rollout.logprobs)} log-probabilities, {len(ids)} tokens"
-    assert all(math.isfinite(p) and p <= 1e-6 for p in rollout.logprobs), f"{where}: {rollout.logprobs}"
-
-
-def _check_greedy(bench: Bench, model: Any, rollouts: Iterable[Rollout]) -> None:
-    """Each token is the likeliest one after those before it, and has its log-probability."""
-    tie = TIE[bench.engine.dtype]
-    for rollout in rollouts:
-        prompt, ids = bench.requests[rollout.request].prompt_ids, rollout.token_ids
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-        for place, gap in enumerate((logits.max(-1).values - chosen).tolist()):
-            assert gap <= tie, (
-                f"member {rollout.member.index} (-1 is the mean) answers {rollout.text!r} to request "
-                f"{rollout.request}; token {place} is {ids[place]}, and plain transformers with those weights says "
-                f"{int(logits[place].argmax())}, whose logit is higher by {gap:.3g}"
-            )
-        assert rollout.logprobs is not None
-        want = chosen - logits.logsumexp(-1)
-        apart = float((torch.tensor(rollout.logprobs) - want).abs().max())
-        assert apart <= 4 * tie, f"member {rollout.member.index}: log-probabilities are {apart:.3g} away"
-
-
-def _model(bench: Bench) -> Any:
-    """The plain Hugging Face model, on the CPU, in the served dtype."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        tokens.model_path(bench.config.model), revision=bench.config.model.revision, dtype=bench.engine.dtype,
-        trust_remote_code=False,
-    )  # fmt: skip
-    return model.eval().requires_grad_(False)
-
-
-def _written(bench: Bench, plan: Plan, member: Member) -> Any:
-    """The plain model with one member's weights written in, from the engine's own mean."""
-    model, state = _model(bench), dict(bench.engine.state())
-    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
-    if bench.space.evolves_model:
-        for tensor in bench.layout.tensors:
-            weights[tensor.name].copy_(state[tensor.name])
-    if bench.space.carrier == "dense":
-        for tensor in bench.layout.tensors:
-            dense = bench.space.perturbed(bench.layout, tensor.name, state[tensor.name], plan, member)
-            weights[tensor.name].copy_(dense)
-        return model
-    for module in dict.fromkeys(t.module for t in bench.layout.tensors):
-        adapter = bench.space.adapter(bench.layout, module, state.__getitem__, plan, (member,))
-        if adapter is not None:
-            added = adapter.scaling * (adapter.b[0].float() @ adapter.a[0].float())
-            weights[module].copy_(weights[module].float() + added)
-    return model

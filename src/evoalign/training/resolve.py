@@ -12,11 +12,10 @@ from typing import Any, Literal
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, SpaceConfig, code_of, from_dict, load
-from evoalign.errors import CheckpointError, ConfigError, ModelError
+from evoalign.config import Config, code_of, from_dict, load
+from evoalign.errors import ConfigError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint, journal
-from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
@@ -74,8 +73,8 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         own = of_run(path) if config is None else as_config(config, needs_es=False)
         saved = last_saved(path)
         if method == "grpo":
-            of_grpo(saved)
-            own = as_grpo_answers(own, adapter=saved.parent.name == "loras", given=config is not None)
+            checkpoint.verify_policy(saved)
+            own = own.as_policy(adapter=saved.parent.name == "loras", own_engine=config is None)
         else:
             saving.checked(saved, journal.read(path / "journal.jsonl").whole())
         return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
@@ -91,32 +90,6 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
         return from_dict({**tree, "model": model}, needs_es=False), path
     return _with_model(own, str(target)), None
-
-
-def of_grpo(folder: Path) -> Mark:
-    """What a saved policy of GRPO says of itself. Raises CheckpointError where it is damaged, or of a run of ES."""
-    mark = checkpoint.verify(folder)
-    if mark.journal != NO_JOURNAL:
-        raise CheckpointError(f"{folder} is not of a run of GRPO: it belongs to a journal")
-    return mark
-
-
-def as_grpo_answers(config: Config, *, adapter: bool, given: bool = False) -> Config:
-    """As a run of GRPO evaluates itself: in the dtype it trains in and, unless a config is `given`, its own engine.
-
-    The section `space` is of no matter to it: an adapter is what the section `lora` says.
-    """
-    changes: dict[str, Any] = {"model": config.model.model_copy(update={"dtype": trained_dtype(config)})}
-    if adapter:
-        changes |= {"space": SpaceConfig(name="lora"), "es_": None}
-    if not given:
-        changes["engine"] = config.engine.in_process()
-    return config.model_copy(update=changes)
-
-
-def trained_dtype(config: Config) -> str:
-    """The dtype of the weights that GRPO trains: float32 where the config leaves it open."""
-    return "float32" if config.model.dtype == "auto" else config.model.dtype
 
 
 def of_run(path: Path, fix: str | None = None) -> Config:

@@ -23,9 +23,7 @@ from evoalign.rundir.identity import config_hash, identity
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.rundir.manifest import versions
 from evoalign.setup import Parts, Served
-from evoalign.tasks import Data
-
-Tell = Callable[[str], None]
+from evoalign.tasks import Data, Task
 
 
 def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
@@ -116,7 +114,18 @@ def check_start(served: Served, recorded: Header) -> None:
             raise ResumeError(f"{cause} ({name} is {ours[name][:12]} here and {getattr(recorded, name)[:12]} there)")
 
 
-def restore(served: Served, run: RunDir, log: Log, seal: Callable[[int, str], None], tell: Tell) -> None:
+def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> None:
+    """Raise ResumeError where the rows of both splits are not those that a run began with."""
+    if recorded != data_hash(data):
+        raise ResumeError(
+            f"{run.path} was trained on other data than task {task.name} has now; put the files back as they were, or "
+            "begin another run"
+        )
+
+
+def restore(
+    served: Served, run: RunDir, log: Log, seal: Callable[[int, str], None], tell: Callable[[str], None]
+) -> None:
     """Bring the engine, which is at the start, to the end of the journal: the latest good checkpoint, then updates.
 
     An update that was written down but not sealed is applied and sealed. Raises ResumeError.
@@ -153,7 +162,7 @@ def elsewhere(recorded: Header) -> str:
     return f"{made} with {', '.join(odd)}; use those versions" if odd else f"{made} with the same versions"
 
 
-def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Tell) -> int:
+def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Callable[[str], None]) -> int:
     """Load the latest saved mean that is whole and belongs to this journal; how many generations it holds."""
     for folder in reversed(saved_folders(run.path)):
         try:

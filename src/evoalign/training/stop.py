@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 TELL = b"\nstopping after this generation; once more to stop at once\n"
-NOW = b"\nstopped at once; --resume goes on after the last whole generation\n"
+NOW = b"\nstopped at once; --resume continues after the last whole generation\n"
 
 
 class Stop:

@@ -1,52 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`train`: a run from its config to what it leaves, and on again from wherever it was left."""
+"""`train`: a run of Evolution Strategies from its config to what it leaves, and resumed from wherever it was left."""
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.checks import canary, divergence
-from evoalign.checks.distance import distance_of_mean
-from evoalign.config import NO_ES, Config, code_of, from_dict
-from evoalign.cost import budget, estimate
+from evoalign.checks import canary, control, divergence
+from evoalign.checks.control import Control
+from evoalign.checks.diagnosis import SAMPLE, Diagnosis
+from evoalign.checks.distance import Distance, distance_of_mean
+from evoalign.checks.divergence import Divergence, Reference
+from evoalign.config import NO_ES, Config, from_dict
+from evoalign.cost import estimate
+from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import (
-    ConfigError,
-    EvoalignError,
-    JournalError,
-    ModelError,
-    ResumeError,
-    RewardError,
-    RunExistsError,
-    StoppedError,
-)
+from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
 from evoalign.evaluation import Evaluation
-from evoalign.report.rows import LATER, is_whole, rebuilt_row
+from evoalign.report import completions
+from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Journal, Log
-from evoalign.rundir.manifest import command_line, make_manifest, versions
-from evoalign.rundir.method import refuse_other
+from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.tasks import Task
-from evoalign.training import result as outcome
 from evoalign.training import saving
-from evoalign.training.recorder import Hook, Recorder
-from evoalign.training.result import Result
+from evoalign.training.recorder import Labels
+from evoalign.training.result import Result, gold_lines
+from evoalign.training.session import Session, locked, object_given, place
 from evoalign.training.stop import Stop
 from evoalign.types import Generation
+
+Hook = Callable[[Generation], None]
 
 
 def train(
@@ -69,23 +64,16 @@ def train(
     config = as_config(config)
     run = _place(config, resume=resume)
     tracking.check(config)
-    given = "task" if task is not None else "reward" if reward is not None else None
-    if not resume:
-        run.refuse(overwrite=overwrite)
-    try:
-        run.lock()
+    given = object_given(task, reward)
+    with locked(run, overwrite=overwrite, resume=resume):
         log = log_to_resume(run, config, given) if resume else None
         if log is None:
             run.refuse(overwrite=overwrite, resume=resume)
         with Stop() as stop, closing(assemble(config, task, reward)) as parts:
-            recorder = Recorder(parts, run, console or Console(), on_generation)
-            return _Training(parts, run, recorder, stop, given).run_from(log, overwrite=overwrite, resume=resume)
-    except RewardError as error:
-        if error.failed is not None:
-            error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
-        raise
-    finally:
-        run.release()
+            done = None if log is None else len(log.generations)
+            algorithm = _EvolutionStrategies(parts, log, given, on_generation)
+            session = Session(algorithm, run, stop, console or Console(), given, done)
+            return session.live(overwrite=overwrite, resume=resume)
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
@@ -115,9 +103,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
 
 def _place(config: Config, *, resume: bool) -> RunDir:
     """Where a run of ES goes. Raises ResumeError, ConfigError for what is of GRPO."""
-    run = RunDir(Path(config.output_dir))
-    if resume:
-        refuse_other(run.path, "es")
+    run = place(config, "es", resume=resume)
     if config.es_ is None:
         raise ConfigError(f"{NO_ES}; a config with a section grpo and no es is for: evoalign grpo CONFIG")
     return run
@@ -147,121 +133,191 @@ def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | No
     return log
 
 
-class _Training:
-    """One run in this process."""
+class _EvolutionStrategies:
+    """What a session asks of ES. Make it while the engine's mean is the start; `log` is the journal to resume."""
 
-    def __init__(self, parts: Parts, run: RunDir, recorder: Recorder, stop: Stop, given: str | None) -> None:
-        self.parts, self.config, self.run = parts, parts.config, run
-        self.recorder, self.stop, self.given = recorder, stop, given
-        self.tell = recorder.tell
+    def __init__(self, parts: Parts, log: Log | None, given: str | None, hook: Hook | None) -> None:
+        self.parts, self.config, self.task, self.data = parts, parts.config, parts.task, parts.data
+        self.log, self.given, self.hook = log, given, hook
+        self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
+        start = parts.engine.probe_weights(SAMPLE)
+        self._diagnosis = Diagnosis(parts.config, parts.layout, start, parts.task.max_reward)
+        self._reference = Reference.of(parts)
+        self._journal: Journal | None = None
+        self._weights_hash = ""
+        self.labels = Labels(
+            "es",
+            self.config.es.num_generations,
+            f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
+            devices=self._meter.devices,
+            note=self._meter.note,
+        )
 
-    def run_from(self, log: Log | None, *, overwrite: bool, resume: bool) -> Result:
-        """All of it: to the end of the journal, the generations that are left, and the comparison."""
-        note = [f"engine {self.parts.facts.engine}: {self.parts.facts.note}"] if self.parts.facts.note else []
-        for line in [
-            *note,
-            *outcome.gold_lines(self.parts.task, self.parts.data),
-            *estimate.step_lines(self.config, self.parts.layout),
-        ]:
-            self.tell(line)
-        self._canary(len(log.generations) if log else 0)
-        with self._explained(fresh=log is None), closing(self.recorder):
-            before, book = self._begin(overwrite, resume) if log is None else self._go_on(log)
-            with closing(book):
-                self.recorder.baseline = before.measures["reward"]
-                self._loop(book)
-                return self._finish(book, before)
+    @property
+    def journal(self) -> Journal:
+        """Open from `begin` or `resume` on."""
+        assert self._journal is not None
+        return self._journal
 
-    def _begin(self, overwrite: bool, resume: bool) -> tuple[Evaluation, Journal]:
-        facts = {
-            "engine": dataclasses.asdict(self.parts.facts),
-            "task": {"name": self.parts.task.name, "given_as": self.given},
-        }
-        manifest = make_manifest(self.config, facts, command_line())
-        self.run.create(self.config, manifest, overwrite=overwrite, resume=resume)
-        self.recorder.start()
-        before = self._evaluate("start")
-        if self.stop.asked is not None:
-            raise StoppedError("stopped before the first generation; nothing was written", self.stop.asked)
-        if self.run.aside is not None:
-            self.tell(f"the run that was there is now {self.run.aside}")
-        outcome.write_completions(self.run, "before", before)
-        return before, Journal(self.run.journal, saving.header(self.parts, self.given))
+    def open(self, session: Session) -> None:
+        """Say what is going to run, and ask the canary."""
+        parts = self.parts
+        note = [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
+        for line in [*note, *gold_lines(self.task, self.data), *estimate.step_lines(self.config, parts.layout)]:
+            session.tell(line)
+        self._check_canary(session.done)
 
-    def _go_on(self, log: Log) -> tuple[Evaluation, Journal]:
-        for line in differences(self.config, from_dict(log.header.config))[1]:
-            self.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
-        saving.check_start(self.parts, log.header)
-        if log.header.data_hash != saving.data_hash(self.parts.data):
-            raise ResumeError(
-                f"{self.run.path} was trained on other data than task {self.parts.task.name} has now; "
-                "put the files back as they were, or begin another run"
-            )
-        if log.header.versions != versions():
-            self.tell(f"warning: {saving.elsewhere(log.header)}; scores may differ in their last bits from here on")
-        self.recorder.evaluations = budget.read_evaluation(self.run.budget)
-        before = self._read_before()
-        book = Journal.resume(log)
-        try:
-            self.run.sweep()
-            if log.generations:
-                self.parts.objective.restore(log.generations[-1].objective)
-            saving.restore(self.parts, self.run, log, book.seal, self.tell)
-            self.run.go_on(self.config, make_manifest(self.config, {}, command_line()))
-            rebuilt = self._restore_rows(log)
-            self._save_what_was_due(len(log.generations), book)
-            self.recorder.start(rebuilt)
-        except BaseException:
-            book.close()
-            raise
-        self.tell(f"resumes after generation {len(log.generations)} of {self.config.es.num_generations}")
-        return before, book
+    def facts(self) -> dict[str, Any]:
+        """Engine and task."""
+        task = {"name": self.task.name, "given_as": self.given}
+        return {"engine": dataclasses.asdict(self.parts.facts), "task": task}
 
-    def _save_what_was_due(self, count: int, book: Journal) -> None:
-        """The run may have died before, or while, it saved its last generation."""
-        if count:
-            self._save_if_due(count, self.parts.engine.fingerprint(), book.last_hash)
+    def begin(self, session: Session) -> None:
+        """A new journal."""
+        self._journal = Journal(session.run.journal, saving.header(self.parts, self.given))
 
-    def _read_before(self) -> Evaluation:
-        """The evaluation of the start, which the engine is at now: as it was written, or else made again."""
-        before = outcome.read_completions(self.run, "before", self.parts.task, self.parts.data)
-        if before is None:
-            before = self._evaluate("start")
-            outcome.write_completions(self.run, "before", before)
-        return before
+    def check_resume(self, session: Session) -> None:
+        """Raise ResumeError for another model, tokenizer, noise or data; warn of what moves last bits."""
+        header = self._log().header
+        for line in differences(self.config, from_dict(header.config))[1]:
+            session.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
+        saving.check_start(self.parts, header)
+        saving.check_data(session.run, self.task, self.data, header.data_hash)
+        if header.versions != versions():
+            session.tell(f"warning: {saving.elsewhere(header)}; scores may differ in their last bits from here on")
 
-    def _restore_rows(self, log: Log) -> list[dict[str, Any]]:
+    def resume(self, session: Session) -> list[Row]:
+        """The latest checkpoint that is whole, the updates after it, and the rows of all that the journal has."""
+        log = self._log()
+        self._journal = Journal.resume(log)
+        if log.generations:
+            self.parts.objective.restore(log.generations[-1].objective)
+        saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
+        rebuilt = self._restore_rows(session, log)
+        if session.done:  # the run may have died before, or while, it saved its last generation
+            self._weights_hash = self.parts.engine.fingerprint()
+            self._save_if_due(session)
+        self._diagnosis.restore(session.run.rows, self.parts.engine.probe_weights(SAMPLE))
+        return rebuilt
+
+    def advance(self, session: Session) -> None:
+        """The generations that are left; each is recorded and, where it is due, saved and checked as it ends."""
+        noise_floor = self._control(session.done)
+        for generation in self._generations(session):
+            session.done, self._weights_hash = generation.index + 1, generation.weights_hash
+            self._record(session, generation, noise_floor)
+            self._save_if_due(session)
+            if canary.is_due(self.config, session.done):
+                self._check_canary(generation.index)
+            if session.is_stopping:
+                session.save()
+                return
+            noise_floor = self._control(session.done)
+
+    def evaluate(self) -> tuple[Evaluation, Cost]:
+        """The mean on the test split."""
+        start = time.perf_counter()
+        found = self.parts.evaluate_test()
+        seconds = time.perf_counter() - start
+        prompts = [self.parts.tokens.encode(self.task.prompt(example)) for example in self.data.test]
+        asked = [prompts[c.example] for c in found.completions]
+        return found, self._meter.evaluation(asked, [c.tokens for c in found.completions], seconds)
+
+    def divergence(self) -> Divergence:
+        """KL of the engine's mean from the base model, a second copy of which is loaded the first time."""
+        return divergence.measure(self.parts, self._reference)
+
+    def distance(self) -> Distance:
+        """Of the engine's mean."""
+        return distance_of_mean(self.parts)
+
+    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+        """In the form that belongs to the space."""
+        folder = run.saved(done, adapter=not self.parts.space.evolves_model)
+        mark = Mark(done, self._weights_hash, self.journal.last_hash, reward, self.parts.objective.state)
+        return folder if checkpoint.holds(folder, mark) else saving.save(self.parts, folder, mark)
+
+    def fingerprint(self) -> str:
+        """Of the engine's master."""
+        return self.parts.engine.fingerprint()
+
+    def kept(self, session: Session) -> str:
+        """All generations: the journal has them."""
+        return f"{session.done} generations are kept; "
+
+    def smaller(self) -> str:
+        """Settings of the engine."""
+        return self.config.engine.smaller(self.config)
+
+    def summary(self) -> list[str]:
+        """The diagnosis in words."""
+        return self._diagnosis.summary()
+
+    def close(self) -> None:
+        """The journal, and the copy of the base model."""
+        self._reference.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _log(self) -> Log:
+        assert self.log is not None
+        return self.log
+
+    def _generations(self, session: Session) -> Iterator[Generation]:
+        parts = self.parts
+        return evolve.evolve(
+            self.config,
+            parts.task,
+            parts.data.train,
+            parts.engine,
+            parts.tokens,
+            self.journal,
+            lambda: session.evaluate().measures,
+            session.done,
+            parts.objective,
+        )
+
+    def _record(self, session: Session, generation: Generation, noise_floor: Control | None) -> None:
+        row = metrics_row(generation)
+        row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
+        row["budget"] = self._meter.generation(generation).as_dict()
+        row["divergence"] = session.divergence_if_due()
+        session.record(row)
+        for line in self._diagnosis.warnings():
+            session.tell(f"warning, generation {session.done}: {line}")
+        if completions.is_due(self.config.tracking.completions_every, generation):
+            examples = [self.data.train[i] for i in generation.rows]
+            file = session.run.completions(f"generation_{generation.index:04d}")
+            completions.write(file, generation, examples, self.task)
+        if self.hook is not None:
+            self.hook(generation)
+
+    def _restore_rows(self, session: Session, log: Log) -> list[Row]:
         """metrics.jsonl cut back to the journal; rows that were lost are made from it, as far as it goes: those."""
-        kept, rows, rebuilt = self.run.read_metrics(), list[dict[str, Any]](), list[dict[str, Any]]()
+        kept, rows, rebuilt = session.run.read_metrics(), list[Row](), list[Row]()
         for recorded in log.generations:
             row, again = kept.get(recorded.update.generation), rebuilt_row(recorded)
             whole = row is not None and is_whole(row, again)
             rows.append({**row, **{k: None for k in LATER if k not in row}} if row is not None and whole else again)
             rebuilt += [] if whole else [again]
         if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
-            rows[-1]["evaluation"] = self._evaluated().measures
-        if rows and rows[-1]["divergence"] is None and divergence.is_due(self.config, len(rows)):
-            rows[-1]["divergence"] = dataclasses.asdict(self.recorder.divergence())
-        self.run.replace_metrics(rows)
+            rows[-1]["evaluation"] = session.evaluate().measures
+        if rows and rows[-1]["divergence"] is None:
+            rows[-1]["divergence"] = session.divergence_if_due()
+        session.run.replace_metrics(rows)
         return rebuilt
 
-    def _loop(self, book: Journal) -> None:
-        """The generations that are left; each is recorded and, where it is due, saved and checked as it ends."""
-        total, first = self.config.es.num_generations, len(self.run.rows)
-        if first < total:
-            self._stop_if_asked(first, self._how_to_go_on())
-        with self.recorder:
-            for generation in self._generations(book, first):
-                done = generation.index + 1
-                self.recorder.generation(generation)
-                self._save_if_due(done, generation.weights_hash, book.last_hash)
-                if self.config.checks.canary_every and done % self.config.checks.canary_every == 0:
-                    self._canary(generation.index)
-                if self.stop.asked is not None and done < total:
-                    self._save(done, generation.weights_hash, book.last_hash)
-                    self._stop_if_asked(done, self._how_to_go_on())
+    def _save_if_due(self, session: Session) -> None:
+        """Save the mean where that is a checkpoint, or the best by its evaluation."""
+        every, reward = saving.every(self.config), session.reward()
+        is_best = False
+        if self.config.checkpoint.keep_best and reward is not None:
+            best = saving.best_saved(session.run)
+            is_best = best is None or reward > (checkpoint.reward_of(best) or 0.0)
+        if (every and session.done % every == 0) or is_best:
+            session.save()
 
-    def _canary(self, generation: int) -> None:
+    def _check_canary(self, generation: int) -> None:
         """Raise CanaryError where members do not answer with their own weights."""
         parts = self.parts
         canary.check(
@@ -274,114 +330,13 @@ class _Training:
             exact=parts.facts.deterministic,
         )
 
-    def _generations(self, book: Journal, first: int) -> Iterator[Generation]:
+    def _control(self, index: int) -> Control | None:
+        """The A/A control of the next generation: the mean is the one that its members are going to be drawn around."""
         parts = self.parts
-        return evolve.evolve(
-            self.config,
-            parts.task,
-            parts.data.train,
-            parts.engine,
-            parts.tokens,
-            book,
-            lambda: self._evaluated().measures,
-            first,
-            parts.objective,
+        if not control.is_due(self.config, index) or not parts.objective.per_completion:
+            return None
+        rows = evolve.batch(len(self.data.train), self.config.task.batch_size, self.config.seed, index)
+        examples = [self.data.train[i] for i in rows]
+        return control.control(
+            self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
         )
-
-    def _save_if_due(self, count: int, weights_hash: str, place: str) -> None:
-        """Save the mean after `count` generations where that is a checkpoint, or the best by its evaluation."""
-        every, reward = saving.every(self.config), self._reward(count)
-        is_best = False
-        if self.config.checkpoint.keep_best and reward is not None:
-            best = saving.best_saved(self.run)
-            is_best = best is None or reward > (checkpoint.reward_of(best) or 0.0)
-        if (every and count % every == 0) or is_best:
-            self._save(count, weights_hash, place)
-
-    def _reward(self, count: int) -> float | None:
-        """The mean's reward on the test split after so many generations, where it was evaluated."""
-        measures = self.run.rows[count - 1].get("evaluation")
-        return float(measures["reward"]) if measures else None
-
-    def _save(self, count: int, weights_hash: str, place: str) -> Path:
-        """Save the mean, unless it is saved already, and delete what need not stay."""
-        folder = self.run.saved(count, adapter=not self.parts.space.evolves_model)
-        mark = Mark(count, weights_hash, place, self._reward(count), self.parts.objective.state)
-        if not checkpoint.holds(folder, mark):
-            saving.save(self.parts, folder, mark)
-        saving.retain(self.run, self.config)
-        return folder
-
-    def _finish(self, book: Journal, before: Evaluation) -> Result:
-        generation, weights_hash = self.config.es.num_generations, self.parts.engine.fingerprint()
-        saved = self._save(generation, weights_hash, book.last_hash)
-        after = self._evaluate("result")
-        mean: dict[str, Any] = {"generation": generation, "weights_hash": weights_hash, **self._moved()}
-        outcome.conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
-        self.recorder.finish({"before": before.measures, "after": after.measures}, mean["divergence"])
-        self.tell(f"saved {outcome.shown(saved)}\nrun   {outcome.shown(self.run.path)}")
-        return Result(self.run.path, saved, before, after)
-
-    def _moved(self) -> dict[str, Any]:
-        """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
-        kl = self.run.rows[-1]["divergence"] if self.run.rows else None
-        if kl is None and self.config.checks.kl_every:
-            kl = dataclasses.asdict(self.recorder.divergence())
-        try:
-            moved = dataclasses.asdict(distance_of_mean(self.parts))
-        except EvoalignError as error:
-            self.tell(f"distance from the base model: unknown; {error}")
-            moved = None
-        return {"divergence": kl, "distance": moved}
-
-    def _evaluate(self, which: str) -> Evaluation:
-        self.tell(f"evaluating the {which} on {len(self.parts.data.test)} test examples")
-        return self._evaluated()
-
-    def _evaluated(self) -> Evaluation:
-        """The mean on the test split; what it took goes to the budget."""
-        start = time.perf_counter()
-        result = self.parts.evaluate_test()
-        self.recorder.evaluated(result, time.perf_counter() - start)
-        return result
-
-    def _stop_if_asked(self, done: int, next_: str) -> None:
-        if self.stop.asked is not None:
-            total = self.config.es.num_generations
-            raise StoppedError(f"stopped after generation {done} of {total}; {next_}", self.stop.asked)
-
-    def _how_to_go_on(self) -> str:
-        """Names the run itself, or, where it names code, the config in it."""
-        if self.given is not None:
-            return f"resume with train(..., {self.given}=..., resume=True)"
-        target = self.run.config if code_of(self.config) else self.run.path
-        return f"resume with: evoalign train {shlex.quote(str(target))} --resume"
-
-    @contextmanager
-    def _explained(self, *, fresh: bool) -> Generator[None]:
-        """A new run that fails in its first generation is taken back; later, the error says that nothing is lost."""
-        try:
-            yield
-        except StoppedError:
-            if fresh and not self.run.journal.is_file():
-                self.run.undo()
-            raise
-        except BaseException as error:
-            if not self.run.rows:
-                if fresh:
-                    self.run.undo()
-                raise
-            if not isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError):
-                raise
-            kept = f"{len(self.run.rows)} generations are kept; {self._how_to_go_on()}"
-            raise _with(error, kept, self.config.engine.smaller(self.config)) from error
-
-
-def _with(error: EvoalignError | OSError | torch.OutOfMemoryError, more: str, smaller: str) -> EvoalignError:
-    """The same error, where it is one of ours, with more to say; `smaller` is what helps where memory ran out."""
-    if isinstance(error, EvoalignError):
-        error.args = (f"{error}; {more}",)
-        return error
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    fix = f"; {smaller}" if isinstance(error, torch.OutOfMemoryError) else ""
-    return EvoalignError(f"{line}{fix}; {more}")

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -23,9 +23,8 @@ from evoalign.config import Config, load
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
-from evoalign.rundir.method import method_of
+from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
 
-Method = Literal["es", "grpo"]
 FILE_BYTES = 2**30
 """A text file larger than this is no file of a run."""
 CONFIG_BYTES = 2**18
@@ -93,7 +92,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        runs = [path] if _is_run(path) else _below(path)
+        runs = [path] if _is_readable(path) else _below(path)
         if not runs:
             raise ConfigError(f"{path} is no run and holds none; give run directories, or a folder with some in it")
         found.update({run.resolve(): run for run in runs})
@@ -103,20 +102,19 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     runs: list[Path] = []
     for where, names, _ in os.walk(folder):
-        if _is_run(Path(where)):
+        if _is_readable(Path(where)):
             runs.append(Path(where))
             names.clear()  # a run holds no runs
     return runs
 
 
-def _is_run(path: Path) -> bool:
-    """Also where its manifest is damaged: such a run is to be named, not passed over."""
-    return (path / "config.yaml").exists() and any((path / n).exists() for n in ("journal.jsonl", "manifest.json"))
+def _is_readable(path: Path) -> bool:
+    return (path / "config.yaml").exists() and is_run(path)
 
 
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
-    manifest = _json(path / "manifest.json", _Manifest) or _Manifest()
+    manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
         raise DataError(f"{path / 'manifest.json'} does not say which method the run is of, and there is no journal")

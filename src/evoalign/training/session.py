@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a run, whatever its method: lock, begin or resume, record, save, stop, finish.
+
+A method is an `Algorithm`: how its mean moves, answers, is saved and brought back to where a run left it. All else,
+the run directory, messages, figures, trackers, budget and errors, is here, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+
+from evoalign.checks import divergence
+from evoalign.checks.distance import Distance
+from evoalign.checks.divergence import Divergence
+from evoalign.config import Config, code_of
+from evoalign.cost import budget
+from evoalign.cost.budget import Cost
+from evoalign.errors import EvoalignError, ResumeError, RewardError, StoppedError
+from evoalign.evaluation import Evaluation
+from evoalign.report.rows import Row
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.manifest import command_line, make_manifest
+from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
+from evoalign.tasks import Data, Task
+from evoalign.training import saving
+from evoalign.training.recorder import Labels, Recorder
+from evoalign.training.result import Result, conclude, read_completions, shown, write_completions
+from evoalign.training.stop import Stop
+
+
+class Algorithm(Protocol):
+    """What ES and GRPO each supply. `done` counts generations of ES, steps of GRPO."""
+
+    config: Config
+    task: Task
+    data: Data
+    labels: Labels
+
+    def open(self, session: Session) -> None:
+        """Say what is going to run, and refuse what cannot. Nothing is written yet."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of a new run."""
+        ...
+
+    def begin(self, session: Session) -> None:
+        """The directory is made and the start is evaluated: from here on, the run can be resumed."""
+        ...
+
+    def check_resume(self, session: Session) -> None:
+        """Raise ResumeError where the run cannot be resumed with what is here. Nothing has been changed yet."""
+        ...
+
+    def resume(self, session: Session) -> list[Row]:
+        """Bring the mean, and the rows of metrics.jsonl, to where the run stands; the rows that trackers missed."""
+        ...
+
+    def advance(self, session: Session) -> None:
+        """Train to the end, or until the session is asked to stop and all of it is saved."""
+        ...
+
+    def evaluate(self) -> tuple[Evaluation, Cost]:
+        """The mean on the test split, and what that took."""
+        ...
+
+    def divergence(self) -> Divergence:
+        """KL of the mean from the base model."""
+        ...
+
+    def distance(self) -> Distance:
+        """How far the weights are from those of the base model. Raises EvoalignError where that is unknown."""
+        ...
+
+    def save(self, run: RunDir, done: int, reward: float | None) -> Path:
+        """Save the mean, unless it is saved already; `reward` is its own on the test split, if known."""
+        ...
+
+    def fingerprint(self) -> str:
+        """`weights_hash` of the mean."""
+        ...
+
+    def kept(self, session: Session) -> str:
+        """After a failure: from where the run will be resumed, with the words between that and the command."""
+        ...
+
+    def smaller(self) -> str:
+        """After running out of memory: the settings that help."""
+        ...
+
+    def summary(self) -> list[str]:
+        """What the finished run was like."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the algorithm opened."""
+        ...
+
+
+def place(config: Config, method: Method, *, resume: bool) -> RunDir:
+    """Where a run of this method goes. Raises ResumeError where another method's is to be resumed."""
+    run = RunDir(Path(config.output_dir))
+    if resume:
+        refuse_other(run.path, method)
+    return run
+
+
+@contextmanager
+def locked(run: RunDir, *, overwrite: bool, resume: bool) -> Generator[None]:
+    """Other processes are kept out of a run directory; it keeps what a reward failed on. Raises RunExistsError."""
+    if not resume:
+        run.refuse(overwrite=overwrite)
+    try:
+        run.lock()
+        yield
+    except RewardError as error:
+        if error.failed is not None:
+            error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
+        raise
+    finally:
+        run.release()
+
+
+def object_given(task: object, reward: object) -> str | None:
+    """Which of them was handed over as a Python object."""
+    return "task" if task is not None else "reward" if reward is not None else None
+
+
+class Session:
+    """One run in this process. `done` is how far it has come; to begin with, None where it is a new one.
+
+    `given`: what was handed over as a Python object, and has to be again to resume.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, run: RunDir, stop: Stop, console: Console, given: str | None, done: int | None
+    ) -> None:
+        self.algorithm, self.config, self.run, self.stop, self.given = algorithm, algorithm.config, run, stop, given
+        self.labels = algorithm.labels
+        self.recorder = Recorder(self.config, run, console, self.labels)
+        self.tell = self.recorder.tell
+        self.done, self.total = done or 0, self.labels.total
+        self.is_new, self._has_begun = done is None, False
+
+    def live(self, *, overwrite: bool, resume: bool) -> Result:
+        """All of it: begin or resume, the steps that are left, and the comparison. Raises EvoalignError."""
+        self.algorithm.open(self)
+        with self._explained(), closing(self.recorder), closing(self.algorithm):
+            before = self._begin(overwrite=overwrite, resume=resume) if self.is_new else self._resume()
+            self._has_begun = True
+            self.recorder.baseline = before.measures["reward"]
+            self._stop_if_asked()
+            with self.recorder:
+                self.algorithm.advance(self)
+            self._stop_if_asked()
+            return self._finish(before)
+
+    # --- for the algorithm, as it advances ---------------------------------------------------------------------------
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the algorithm is to save its mean and return."""
+        return self.stop.asked is not None and self.done < self.total
+
+    def record(self, row: Row) -> None:
+        """Write down one step."""
+        self.recorder.record(row)
+
+    def evaluate(self) -> Evaluation:
+        """The mean on the test split; what that took goes to the budget."""
+        found, cost = self.algorithm.evaluate()
+        self.recorder.evaluated(cost)
+        return found
+
+    def divergence_if_due(self) -> dict[str, Any] | None:
+        """KL of the mean from the base model, every `checks.kl_every` steps."""
+        due = divergence.is_due(self.config, self.done)
+        return dataclasses.asdict(self.algorithm.divergence()) if due else None
+
+    def save(self) -> Path:
+        """Save the mean, and delete what need not stay."""
+        folder = self.algorithm.save(self.run, self.done, self.reward())
+        saving.retain(self.run, self.config)
+        return folder
+
+    def reward(self) -> float | None:
+        """The mean's reward on the test split, where it was evaluated after this step."""
+        measures = self.run.rows[self.done - 1].get("evaluation") if 0 < self.done <= len(self.run.rows) else None
+        return float(measures["reward"]) if measures else None
+
+    # --- a life ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, *, overwrite: bool, resume: bool) -> Evaluation:
+        self.run.create(self.config, self._manifest(self.algorithm.facts()), overwrite=overwrite, resume=resume)
+        self.recorder.start(None)
+        self._measure_start()
+        before = self._evaluate("start")
+        if self.stop.asked is not None:
+            raise StoppedError(f"stopped before the first {self.labels.unit}; nothing was written", self.stop.asked)
+        if self.run.aside is not None:
+            self.tell(f"the run that was there is now {self.run.aside}")
+        write_completions(self.run, "before", before)
+        self.algorithm.begin(self)
+        return before
+
+    def _resume(self) -> Evaluation:
+        self.algorithm.check_resume(self)
+        self.recorder.evaluations = budget.read_evaluation(self.run.budget)
+        before = self._read_before()
+        self.run.sweep()
+        missed = self.algorithm.resume(self)
+        self.run.resume(self.config, self._manifest({}))
+        self.recorder.start(self.done, missed)
+        self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}")
+        return before
+
+    def _manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        return make_manifest(self.config, facts, command_line(), self.labels.method)
+
+    def _read_before(self) -> Evaluation:
+        """The evaluation of the start, where the mean is now: as it was written, or else made again."""
+        before = read_completions(self.run, "before", self.algorithm.task, self.algorithm.data)
+        if before is None:
+            before = self._evaluate("start")
+            write_completions(self.run, "before", before)
+        return before
+
+    def _measure_start(self) -> None:
+        """What cannot be measured, or does not fit, is reported before the first step."""
+        if self.config.checks.kl_every:
+            start = time.monotonic()
+            kl, seconds = self.algorithm.divergence().exact, time.monotonic() - start
+            self.tell(f"KL of the start from the base model: {kl:.3g} nats a token, measured in {seconds:.1f} s")
+
+    def _finish(self, before: Evaluation) -> Result:
+        saved = self.save()
+        after = self._evaluate("result")
+        moved = self._moved()
+        mean = {"generation": self.total, "weights_hash": self.algorithm.fingerprint(), **moved}
+        conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
+        for line in self.algorithm.summary():
+            self.tell(line)
+        self.recorder.finish(before, after, moved["divergence"])
+        self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
+        return Result(self.run.path, saved, before, after)
+
+    def _moved(self) -> dict[str, Any]:
+        """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
+        kl = self.run.rows[-1]["divergence"] if self.run.rows else None
+        if kl is None and self.config.checks.kl_every:
+            kl = dataclasses.asdict(self.algorithm.divergence())
+        try:
+            moved = dataclasses.asdict(self.algorithm.distance())
+        except EvoalignError as error:
+            self.tell(f"distance from the base model: unknown; {error}")
+            moved = None
+        return {"divergence": kl, "distance": moved}
+
+    def _evaluate(self, which: str) -> Evaluation:
+        self.tell(f"evaluating the {which} on {len(self.algorithm.data.test)} test examples")
+        return self.evaluate()
+
+    def _stop_if_asked(self) -> None:
+        if self.stop.asked is not None and self.done < self.total:
+            at = f"{self.labels.unit} {self.done} of {self.total}"
+            raise StoppedError(f"stopped after {at}; {how_to_resume(self)}", self.stop.asked)
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """A new run that fails in its first step is taken back; later, the error says from where it resumes."""
+        try:
+            yield
+        except StoppedError:
+            if self.is_new and not self._has_begun:
+                self.run.undo()
+            raise
+        except BaseException as error:
+            if not self.done:
+                self.run.undo()
+                raise
+            explained = isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError)
+            if not explained or isinstance(error, ResumeError):  # which says itself what to do
+                raise
+            kept = f"{self.algorithm.kept(self)}{how_to_resume(self)}"
+            if isinstance(error, EvoalignError):
+                error.args = (f"{error}; {kept}",)
+                raise
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            fix = f"; {self.algorithm.smaller()}" if isinstance(error, torch.OutOfMemoryError) else ""
+            raise EvoalignError(f"{line}{fix}; {kept}") from error
+
+
+def how_to_resume(session: Session) -> str:
+    """Names the run itself, or, where it names code, the config in it."""
+    run, method = session.run, session.labels.method
+    if session.given is not None:
+        return f"resume with {COMMANDS[method]}(..., {session.given}=..., resume=True)"
+    return f"resume with: {resume_command(run.config if code_of(session.config) else run.path, method)}"
