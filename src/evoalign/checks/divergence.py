@@ -131,8 +131,9 @@ class Reference:
     @classmethod
     def of(cls, served: Served) -> Reference:
         """Beside an engine: on its device where that is in this process, else on the CPU."""
-        inside = served.facts.engine == "transformers"
-        return cls(served.config, served.facts.device if inside else "cpu", served.layout.torch_dtype)
+        own = served.config.engine
+        device = served.facts.device if own.in_process() is own else "cpu"
+        return cls(served.config, device, served.layout.torch_dtype)
 
     @property
     def model(self) -> Any:
