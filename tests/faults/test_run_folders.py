@@ -258,7 +258,7 @@ def test_a_run_of_a_task_object_goes_on_with_one_alone(tmp_path: Path) -> None:
     task = Brief(evoalign.Config.model_validate(tree).task)
     evoalign.train(tree, task=task, console=quiet())
     tree["es"]["num_generations"] = 3
-    with pytest.raises(ResumeError, match="was trained with a task object; go on in Python"):
+    with pytest.raises(ResumeError, match="was trained with a task object; resume in Python"):
         evoalign.train(tree, resume=True, console=quiet())
     evoalign.train(tree, task=Brief(evoalign.Config.model_validate(tree).task), resume=True, console=quiet())
 
