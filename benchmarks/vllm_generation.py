@@ -55,13 +55,13 @@ def merge(worker: Any, plan: Any, member: Any) -> None:
     """In a worker: write mean + s B A of one member over the served weights; None puts the mean back."""
     import torch
 
-    space, layout = worker._space, worker._layout
+    mean = worker._mean
     with torch.inference_mode():
-        for part in worker._parts:
+        for part in mean.parts:
             if member is None:
                 part.served.copy_(part.master)
                 continue
-            adapter = space.adapter(layout, part.name, worker._by_name.__getitem__, plan, [member])
+            adapter = mean.space.adapter(mean.layout, part.name, mean.__getitem__, plan, [member])
             rows, columns = part.slices
             product = adapter.b[0, rows].float() @ adapter.a[0, :, columns].float()
             part.served.copy_(product.mul_(adapter.scaling).add_(part.master))
