@@ -85,7 +85,8 @@ def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list
 
     asked: dict[str, Any] = read(files, sets)
     task = asked.get("task") or {}
-    named = {_name(asked.get("space")), task.get("name"), *task.get("rewards", []), _name(task.get("objective"))}
+    named = {_name(asked.get("space")), _name(asked.get("engine")), _name(task.get("objective")), task.get("name")}
+    named |= {*task.get("rewards", []), *(asked.get("tracking") or {}).get("backends", [])}
     code = [name for name in code_of(config) if name not in named]
     if code:
         raise ConfigError(

@@ -36,7 +36,8 @@ def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str
 def code_of(config: Config) -> list[str]:
     """The import paths that a config names: code that runs with it."""
     objective = [] if config.task.objective is None else [config.task.objective.name]
-    named = (config.space.name, config.engine.name, config.task.name, *config.task.rewards, *objective)
+    parts = (config.space.name, config.engine.name, config.task.name)
+    named = (*parts, *config.task.rewards, *objective, *config.tracking.backends)
     return [name for name in named if ":" in name]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from evoalign.config.base import FORMAT_VERSION, Section, named
 from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
@@ -31,11 +31,25 @@ class CheckpointConfig(Section):
     """The best mean by `evaluation.every` is saved and stays too."""
 
 
+TRACKERS = {
+    "tensorboard": "evoalign.tracking.tensorboard:TensorBoard",
+    "trackio": "evoalign.tracking.trackio:Trackio",
+    "wandb": "evoalign.tracking.wandb:WeightsAndBiases",
+}
+"""Where the trackers that are shipped lie, by the name of their library."""
+
+
+def _tracker(name: str) -> str:
+    if name not in TRACKERS and ":" not in name:
+        raise ValueError(f"unknown tracker {name!r}; use {', '.join(TRACKERS)} or package.module:Class")
+    return name
+
+
 class TrackingConfig(Section):
     """Who else is told what metrics.jsonl records, and which completions are kept."""
 
-    backends: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Each needs the extra of its name."""
+    backends: list[Annotated[str, AfterValidator(_tracker)]] = Field(default_factory=list)
+    """tensorboard, trackio, wandb, each of which needs the extra of its name; or one's own, `package.module:Class`."""
     project: str = "evoalign"
     name: str | None = None
     """The run's name there; None is the last part of `output_dir`."""

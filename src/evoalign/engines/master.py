@@ -253,6 +253,8 @@ class KeepsMean:
         """The mean at fixed places, gathered where it lies."""
         return gathered(self.mean.layout, count, [self.mean.probe(count)])
 
+    sample = probe_weights
+
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Momentum's or Adam's slots, on the CPU."""
         yield from self.mean.optimizer_state()

@@ -24,7 +24,6 @@ from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
 from evoalign.tokens import Tokens
-from evoalign.tracking.base import environment as environment_variable
 from evoalign.training import saving
 from evoalign.types import Example, Layout, Messages, TensorSpec
 
@@ -45,35 +44,15 @@ def check_config(case: Case) -> Finding:
 
 
 def check_trackers(case: Case) -> Finding:
-    """Whether the trackers are installed and W&B would start."""
+    """Whether the trackers are there and would start."""
     wanted = case.config.tracking.backends
-    missing = [name for name in wanted if not tracking.is_installed(name)]
-    if missing:
-        fix = f"pip install 'evoalign[{','.join(missing)}]', or take them out of tracking.backends"
-        return Finding("trackers", "failed", f"not installed: {', '.join(missing)}", fix)
-    shown = ", ".join(wanted) or "none but metrics.jsonl"
-    return _wandb(shown) if "wandb" in wanted else Finding("trackers", "ok", shown)
-
-
-def _wandb(shown: str) -> Finding:
-    """Whether W&B would start without asking; nothing is sent, so that a key may still be refused."""
-    import wandb
-
-    try:
-        with environment_variable("WANDB_SILENT", "true"):
-            mode = wandb.setup().settings.mode
-            if mode == "disabled":
-                fix = "unset WANDB_MODE, or take wandb out of tracking.backends"
-                return Finding("trackers", "warning", f"{shown}; wandb is disabled and records nothing", fix)
-            if mode in ("offline", "dryrun"):
-                return Finding("trackers", "ok", f"{shown}; wandb is offline: `wandb sync` sends the run later")
-            if wandb.login(prompt=False, verify=False):
-                return Finding("trackers", "ok", f"{shown}; wandb has a key, which was not tried")
-    finally:
-        if wandb.run is None:
-            wandb.teardown()
-    fix = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-    return Finding("trackers", "failed", f"{shown}; wandb is online and has no key", fix)
+    if lacking := tracking.missing(case.config):
+        fix = f"pip install 'evoalign[{','.join(lacking)}]', or take them out of tracking.backends"
+        return Finding("trackers", "failed", f"not installed: {', '.join(lacking)}", fix)
+    said = [tracking.load(name).ready() for name in wanted]
+    worst = max(said, key=lambda r: ("ok", "warning", "failed").index(r.status), default=tracking.Ready())
+    shown = "; ".join([", ".join(wanted) or "none but metrics.jsonl", *(r.detail for r in said if r.detail)])
+    return Finding("trackers", worst.status, shown, worst.fix)
 
 
 def check_output(case: Case) -> Finding:

@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers: who else is told what metrics.jsonl records. No tracking library is imported unless the config names it."""
+"""Trackers: who else is told what metrics.jsonl records. No tracking library is imported unless the config names it.
+
+One of one's own is named `package.module:Class` in `tracking.backends`: a subclass of `Tracker`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 from evoalign.config import Config
+from evoalign.config.run import TRACKERS
 from evoalign.errors import ConfigError
-from evoalign.tracking.base import Guarded, Tracker
-from evoalign.tracking.tensorboard import TensorBoard
-from evoalign.tracking.trackio import Trackio
-from evoalign.tracking.wandb import WeightsAndBiases
+from evoalign.plugins import load_object
+from evoalign.tracking.base import Guarded, Ready, Tracker
 
-__all__ = ["BACKENDS", "Tracker", "check", "create", "is_installed"]
-
-BACKENDS: dict[str, Callable[[Config, Path, int | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-}
+__all__ = ["Ready", "Tracker", "check", "create", "is_installed", "load", "missing"]
 
 
 def is_installed(library: str) -> bool:
@@ -29,19 +24,33 @@ def is_installed(library: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def missing(config: Config) -> list[str]:
+    """The chosen trackers whose library is not installed."""
+    return [name for name in config.tracking.backends if name in TRACKERS and not is_installed(name)]
+
+
 def check(config: Config) -> None:
-    """Raises ConfigError where a chosen tracker is not installed; imports nothing."""
-    missing = [name for name in config.tracking.backends if not is_installed(name)]
-    if missing:
+    """Raises ConfigError where a chosen tracker is not installed, or is none. Imports no library; the user's code."""
+    if lacking := missing(config):
         raise ConfigError(
-            f"tracking.backends: {', '.join(missing)} not installed; pip install 'evoalign[{','.join(missing)}]'"
+            f"tracking.backends: {', '.join(lacking)} not installed; pip install 'evoalign[{','.join(lacking)}]'"
         )
+    for name in config.tracking.backends:
+        load(name)
+
+
+def load(name: str) -> type[Tracker]:
+    """The class of a tracker. Imports what an import path names. Raises ConfigError."""
+    cls = load_object(TRACKERS.get(name, name), "tracking.backends")
+    if not (isinstance(cls, type) and issubclass(cls, Tracker)):
+        raise ConfigError(f"tracking.backends: {name} is no class derived from evoalign.tracking.Tracker")
+    return cls
 
 
 def create(config: Config, run: Path, resumed_at: int | None = None) -> list[Tracker]:
     """The chosen trackers of the run directory `run`, started; they write below `<run>/logs`.
 
-    `resumed_at` is the generation that a resumed run goes on with. A tracker that fails later on is left out with a
+    `resumed_at` is the generation at which a resumed run starts again. A tracker that fails later on is left out with a
     warning. Raises ConfigError where one is missing or cannot start; then none is left open.
     """
     check(config)
@@ -59,7 +68,7 @@ def create(config: Config, run: Path, resumed_at: int | None = None) -> list[Tra
 
 def _start(name: str, config: Config, run: Path, resumed_at: int | None) -> Tracker:
     try:
-        return BACKENDS[name](config, run, resumed_at)
+        return load(name)(config, run, resumed_at)
     except Exception as error:  # each library has its own kinds: no login, no server, a name it does not like
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"tracking.backends: {name} does not start: {reason}; fix that or take it out") from error

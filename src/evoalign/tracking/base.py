@@ -6,10 +6,11 @@ from __future__ import annotations
 import logging
 import numbers
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from evoalign.config import Config
 from evoalign.rundir.method import method_of
@@ -17,23 +18,39 @@ from evoalign.rundir.method import method_of
 logger = logging.getLogger("evoalign.tracking")
 
 
-class Tracker(Protocol):
+class Ready(NamedTuple):
+    """Whether a tracker would start: `detail` as `evoalign doctor` shows it, `fix` where something is wrong."""
+
+    status: Literal["ok", "warning", "failed"] = "ok"
+    detail: str = ""
+    fix: str = ""
+
+
+class Tracker(ABC):
     """Told of a run as it goes. `log` may raise: a run goes on without the tracker then."""
 
+    @abstractmethod
+    def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
+        """Start, for the run directory `run`; below `run / "logs"` is room. `resumed_at` is the generation at which a
+        resumed run starts again. May raise: it does not start then, and neither does the run."""
+
+    @abstractmethod
     def log(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl; its step is `row["generation"]`."""
-        ...
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: B027  (not all have an end)
         """The run is complete: measures before and after training."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Write out what is left and let go. Without `finish` before it, the run was cut short."""
-        ...
+
+    @classmethod
+    def ready(cls) -> Ready:
+        """Whether it would start, asked before a run; sends nothing."""
+        return Ready()
 
 
-class Guarded:
+class Guarded(Tracker):
     """A tracker that never stops a run: at its first failure it is left out, with one warning."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config, to_yaml
-from evoalign.tracking.base import last_step, step_and_values, values
+from evoalign.tracking.base import Tracker, last_step, step_and_values, values
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """A scalar for each number of a row, and the config as text."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:

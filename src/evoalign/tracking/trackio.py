@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config
-from evoalign.tracking.base import environment, last_step, run_name, step_and_values, values
+from evoalign.tracking.base import Tracker, environment, last_step, run_name, step_and_values, values
 
 
-class Trackio:
+class Trackio(Tracker):
     """One trackio run, the same one after a resume. trackio's own words on standard output are swallowed."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 from evoalign.config import Config
 from evoalign.rundir.files import write_text
-from evoalign.tracking.base import environment, run_name, step_and_values, values
+from evoalign.tracking.base import Ready, Tracker, environment, run_name, step_and_values, values
 
 CACHE = "WANDB_CACHE_DIR"
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """One W&B run, the same one after a resume: its id is kept in `<run>/logs/wandb_id`."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
@@ -62,6 +62,27 @@ class WeightsAndBiases:
         finally:
             if self._alone and self._wandb.run is None:
                 self._wandb.teardown()
+
+    @classmethod
+    def ready(cls) -> Ready:
+        """Whether W&B would start without asking; nothing is sent, so that a key may still be refused."""
+        import wandb
+
+        try:
+            with environment("WANDB_SILENT", "true"):
+                mode = wandb.setup().settings.mode
+                if mode == "disabled":
+                    fix = "unset WANDB_MODE, or take wandb out of tracking.backends"
+                    return Ready("warning", "wandb is disabled and records nothing", fix)
+                if mode in ("offline", "dryrun"):
+                    return Ready("ok", "wandb is offline: `wandb sync` sends the run later")
+                if wandb.login(prompt=False, verify=False):
+                    return Ready("ok", "wandb has a key, which was not tried")
+        finally:
+            if wandb.run is None:
+                wandb.teardown()
+        fix = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+        return Ready("failed", "wandb is online and has no key", fix)
 
 
 def _run_id(file: Path, resumed_at: int | None) -> str:

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from evoalign import spaces
 from evoalign.config import Config
-from evoalign.engines.vllm.settings import VllmConfig
 from evoalign.errors import ConfigError
 from evoalign.spaces.targets import module_of
 from evoalign.types import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from evoalign.engines.vllm.settings import VllmConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has slots for."""
@@ -22,8 +25,7 @@ KERNEL_RANK = 16
 
 def settings(config: Config) -> VllmConfig:
     """The config's engine section."""
-    assert isinstance(config.engine, VllmConfig)
-    return config.engine
+    return cast("VllmConfig", config.engine)
 
 
 def slots(config: Config) -> int:

@@ -234,6 +234,8 @@ class VllmEngine:
         """The master at fixed places, gathered where it lies."""
         return gathered(self._started(), count, self.rpc("es_probe", count))
 
+    sample = probe_weights
+
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Momentum's or Adam's slots, on the CPU."""
         self._started()

@@ -58,6 +58,11 @@ class VllmConfig(EngineSettings):
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 
     @property
+    def device(self) -> str:
+        """The former name of `where`."""
+        return self.where
+
+    @property
     def devices(self) -> int:
         """GPUs."""
         return self.tensor_parallel_size
