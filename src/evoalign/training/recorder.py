@@ -26,6 +26,8 @@ from evoalign.rundir.method import Method
 
 DRAW_SHARE = 10
 """Figures are drawn again once so many times the last drawing's duration has passed, and at the end."""
+FIRST_DRAWING = 1.0
+"""Seconds that the first one is taken to last, since it imports what draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Recorder:
         self.baseline: float | None = None
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
-        self._drawing = self._drawn = 0.0
+        self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
         self._display = Display(labels.total, console, unit=labels.unit, still=labels.still)
 
     def start(self, at: int | None, missed: Sequence[Mapping[str, Any]] = ()) -> None:
