@@ -34,9 +34,18 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{file}:ToyEngine"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small(random_qwen2: Path) -> None:
+    """What all models here are."""
+    MODEL["name"] = str(random_qwen2)
+
+
+MODEL = {"name": "tiny", "dtype": "float32"}
+
+
 def tree(output: Path, name: str, space: str = "lowrank", **changes: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(output), "seed": 5, "space": space, "engine": {"name": name, **changes.pop("engine", {})},
+        "output_dir": str(output), "seed": 5, "space": space, "model": dict(MODEL), "engine": {"name": name, **changes.pop("engine", {})},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 4, "population_size": 4},
         "task": {"name": "conciseness", "batch_size": 2}, "checkpoint": {"every": 1, "keep_last": 2},
         "evaluation": {"max_tokens": 8}, "checks": {"control_every": 2, "canary_every": 2},
@@ -174,7 +183,11 @@ MADE_UP = {"check_mean_is_plain", "check_members_are_their_own"}
 @pytest.mark.parametrize("check", [c for c in contract.CHECKS if c.__name__ not in MADE_UP], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_it_keeps_the_contract(space: str, check: contract.Check) -> None:
-    config = from_dict({"space": space, "model": {"name": "tiny"}, "es": {"sigma": 0.05, "learning_rate": 0.025}})
+    config = from_dict({"space": space, "model": dict(MODEL), "es": {"sigma": 0.05, "learning_rate": 0.025}})
     config = config.model_copy(update={"engine": ToySettings(name="toy_engine:ToyEngine")})
     with contract.started(ToyEngine, config) as bench:
         check(bench)
+
+
+def test_it_is_sixty_lines() -> None:
+    assert len(TOY.read_text(encoding="utf-8").splitlines()) <= 60

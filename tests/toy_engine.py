@@ -35,8 +35,8 @@ class ToyEngine(KeepsMean):
 
     def rollout(self, plan, requests):
         check_members(plan, requests)
-        for member, request in pairs_of(plan.members, requests):
-            yield self.answer(self.read(plan, member), member, request)
+        for member, state in ((m, self.read(plan, m)) for m in plan.members):
+            yield from (self.answer(state, *pair) for pair in pairs_of([member], requests))
 
     def read(self, plan, member):
         found, space, layout = dict(self.served), self.mean.space, self.mean.layout
@@ -56,5 +56,5 @@ class ToyEngine(KeepsMean):
             ids.append(int(torch.multinomial((logs / heat).softmax(0), 1, generator=draw) if heat else logs.argmax()))
             said, text = [*said, float(logs[ids[-1]])], self.tokens.decode(ids)
             reason = "stop" if ids[-1] in self.tokens.stop_ids or any(s in text for s in how.stop) else "length"
-        logprobs = tuple(said) if request.logprobs else None
-        return Rollout(member, request.index, tuple(ids), before_stop(text, how.stop), reason, logprobs)
+        text, logprobs = before_stop(text, how.stop), tuple(said) if request.logprobs else None
+        return Rollout(member, request.index, tuple(ids), text, reason, logprobs)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from evoalign.config import ScheduleConfig
 from evoalign.errors import RewardError
@@ -48,6 +47,8 @@ def centered(scores_MP: Scores) -> Scores:
 
 def ranks(scores_MP: Scores) -> Scores:
     """Centred ranks of the fitness in [-1/2, 1/2], ties averaged (Salimans et al., arXiv 1703.03864)."""
+    from scipy.stats import rankdata  # takes a second to import
+
     fitness_M = fitness(scores_MP)
     return (rankdata(fitness_M, method="average") - 1) / (len(fitness_M) - 1) - 0.5
 

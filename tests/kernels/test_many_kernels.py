@@ -215,6 +215,7 @@ def test_moves_alone_are_the_same(served, decay):
             assert got is want is None or same(got, want)
 
 
+@pytest.mark.slow
 def test_what_moves_nothing_and_what_cannot():
     space, layout = make("lowrank", 2)
     mine = list(parts_of(layout, WHOLE, None, True))
@@ -232,6 +233,7 @@ def test_what_moves_nothing_and_what_cannot():
         bare(update(3, decay=0.5))
 
 
+@pytest.mark.slow
 def test_a_layer_without_noise_does_not_move():
     """Beside layers that have some: its scale is 0."""
     still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in SPECS]

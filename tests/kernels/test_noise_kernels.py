@@ -93,6 +93,7 @@ def test_zero_width_keeps_the_signs_of_zeros(tuned):
     assert same(noise.scaled(KEY, (64,), 0, [3], [0.0], mean=zeros), in_torch((64,), 0, [3], [0.0], zeros))
 
 
+@pytest.mark.first("shape0", "shape1")
 @pytest.mark.parametrize("shape", [(20, 1), (20, 3), (3, 20), (6, 300)])
 def test_padded_and_turned_outputs(tuned, shape):
     """As factors lie in an engine's slots; nothing beside them is touched."""

@@ -145,6 +145,7 @@ def test_gate_without_a_layer_after_it(form):
 
 
 @forms
+@pytest.mark.first("torch")
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_a_row_alone_is_the_row_among_others(form, rank, padded):
     draw = Draw(rank, padded, torch.bfloat16)
@@ -165,6 +166,7 @@ def test_fixed_takes_the_same_tiles_for_all_numbers_of_rows():
 
 
 @forms
+@pytest.mark.first("torch")
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_rows_without_member_get_the_plain_function(form, rank, padded):
     """The same bits as in a batch without members, even where inputs are infinite and dots are not numbers."""
@@ -240,6 +242,7 @@ def test_warm_up_calls_every_kernel(monkeypatch):
 
 
 @some_dtypes
+@pytest.mark.first("1-1-plain-torch.float32", "1-1-normed-torch.bfloat16")
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_three_layers_are_the_model_with_each_members_weights(rank, padded, dtype, qk_norm):

@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
-
 from evoalign import errors
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.plugins import described
@@ -206,6 +204,8 @@ class Worker:
                 signal.signal(number, signal.SIG_DFL)
             if self._end is not None:  # the trainer's end, which would never hang up while a copy is open here
                 self._end.close()
+            import torch
+
             torch.set_num_threads(1)  # the threads of the parent's pool are not here: waiting for them would never end
             worker.run(theirs, lambda start: (self._task, self._data))
             status = 0
