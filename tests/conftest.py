@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     idle: dict[str, set[str]] = {}
     for item in items:
         if marker := item.get_closest_marker("first"):
-            test, _, case = item.nodeid.partition("[")
+            test, bracket, case = item.nodeid.partition("[")
+            case = bracket + case
             said = {word for word in marker.args if word in case}
             idle[test] = idle.get(test, set(marker.args)) - said
             if not said:

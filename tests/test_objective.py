@@ -185,6 +185,7 @@ def test_stopped_half_way_it_ends_with_the_same_bits(straight: tuple[Path, str],
     ]
 
 
+@pytest.mark.first("[5]")
 @pytest.mark.parametrize("kept", [2, 5, 6, 9])
 def test_cut_anywhere_it_ends_with_the_same_bits(straight: tuple[Path, str], kept: int, tmp_path: Path) -> None:
     """Also after an update's line, before its seal: the state is that of the line."""

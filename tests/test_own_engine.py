@@ -45,7 +45,8 @@ MODEL = {"name": "tiny", "dtype": "float32"}
 
 def tree(output: Path, name: str, space: str = "lowrank", **changes: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(output), "seed": 5, "space": space, "model": dict(MODEL), "engine": {"name": name, **changes.pop("engine", {})},
+        "output_dir": str(output), "seed": 5, "space": space, "model": dict(MODEL),
+        "engine": {"name": name, **changes.pop("engine", {})},
         "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": 4, "population_size": 4},
         "task": {"name": "conciseness", "batch_size": 2}, "checkpoint": {"every": 1, "keep_last": 2},
         "evaluation": {"max_tokens": 8}, "checks": {"control_every": 2, "canary_every": 2},

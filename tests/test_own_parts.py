@@ -18,23 +18,27 @@ HERE = Path(__file__).parent
 CONFIG = """
 output_dir: run
 seed: 3
+model: {{name: "{model}", dtype: float32}}
 engine: {{name: "{file}:Engine", sharpness: 15}}
 space: {{name: "{file}:Space", first: 3.0}}
 task: {{name: "{file}:Outside", objective: {{name: "{file}:Balance", step: 0.25}}, batch_size: 2}}
 tracking: {{backends: ["{file}:Lines"], completions_every: 0}}
 es: {{sigma: 0.02, learning_rate: 0.02, num_generations: 3, population_size: 4}}
 evaluation: {{max_tokens: 8}}
+grader: {{isolated: false}}
 checkpoint: {{every: 1}}
 """
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def run(
+    random_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
     """The command line, in a folder with the file and a config that names all that is in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(HERE / "own_parts.py", tmp_path / "elsewhere/parts.py")
-    (tmp_path / "mine.yaml").write_text(CONFIG.format(file=tmp_path / "elsewhere/parts.py"))
+    (tmp_path / "mine.yaml").write_text(CONFIG.format(file=tmp_path / "elsewhere/parts.py", model=random_qwen2))
     return caller(monkeypatch, capsys)
 
 
@@ -66,7 +70,7 @@ def _resumed(run: Callable[..., Done], log: journal.Log) -> None:
 
 
 def test_none_of_them_is_imported_because_a_run_says_so(run: Callable[..., Done], tmp_path: Path) -> None:
-    assert run("train", "mine.yaml").code == 0
+    assert run("train", "mine.yaml", "--set", "es.num_generations=1").code == 0
     (tmp_path / "elsewhere/parts.py").write_text("from pathlib import Path\nPath('owned').touch()\n")
     for kept in ("engine", "space", "task", "tracking"):  # each alone is enough to be refused
         config = load(["mine.yaml"]).model_dump(mode="json")

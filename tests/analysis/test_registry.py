@@ -89,6 +89,7 @@ def test_a_saved_mean_knows_its_run(space: str, folder: Path, run: Run) -> None:
     assert 0 < a["l2"] < b["l2"] and a["base"] == b["base"] == "tiny"
 
 
+@pytest.mark.slow
 def test_a_run_of_grpo_is_analysed_in_the_dtype_it_trained_in(tmp_path: Path, run: Run) -> None:
     pytest.importorskip("trl")
     evoalign.grpo({

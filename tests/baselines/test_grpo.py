@@ -271,6 +271,7 @@ def _length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [-float(len(c[0]["content"])) for c in completions]
 
 
+@pytest.mark.slow
 def test_members_answer_as_those_of_es_and_leave_the_model_alone(tmp_path: Path) -> None:
     es = {"sigma": 0.05, "learning_rate": 0.01}
     tree = config(tmp_path / "run", es=es, space="lowrank", grpo={"rollouts": "es", "max_steps": 2})

@@ -60,6 +60,7 @@ def test_kernels_are_used_here():
     assert kernels.interpreted()
 
 
+@pytest.mark.first("[0-")
 @pytest.mark.parametrize(("shape", "slices"), PARTS)
 @pytest.mark.parametrize("generation", [0, LAST])
 def test_normals_have_the_same_bits(tuned, shape, slices, generation):

@@ -66,6 +66,7 @@ def test_served_weights_are_the_rounded_master_bit_for_bit(random_qwen2, space, 
     assert off_grid == list(master), "the master keeps what bfloat16 cannot"
 
 
+@pytest.mark.slow
 def test_steps_below_what_bfloat16_can_hold_arrive_in_the_end(random_qwen2):
     """One step changes few of the served weights; two hundred of them point where the master went."""
     engine, _ = started(random_qwen2, "lowrank", "bfloat16")

@@ -198,6 +198,7 @@ def test_no_signal(rungs, start, words):
     assert len(warnings) == 1 and words in warnings[0]
 
 
+@pytest.mark.first("sgd")
 @pytest.mark.parametrize(
     ("optimizer", "share", "words"),
     [

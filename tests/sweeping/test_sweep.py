@@ -187,6 +187,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sweep, str]:
     return run(to, {"model.name": ["/no/such/model", "tiny"], "es.sigma": [0.01]})
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_stops_no_other(grid: tuple[Sweep, str]) -> None:
     done, output = grid
     (failed,) = done.failed

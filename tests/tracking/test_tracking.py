@@ -316,6 +316,7 @@ def test_tensorboard_that_cannot_write_any_more(
     assert caplog.messages[0].startswith("tensorboard failed")
 
 
+@pytest.mark.slow
 def test_wandb_whose_process_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = tmp_path / "run"
     (tracker,) = tracking.create(config(run, "wandb"), run)
@@ -445,6 +446,7 @@ def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path) ->
     assert not [p for p in written if secret.encode() in p.read_bytes()]
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_process_keep_apart(tmp_path: Path) -> None:
     for name in ("first", "second"):
         tell(tmp_path / name, "trackio", ROWS)
