@@ -63,10 +63,6 @@ class Engine(Protocol):
         """float32 [<= count] on the CPU: the mean at `sampled_places`, to follow where it goes at no cost in memory."""
         ...
 
-    def sample(self, count: int) -> torch.Tensor:
-        """The former name of `probe_weights`."""
-        return self.probe_weights(count)
-
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The optimizer's slots: float32 tensors by name, on the CPU. None for SGD."""
         ...

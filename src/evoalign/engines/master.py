@@ -254,6 +254,7 @@ class KeepsMean:
         return gathered(self.mean.layout, count, [self.mean.probe(count)])
 
     sample = probe_weights
+    """Its former name."""
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Momentum's or Adam's slots, on the CPU."""

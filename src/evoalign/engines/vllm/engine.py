@@ -235,6 +235,7 @@ class VllmEngine:
         return gathered(self._started(), count, self.rpc("es_probe", count))
 
     sample = probe_weights
+    """Its former name."""
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Momentum's or Adam's slots, on the CPU."""
