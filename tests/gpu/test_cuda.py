@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 
-from evoalign import config, engines, noise, spaces, tokens
+from evoalign import config, engines, noise, optimizer, spaces, tokens
 from evoalign.engines.hash import weights_hash
 from evoalign.types import Plan, Request, Sampling, Update, population
 
@@ -26,7 +26,7 @@ def start(space: str, device: str, dtype: str = "float32", **sections: object):
     engine = engines.create(settings, tk)
     where = spaces.create(settings)
     layout = where.layout(engine.specs(), engine.dtype)
-    engine.start(where, layout, None, False)
+    engine.start(where, layout, optimizer.create(settings.es.optimizer), settings.decays)
     return engine, where, layout, tk
 
 
@@ -57,6 +57,15 @@ def test_elementwise_updates_have_the_same_bits(space):
         prints.append(engine.fingerprint())
         engine.close()
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_an_optimizer_that_decays_has_the_start_beside_the_mean(device):
+    engine, *_ = start("lora", device, es={"sigma": WIDTH, "optimizer": "adam", "decay": 0.01})
+    assert all(p.start.device == p.master.device for p in engine.mean.moving)
+    before = engine.fingerprint()
+    engine.apply(update())
+    assert engine.fingerprint() != before
 
 
 def test_lowrank_update_is_close():

@@ -10,6 +10,7 @@ import torch
 
 from evoalign import spaces, tokens
 from evoalign.config import from_dict
+from evoalign.engines.master import Master, whole
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
 
@@ -25,6 +26,14 @@ def started(folder, space, dtype, **more):
     layout = made.layout(engine.specs(), engine.dtype)
     engine.start(made, layout, None, keep_start=False)
     return engine, layout
+
+
+def test_the_start_lies_where_the_mean_does(random_qwen2):
+    """Whatever number the device is named with: `cuda` beside a tensor's `cuda:0`, and here `cpu:0` beside `cpu`."""
+    engine, layout = started(random_qwen2, "lora", "float32")
+    shards, device = whole(parameters(engine)), torch.device("cpu:0")
+    mean = Master(engine.mean.space, layout, None, True, shards, device)
+    assert [p.start.device for p in mean.moving] == [p.master.device for p in mean.moving]
 
 
 def parameters(engine):

@@ -89,9 +89,9 @@ class Master:
         self.parts = list(self._parts(shards, first))
         self.moving = [p for p in self.parts if p.name in moving]
         for part in self.moving if keep_start else ():
-            part.start = (
-                part.master.clone() if part.master.device == device else _pinned(part.master.shape).copy_(part.master)
-            )
+            # Of the kind alone: the device may be `cuda`, and a tensor's is `cuda:0`.
+            here = part.master.device.type == device.type
+            part.start = part.master.clone() if here else _pinned(part.master.shape).copy_(part.master)
         self._by_name = {p.name: p.master for p in self.parts}
         away = any(p.master.device.type != device.type for p in self.parts)
         mean = [MeanPart(p.name, p.slices, p.master, p.start, p.served) for p in self.moving]
