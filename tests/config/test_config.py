@@ -272,6 +272,9 @@ def test_a_population_of_fewer_than_two_is_refused(population: int) -> None:
         ("evaluation", "top_p", 1.1),
         ("evaluation", "samples", 0),
         ("evaluation", "seeds", []),
+        ("evaluation", "seeds", ["x"]),
+        ("evaluation", "stop", [""]),
+        ("sampling", "stop", [""]),
         ("evaluation", "every", -1),
     ],
 )
@@ -295,6 +298,8 @@ def test_top_level_values(key: str, value: Any) -> None:
 
 def test_a_section_that_is_no_mapping() -> None:
     assert error(lora=3).startswith("lora: ")
+    assert error(sampling=None).startswith("sampling: ")
+    assert error(evaluation=None).startswith("evaluation: ")
     assert error(es=[1]).startswith("es: ")
 
 

@@ -47,7 +47,7 @@ def shared(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Configs of earlier releases have training's decoding in `evaluation`.
     """
-    both = [tree.get(name) or {} for name in ("sampling", "evaluation")]
+    both = [tree.get(name, {}) for name in ("sampling", "evaluation")]
     if not all(isinstance(section, Mapping) for section in both):
         return tree  # the check of its type says what it should be
     sampling, evaluation = (dict(cast(Mapping[str, Any], section)) for section in both)

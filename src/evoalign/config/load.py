@@ -77,7 +77,9 @@ def with_engine(config: Config, section: type[EngineSettings]) -> Config:
 def _at(tree: object, place: Sequence[str | int]) -> bool:
     """Whether a tree has a place: a value that one section took over from another is reported where it stands."""
     for part in place:
-        if not isinstance(tree, Mapping) or part not in tree:
+        if not isinstance(tree, Mapping):
+            return True  # inside a value, such as an item of a list
+        if part not in tree:
             return False
         tree = cast(Mapping[Any, Any], tree)[part]
     return True
