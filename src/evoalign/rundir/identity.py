@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 from evoalign.config import Config
@@ -31,20 +32,22 @@ def _identity_of_grpo(config: Config, told: set[str]) -> dict[str, Any]:
     if config.grpo.rollouts != "es":
         unused |= {"es_", "space", "lowrank"}
         unused |= {"lora"} if config.grpo.tune == "full" else set()
-    tree = {**_tree(config, {*told, *unused}), "grpo": config.grpo.by_name}
+    unsampled = {"temperature", "top_p", "stop"} | ({"max_tokens"} if config.grpo.max_completion_length else set())
+    tree = {**_tree(config, {*told, *unused}, unsampled), "grpo": config.grpo.by_name}
     if tree["grpo"]["lr_scheduler_type"] == "constant":
         del tree["grpo"]["max_steps"]
     return tree
 
 
-def _tree(config: Config, without: set[str]) -> dict[str, Any]:
-    """All other sections, in the form in which format version 1 hashes them."""
-    tree = config.model_dump(mode="json", exclude=without)
+def _tree(config: Config, without: set[str], unsampled: Collection[str] = ()) -> dict[str, Any]:
+    """All other sections but what of `sampling` is not used, in the form in which format version 1 hashes them."""
+    tree = config.model_dump(mode="json", exclude={**dict.fromkeys(without, True), "sampling": {*unsampled}})
     del tree["evaluation"]["every"]
-    for section in (tree["sampling"], tree["evaluation"]):
-        if not section["stop"]:
-            del section["stop"]
-    if tree["sampling"].items() <= tree["evaluation"].items():  # which then says all, as it did in the first release
+    both = (tree["sampling"], tree["evaluation"])
+    if not any(section.get("stop") for section in both):  # else one that is left out would read as the other's
+        for section in both:
+            section.pop("stop", None)
+    if both[0].items() <= both[1].items():  # which then says all, as it did in the first release
         del tree["sampling"]
     tree["model"]["trust_remote_code"] = False
     return tree
