@@ -139,3 +139,14 @@ def test_text_of_a_run_cannot_leave_its_place() -> None:
     assert not [line for line in outside.splitlines() if line.startswith("# ")][1:]
     fence = inside.split("\n")[4].removesuffix("yaml")
     assert fence == "````" and inside.count(fence) == 2
+
+
+def test_parts_of_ones_own_are_named_without_their_place() -> None:
+    engine = {"name": "/home/ann/own.py:Engine", "table": {"files": ["/home/ann/table.bin"]}, "depth": 3}
+    tree = {"es": {"sigma": 0.01}, "engine": engine, "tracking": {"backends": ["/home/ann/own.py:Lines", "wandb"]}}
+    config = from_dict(tree)
+    assert private_paths(config) == ["/home/ann/own.py:Engine", "/home/ann/table.bin", "/home/ann/own.py:Lines"]
+    shown = public(config)
+    assert shown.engine.model_dump() == {"name": "own.py:Engine", "table": {"files": ["table.bin"]}, "depth": 3}
+    assert shown.tracking.backends == ["own.py:Lines", "wandb"]
+    assert private_paths(shown) == []

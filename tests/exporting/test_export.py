@@ -24,8 +24,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import evoalign
-from evoalign.config import load, to_yaml
+from evoalign.config import from_dict, load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
+from evoalign.exporting import export as export_module
 from evoalign.exporting.export import export
 from evoalign.models import tiny
 from evoalign.rundir import checkpoint, journal
@@ -394,6 +395,19 @@ def push(run: Path, to: Path, hub: Any, *options: str, **environ: str) -> subpro
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("tiny") / "run", "tiny", "lora")
+
+
+def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
+    def found(**sections: Any) -> tuple[tuple[int, int] | None, bool]:
+        return export_module._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
+
+    counts, _ = found()
+    assert counts is not None and min(counts) > 0
+    none = "nowhere:Part"
+    parts = {"engine": "nowhere:Engine", "space": "nowhere:Space", "tracking": {"backends": ["nowhere:Lines"]}}
+    assert found(**parts)[0] == counts
+    assert found(task={"name": "conciseness", "objective": none})[0] is None
+    assert found(task={"name": none})[0] is None
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import Config, ModelConfig, code_of, load, to_yaml
+from evoalign.config import Config, ModelConfig, load, to_yaml
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
@@ -346,14 +346,15 @@ def _sha256(source: str) -> str | None:
 
 def _task_of(config: Config) -> tuple[tuple[int, int] | None, bool]:
     """Examples of both splits, and whether prompts are messages: where that takes no network and no code but ours."""
-    space = config.space.name
-    if any(name != space for name in code_of(config)) or (config.task.train_data or "").startswith(HUB):
-        return None, config.task.prompt != "raw"
+    chosen = config.task
+    named = (chosen.name, *chosen.rewards, chosen.objective.name if chosen.objective else "")
+    if any(":" in name for name in named) or (chosen.train_data or "").startswith(HUB):
+        return None, chosen.prompt != "raw"
     try:
         task, data = task_and_data(config, None, None)
         return (len(data.train), len(data.test)), not isinstance(task.prompt(data.test[0]), str)
     except EvoalignError:  # the data has moved since; the card does without
-        return None, config.task.prompt != "raw"
+        return None, chosen.prompt != "raw"
 
 
 def _push(folder: Path, name: str, private: bool) -> None:

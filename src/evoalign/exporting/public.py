@@ -14,8 +14,9 @@ def private_paths(config: Config) -> list[str]:
     task = config.task
     found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
     objective = task.objective.model_dump() if task.objective else {}
-    own = (*_texts(task.options), *_texts(config.space.options), *_texts(config.grpo.trl), *_texts(objective))
-    return [path for path in (*found, *own) if path is not None and _is_private(path)]
+    own = (task.options, config.space.options, config.grpo.trl, objective, config.engine.model_dump())
+    found += [*_texts(list(own)), *config.tracking.backends]
+    return [path for path in found if path is not None and _is_private(path)]
 
 
 def public(config: Config) -> Config:
@@ -34,8 +35,10 @@ def public(config: Config) -> Config:
     model = config.model.model_copy(update={"name": _short(config.model.name)})
     space = config.space.model_copy(update={"name": _short(config.space.name), **_cut(config.space.options)})
     grpo = config.grpo.model_copy(update={"trl": _cut(config.grpo.trl)})
-    own = {"output_dir": _short(config.output_dir), "space": space, "task": task, "model": model, "grpo": grpo}
-    return config.model_copy(update=own)
+    engine = config.engine.model_copy(update=_cut(config.engine.model_dump()))
+    tracking = config.tracking.model_copy(update={"backends": _cut(config.tracking.backends)})
+    own = {"space": space, "task": task, "model": model, "grpo": grpo, "engine": engine, "tracking": tracking}
+    return config.model_copy(update={**own, "output_dir": _short(config.output_dir)})
 
 
 def _texts(tree: Any) -> list[str]:
