@@ -290,6 +290,28 @@ def test_a_tracker_that_fails_is_left_out_and_said_so_once(
         assert "broken failed" in caplog.text and "No space left on device" in caplog.text
 
 
+def test_a_tracker_that_would_end_the_process_ends_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Exits(Broken):
+        def _tell(self, what: str) -> None:
+            super()._tell(what)
+            sys.exit(f"no use to {what}")
+
+    exits = Exits()
+    tracking.Guarded("exits", exits).log(ROWS[0])
+    assert exits.told == ["log", "close"] and "SystemExit: no use to log" in caplog.text
+
+
+def test_a_tracker_that_would_end_the_process_at_its_start_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text(
+        "from evoalign.tracking import Tracker\n"
+        "class Exits(Tracker):\n"
+        "    def __init__(self, config, run, resumed_at): raise SystemExit('no key')\n"
+        "    def log(self, row): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"exits.py:Exits does not start: no key"):
+        tracking.create(config(tmp_path / "run", f"{tmp_path / 'exits.py'}:Exits"), tmp_path / "run")
+
+
 def test_a_stop_by_the_user_is_not_swallowed() -> None:
     class Stopped(Broken):
         def log(self, row: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from evoalign.config import Config
 from evoalign.config.run import TRACKERS
 from evoalign.errors import ConfigError
-from evoalign.plugins import load_object
+from evoalign.plugins import FAILURES, load_object
 from evoalign.tracking.base import Guarded, Ready, Tracker
 
 __all__ = ["Ready", "Tracker", "check", "create", "is_installed", "load", "missing"]
@@ -69,6 +69,6 @@ def create(config: Config, run: Path, resumed_at: int | None = None) -> list[Tra
 def _start(name: str, config: Config, run: Path, resumed_at: int | None) -> Tracker:
     try:
         return load(name)(config, run, resumed_at)
-    except Exception as error:  # each library has its own kinds: no login, no server, a name it does not like
+    except FAILURES as error:  # each library has its own kinds: no login, no server, a name it does not like
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"tracking.backends: {name} does not start: {reason}; fix that or take it out") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from evoalign.config import Config
+from evoalign.plugins import FAILURES
 from evoalign.rundir.method import method_of
 
 logger = logging.getLogger("evoalign.tracking")
@@ -76,11 +77,11 @@ class Guarded(Tracker):
             return
         try:
             tell(tracker)
-        except Exception as error:  # a full disk, a lost connection, a fault of the library: none is worth the run
+        except FAILURES as error:  # a full disk, a lost connection, a fault of the library: none is worth the run
             self._tracker = None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("%s failed and is left out; metrics.jsonl has every row (%s)", self.name, reason)
-            with suppress(Exception):
+            with suppress(*FAILURES):
                 tracker.close()
 
 
