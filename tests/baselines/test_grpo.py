@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ import evoalign
 from evoalign import engines, tokens
 from evoalign.baselines import planning
 from evoalign.baselines.policy import Policy
+from evoalign.baselines.train import _Grpo
 from evoalign.config import from_dict, to_yaml
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import TransformersEngine
@@ -581,6 +584,19 @@ def launched(output: Path, **sections: Any) -> None:
 def test_a_run_of_other_settings_is_not_gone_on_with(straight: Path) -> None:
     with pytest.raises(ResumeError, match=r"grpo.learning_rate is 0.001 in the run and 0.002 now"):
         run(straight, resume=True, grpo={"learning_rate": 2e-3})
+
+
+def test_a_resume_reads_the_rows_once_however_many_they_are(straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, calls = RunDir.read_metrics, list[RunDir]()
+    monkeypatch.setattr(RunDir, "read_metrics", lambda run: calls.append(run) or read(run))
+    settings = from_dict(config(straight))
+    task, data = task_and_data(settings, None, None)
+    algorithm: Any = SimpleNamespace(task=task, data=data)
+    for done, whole in ((4, True), (5, False)):
+        session: Any = SimpleNamespace(run=RunDir(straight), done=done)
+        with nullcontext() if whole else pytest.raises(ResumeError, match="lacks rows before step 5"):
+            _Grpo.check_resume(algorithm, session)
+    assert len(calls) == 2
 
 
 # --- an adapter ------------------------------------------------------------------------------------------------------

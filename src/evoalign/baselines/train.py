@@ -203,7 +203,7 @@ class _Grpo:
     def check_resume(self, session: Session) -> None:
         """Raise ResumeError where rows or the evaluation of the start are lost: nothing makes them again."""
         run = session.run
-        if any(step not in run.read_metrics() for step in range(session.done)):
+        if not run.read_metrics().keys() >= set(range(session.done)):
             raise ResumeError(f"{run.metrics} lacks rows before step {session.done}: put it back, or begin another run")
         if read_completions(run, "before", self.task, self.data) is None:
             raise ResumeError(f"{run.completions('before')} is missing or damaged: put it back, or begin another run")
