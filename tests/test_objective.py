@@ -512,6 +512,23 @@ def test_a_population_is_asked_for_where_there_is_one(questions: str, tmp_path: 
         ladder.probe(tree, members=4, examples=1)
 
 
+def test_scores_of_another_objective_are_not_held_against_the_best_reward(random_qwen2: Path, tmp_path: Path) -> None:
+    """The task's is 0, and a length that costs nothing; turned around, all that is said scores more."""
+    tree = {
+        "output_dir": str(tmp_path / "run"), "model": {"name": str(random_qwen2)},
+        "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 1, "population_size": 4},
+        "task": {"name": "conciseness", "batch_size": 2,
+                 "objective": {"name": "weighted_sum", "weights": {"reward": -1.0}}},
+        "evaluation": {"max_tokens": 6}, "checks": {"control_every": 0, "canary_every": 0},
+    }  # fmt: skip
+    train(tree)
+    (row,) = lines(tmp_path / "run/metrics.jsonl")
+    assert row["mean"] > 0 and row["diagnosis"]["solved_share"] == 0.0
+    found = evoalign.probe(tree, sigmas=[0.02, 0.05], members=6, examples=4)
+    assert found.fitness > 0 and found.width is not None
+    assert not any("earns the maximum already" in warning for warning in found.warnings)
+
+
 def test_grpo_refuses_what_it_cannot_resume(questions: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     tree = config(tmp_path / "run", questions, **ADAPTIVE) | {"grpo": {"max_steps": 1, "num_generations": 2}}

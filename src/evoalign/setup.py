@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -49,6 +50,12 @@ class Parts(Served):
     task: Task
     data: Data
     objective: Objective
+
+    @property
+    def max_score(self) -> float:
+        """The highest score, where one is known: the task's `max_reward`, unless another objective than the task's own
+        makes the scores."""
+        return self.task.max_reward if self.objective is self.task.weighted else math.inf
 
     def evaluate_test(self) -> Evaluation:
         """The mean on the test split."""

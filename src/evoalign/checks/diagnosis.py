@@ -32,11 +32,11 @@ SHARES = ("empty", "truncated", "repeated", "template", "role_marker")
 class Diagnosis:
     """Follows one run. `start` is the engine's `sample` before the first update; so is every later sample of `SAMPLE`.
 
-    `max_reward` is the task's. Memory: two samples and one small row a generation.
+    `max_score` is the highest that a completion can earn. Memory: two samples and one small row a generation.
     """
 
-    def __init__(self, config: Config, layout: Layout, start: torch.Tensor, max_reward: float = math.inf) -> None:
-        self.config, self.max_reward = config, max_reward
+    def __init__(self, config: Config, layout: Layout, start: torch.Tensor, max_score: float = math.inf) -> None:
+        self.config, self.max_score = config, max_score
         self._start = start.double()
         self._last: torch.Tensor | None = self._start
         self._step: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class Diagnosis:
             "distance": distance,
             "distance_sigmas": distance / self._noise_norm,
             "changed_share": changed_share(generation),
-            "solved_share": float(np.mean(np.asarray(generation.scores_MP) >= self.max_reward)),
+            "solved_share": float(np.mean(np.asarray(generation.scores_MP) >= self.max_score)),
             **_against_mean(generation, control),
             **_text_shares(generation),
         }

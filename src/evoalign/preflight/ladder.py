@@ -188,7 +188,7 @@ def _measure(parts: Parts, rows: Sequence[int], widths: Sequence[float], members
         _rung(climb, climbs[max(0, k - 1)], start.first, floor, paired=paired) for k, climb in enumerate(climbs)
     )
     eta = ETA / reach(config.es)
-    width, reason, warnings = recommend(rungs, _setting(config), start, parts.task.max_reward, eta, _broken(own))
+    width, reason, warnings = recommend(rungs, _setting(config), start, parts.max_score, eta, _broken(own))
     by_sigma = config.es.sigma is not None
     return ProbeResult(
         setting=_setting(config),
@@ -259,7 +259,7 @@ def _setting(config: Config) -> str:
 
 
 def recommend(
-    rungs: Sequence[Rung], setting: str, start: Control, max_reward: float, eta: float = ETA, broken: float = 0.0
+    rungs: Sequence[Rung], setting: str, start: Control, max_score: float, eta: float = ETA, broken: float = 0.0
 ) -> tuple[float | None, str, tuple[str, ...]]:
     """The width of the largest gain among those whose members are not broken, the reason, and warnings.
 
@@ -285,7 +285,7 @@ def recommend(
     if best is rungs[0] or best is rungs[-1]:
         side = ("smallest", "smaller") if best is rungs[0] else ("largest", "larger")
         warnings.append(f"it is the {side[0]} of the ladder; try {side[1]} ones too with --sigmas")
-    if start.first >= max_reward:
+    if start.first >= max_score:
         warnings.append("the unperturbed model earns the maximum already: there is nothing to learn; use harder data")
     return best.width, reason, tuple(warnings)
 

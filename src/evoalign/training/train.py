@@ -141,7 +141,7 @@ class _EvolutionStrategies:
         self.log, self.given, self.hook = log, given, hook
         self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         start = parts.engine.probe_weights(SAMPLE)
-        self._diagnosis = Diagnosis(parts.config, parts.layout, start, parts.task.max_reward)
+        self._diagnosis = Diagnosis(parts.config, parts.layout, start, parts.max_score)
         self._reference = Reference.of(parts)
         self._journal: Journal | None = None
         self._weights_hash = ""
