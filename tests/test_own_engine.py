@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from rich.console import Console
 
 import evoalign
 from calling import caller
+from evoalign import engines, tokens
 from evoalign.config import from_dict, load, to_yaml
+from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.rundir import journal
+from evoalign.setup import serve
+from evoalign.sweeping.cells import Cell, make_run
 from evoalign.testing import engines as contract
 from evoalign.training import replay as replaying
 from evoalign.training import resolve
@@ -122,6 +127,46 @@ def test_the_command_line_takes_it(
     assert run("replay", tmp_path / "run").code == 0
     wrong = run("train", tmp_path / "mine.yaml", "--overwrite", "--set", "engine.sharpnes=2")
     assert wrong.code == 2 and "unknown setting engine.sharpnes; did you mean engine.sharpness?" in wrong.err
+
+
+def test_one_that_derives_from_one_that_is_shipped_is_not_that(tmp_path: Path) -> None:
+    file = tmp_path / "derived.py"
+    file.write_text(
+        "from evoalign.engines.transformers.engine import TransformersConfig, TransformersEngine\n"
+        "class Settings(TransformersConfig):\n    name: str = 'mine'\n"
+        "class Engine(TransformersEngine):\n    settings = Settings\n"
+    )
+    config = from_dict(tree(tmp_path, f"{file}:Engine"))
+    with closing(engines.create(config, tokens.load(config.model))) as engine:
+        assert type(engine).__module__ != TransformersEngine.__module__
+
+
+def test_an_analysis_has_its_settings_and_needs_no_es(
+    outside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {key: value for key, value in tree(tmp_path, outside).items() if key in ("model", "task", "engine")}
+    (tmp_path / "base.yaml").write_text(json.dumps(config))
+    (tmp_path / "asks.py").write_text(
+        "from dataclasses import make_dataclass\nfrom evoalign.analysis import Analysis, Finding\n"
+        "class Asks(Analysis):\n"
+        "    name, help, settings = 'asks', 'What the engine is set to.', make_dataclass('Nothing', [])\n"
+        "    def run(self, targets, settings, config=None):\n"
+        "        return Finding({}, [f'sharpness {config.engine.sharpness:g}'])\n"
+    )
+    done = caller(monkeypatch, capsys)("analyze", f"{tmp_path / 'asks.py'}:Asks", "x", "-c", tmp_path / "base.yaml")
+    assert (done.code, done.out, done.err) == (0, "sharpness 20\n", "")
+
+
+def test_what_is_served_knows_its_settings(outside: str, tmp_path: Path) -> None:
+    with closing(serve(from_dict(tree(tmp_path, outside)))) as served:
+        assert served.config.engine.model_dump()["sharpness"] == 20.0
+
+
+def test_a_sweep_sees_that_a_run_of_it_is_done(runs: dict[str, Path], outside: str, tmp_path: Path) -> None:
+    shutil.copytree(runs["lora"], tmp_path / "base/seed_5")
+    for changes, done in (({}, True), ({"engine": {"sharpness": 3.0}}, False)):
+        base = tree(tmp_path, outside, "lora", **changes)
+        assert (make_run(base, Cell("base", {}), 5, "es", tmp_path).evaluation() is not None) == done
 
 
 def test_its_settings_are_checked_by_its_class(outside: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
 
 def serve(config: Config) -> Served:
     """Load the model and make the engine ready for the config's space."""
+    config = engines.read(config)
     tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:

@@ -46,8 +46,10 @@ def analyze(
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; give a folder")
     settings = settings_of(chosen, sets or [])
-    own = load(config) if config else None
     quiet()
+    from evoalign.setup import as_config
+
+    own = as_config(load(config, needs_es=False)) if config else None
     finding = chosen.run(targets, settings, own)
     finding.show(console())
     if to is not None:

@@ -42,4 +42,5 @@ def read(config: Config) -> Config:
 def create(config: Config, tokens: Tokens) -> Engine:
     """The engine a config names. Raises ModelError where the model does not load or the engine is not installed."""
     config = read(config)
-    return load_object(config.engine.path or config.engine.name, "engine.name")(config, tokens)
+    own = config.engine.name  # first: the section of an engine of one's own may derive from one that is shipped
+    return load_object(own if ":" in own else config.engine.path, "engine.name")(config, tokens)

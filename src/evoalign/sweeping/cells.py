@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import yaml
 
+from evoalign import engines
 from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
 from evoalign.config.grpo import place_of
 from evoalign.errors import ConfigError
@@ -110,7 +111,8 @@ def resolve(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Con
         if key in RESERVED:
             raise ConfigError(f"{key} cannot be swept: {RESERVED[key]}")
     try:
-        config = from_dict({**parse_overrides(base, [f"{k}={_as_yaml(v)}" for k, v in settings.items()]), **fixed})
+        tree = parse_overrides(base, [f"{k}={_as_yaml(v)}" for k, v in settings.items()])
+        config = engines.read(from_dict({**tree, **fixed}))
         if method == "es" and config.es_ is None:
             raise ConfigError(f"{NO_ES}; for GRPO: --method grpo")
     except ConfigError as error:
