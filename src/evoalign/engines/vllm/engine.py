@@ -154,28 +154,32 @@ class VllmEngine:
             yield from self._ask([*named, *alone], requests)
 
     def _ask(self, members: Sequence[tuple[Member, int | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
-        """Completions of all members, in one call; a member without a slot is the served weights."""
+        """Completions of all members, in one call a batch; a member without a slot is the served weights."""
         from vllm.lora.request import LoRARequest
 
         salt = self._salt()
         prompts = {r.index: {"prompt_token_ids": list(r.prompt_ids), "cache_salt": salt} for r in requests}
         sampling = {r.index: _sampling(r, self._tokens.stop_ids) for r in requests}
         adapters = {m: None if slot is None else LoRARequest(f"member-{slot}", slot + 1, FILE) for m, slot in members}
-        asked = pairs_of([m for m, _ in members], requests)
-        if not asked:
-            return
-        try:
-            outputs = self.llm.generate(
-                [prompts[r.index] for _, r in asked],
-                [sampling[r.index] for _, r in asked],
-                lora_request=[adapters[m] for m, _ in asked] if any(adapters.values()) else None,
-                use_tqdm=False,
-            )
-        except BaseException:
-            self._abort()
-            raise
-        for (member, request), output in zip(asked, outputs, strict=True):
-            yield self._rollout(member, request, output.outputs[0])
+        for asked in self._batches(pairs_of([m for m, _ in members], requests)):
+            try:
+                outputs = self.llm.generate(
+                    [prompts[r.index] for _, r in asked],
+                    [sampling[r.index] for _, r in asked],
+                    lora_request=[adapters[m] for m, _ in asked] if any(adapters.values()) else None,
+                    use_tqdm=False,
+                )
+            except BaseException:
+                self._abort()
+                raise
+            for (member, request), output in zip(asked, outputs, strict=True):
+                yield self._rollout(member, request, output.outputs[0])
+
+    def _batches(self, asked: list[tuple[Member, Request]]) -> list[list[tuple[Member, Request]]]:
+        """What may be in flight together: on a CPU vLLM 0.26 draws without seeds where a row of the batch is greedy."""
+        drawn = [pair for pair in asked if pair[1].sampling.temperature > 0]
+        greedy = [pair for pair in asked if pair[1].sampling.temperature <= 0]
+        return [pairs for pairs in ((greedy, drawn) if self.on_cpu else (asked,)) if pairs]
 
     def _salt(self) -> str:
         """What vLLM has computed of a prompt is found again under the same salt only: never with other weights."""
@@ -235,7 +239,6 @@ class VllmEngine:
         return gathered(self._started(), count, self.rpc("es_probe", count))
 
     sample = probe_weights
-    """Its former name."""
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Momentum's or Adam's slots, on the CPU."""
