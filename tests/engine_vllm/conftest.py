@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM in this process, on the CPU; nothing here is collected where vLLM is not installed."""
 
+import gc
 import importlib.util
 import os
+
+import pytest
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# evoalign has vLLM compile nothing. It compiles a sum of its sampler all the same, for a minute in each process;
+# `make test-vllm-long` leaves it.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 spec = importlib.util.find_spec("vllm")
 if spec is None or spec.origin is None:  # without one, this very folder passes for a package called vllm
     collect_ignore_glob = ["*"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """An engine collects garbage nine times, and would look through all that was imported each time: seconds."""
+    gc.freeze()

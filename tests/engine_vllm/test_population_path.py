@@ -181,36 +181,50 @@ def without_base(answers: dict[tuple[int, int], list[int]]) -> dict[tuple[int, i
     return {ask: tokens for ask, tokens in answers.items() if ask[0] >= 0}
 
 
-@pytest.mark.parametrize(("rank", "slot_rank"), [(1, 1), (3, 8)])
-@pytest.mark.parametrize("family", ["tiny", "qwen3", "llama"])
-def test_every_form_answers_as_vllm_does(models, family, rank, slot_rank):
-    with serve(models[family], "stock", rank, slot_rank) as served:
+def check_no_kernel_runs_for_the_base_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a kernel of the population ran for the base model")
+
+    with monkeypatch.context() as broken:
+        for kernel in ("add", "norm", "rotate", "gate"):
+            broken.setattr(kernels, kernel, fail)
+        assert served.answers([(-1, 0), (-1, 1)])
+        with pytest.raises(AssertionError, match="a kernel of the population"):
+            served.answers([(-1, 0), (3, 1)])
+
+
+SLIM, WIDE = (1, 1), (3, 8)
+"""Rank and slot rank: one without padding, and factors that do not fill their slots."""
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param("tiny", SLIM, marks=pytest.mark.releases),
+        pytest.param("qwen3", WIDE),
+        pytest.param("llama", WIDE, marks=pytest.mark.releases),
+        # Each family and each pair of ranks is above.
+        pytest.param("tiny", WIDE, marks=pytest.mark.long),
+        pytest.param("qwen3", SLIM, marks=pytest.mark.long),
+        pytest.param("llama", SLIM, marks=pytest.mark.long),
+    ],
+)
+def test_every_form_answers_as_vllm_does(models, family, ranks, monkeypatch):
+    """The base model too, and untouched: in a batch without members nothing of the population runs."""
+    with serve(models[family], "stock", *ranks) as served:
         base, first, _, second, _ = everything(served)
     assert len({tuple(t[:8]) for t in first.values()}) > MEMBERS, "members hardly differ: this would show nothing"
     assert sum(first[ask] == second[ask] for ask in first) < MEMBERS
     for form in ("generic", "deep"):
-        with serve(models[family], form, rank, slot_rank) as served:
+        with serve(models[family], form, *ranks) as served:
             assert served.active == (form, "")
             found = everything(served)
+            check_no_kernel_runs_for_the_base_model(served, monkeypatch)
         assert agree(without_base(found[1]), without_base(first)), form
         assert agree(without_base(found[3]), without_base(second)), form
         assert found[0] == found[2] == found[4] == base, form
         for mixed in (found[1], found[3]):
             assert agree({ask: mixed[ask] for ask in base}, base), form
-
-
-@pytest.mark.parametrize("form", ["generic", "deep"])
-def test_a_batch_without_members_is_the_untouched_model(models, form, monkeypatch):
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("a kernel of the population ran for the base model")
-
-    with serve(models["tiny"], form) as served:
-        served.write(1)
-        for kernel in ("add", "norm", "rotate", "gate"):
-            monkeypatch.setattr(kernels, kernel, fail)
-        assert served.answers([(-1, 0), (-1, 1)])
-        with pytest.raises(AssertionError, match="a kernel of the population"):
-            served.answers([(-1, 0), (3, 1)])
 
 
 @pytest.mark.parametrize(
@@ -232,6 +246,7 @@ def test_a_model_of_another_shape_takes_the_generic_form(tmp_path, targets, more
     assert {n.split(".")[-2] for n in names} >= set(targets)
 
 
+@pytest.mark.releases
 def test_lora_on_an_embedding_is_refused(models):
     with (
         pytest.raises(ModelError, match=r"put LoRA on model\.embed_tokens"),
@@ -240,7 +255,7 @@ def test_lora_on_an_embedding_is_refused(models):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_tensor_parallel.py has the deep form on two workers, held against transformers
 @pytest.mark.skipif(not ON_CPU and torch.cuda.device_count() < 2, reason="one GPU")
 def test_ranks_hold_their_parts_of_the_members(tmp_path):
     """Two ranks that share the one key-value head; o_proj and down_proj are sums over both."""
@@ -254,6 +269,7 @@ def test_ranks_hold_their_parts_of_the_members(tmp_path):
     assert agree(found[1], found[0])
 
 
+@pytest.mark.releases
 def test_the_second_runner_asks_for_rows_and_graphs_alike():
     """Its own LoRA state, with requests of members and of the base model; vLLM's function says which graph it takes."""
     state, rows = LoraState(max_num_reqs=4), Rows(16, 3, torch.device("cpu"))

@@ -63,6 +63,8 @@ def seen(engine_class, settings):
         def texts():
             return {(r.member.index, r.request): r.token_ids for r in engine.rollout(plan, requests)}
 
+        if settings.engine.name == "vllm" and bench.space.carrier == "adapter":
+            assert "the deep form" in bench.facts.note
         found["specs"] = [(s.name, s.shape, round(s.mean_abs, 12)) for s in engine.specs()]
         found["start"] = engine.fingerprint(), bench.facts.model_hash, texts()
         engine.apply(bench.update())
@@ -76,7 +78,14 @@ def seen(engine_class, settings):
         return found
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(
+    "space",
+    [
+        pytest.param("lora", marks=pytest.mark.releases),  # members in slots
+        pytest.param("lowrank", marks=pytest.mark.long),  # both of the others
+        "full",  # a mean in parts
+    ],
+)
 def test_two_workers_are_one_engine(model, space):
     want = seen(TransformersEngine, config(model, space, 0))
     got = seen(VllmEngine, config(model, space, 2))

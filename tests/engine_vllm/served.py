@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM is started with in these tests, and what it answers."""
+
+from evoalign.config import from_dict
+
+SPACES = {
+    "lora": {},
+    "lora, ab": {"lora": {"rank": 2, "evolve": "ab", "alpha": 32}, "engine": {"population": "generic"}},
+    "lowrank": {"lowrank": {"rank": 2}},
+    "lowrank, stock": {"lowrank": {"rank": 9}, "engine": {"population": "stock"}},
+    "full": {},
+}
+
+
+def config(variant="lora", name="vllm", **more):
+    sections = {**SPACES.get(variant, {}), **more}
+    own = {"kv_cache_gib": 0.125, "max_num_seqs": 96, "max_model_len": 256, **sections.pop("engine", {})}
+    tree = {
+        "seed": 5, "space": variant.partition(",")[0], "model": {"name": "tiny", "dtype": "float32"},
+        "engine": {"name": name, **(own if name == "vllm" else {"device": "cpu"})},
+        "es": {"sigma": 0.05, "learning_rate": 0.02, "population_size": 30}, **sections,
+    }  # fmt: skip
+    return from_dict(tree)
+
+
+def answers(engine, plan, requests):
+    return {(r.member.index, r.request): r for r in engine.rollout(plan, requests)}

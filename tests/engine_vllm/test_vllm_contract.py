@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM keeps the contract of engines and gives the in-process engine's members and tokens.
+
+One engine a variant serves all tests of this file, its mean put back before each: a start takes seconds, and a process
+has room for one. Tests that need another engine are in test_vllm_engine.py.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import vllm.model_executor.layers.utils as layers
+from served import SPACES, answers, config
+from vllm.platforms import current_platform
+
+import evoalign
+from evoalign.checks import canary
+from evoalign.engines.transformers import TransformersEngine
+from evoalign.engines.vllm import VllmEngine
+from evoalign.errors import CanaryError, DataError
+from evoalign.testing import engines as contract
+from evoalign.testing.answers import written
+from evoalign.types import MEAN, Request, Sampling, population
+
+CONTRACT = ["lora", "lora, ab", "lowrank", "full"]
+TIE = 1e-4
+
+
+@dataclass
+class Shared:
+    """An engine of all tests of a variant, with what there was before it started and at its start."""
+
+    bench: contract.Bench
+    before: tuple
+    fingerprint: str
+    state: dict[str, torch.Tensor]
+    slots: dict[str, torch.Tensor]
+
+
+def of_vllm():
+    """What a start puts in vLLM's place for a while."""
+    return current_platform.get_punica_wrapper(), layers.dispatch_cpu_unquantized_gemm
+
+
+@pytest.fixture(scope="module")
+def shared(request):
+    before = of_vllm()
+    with contract.started(VllmEngine, config(request.param)) as bench:
+        engine = bench.engine
+        yield Shared(bench, before, engine.fingerprint(), dict(engine.state()), dict(engine.optimizer_state()))
+
+
+@pytest.fixture
+def bench(shared):
+    """The variant's engine with the mean of its start."""
+    engine = shared.bench.engine
+    engine.load(shared.state, shared.slots)
+    assert engine.fingerprint() == shared.fingerprint
+    return shared.bench
+
+
+def of(*variants):
+    """The variants whose engine a test asks; pytest puts the tests of an engine in a row."""
+    return pytest.mark.parametrize("shared", variants, indirect=True, scope="module")
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
+@of(*CONTRACT)
+def test_the_contract(bench, check):
+    check(bench)
+
+
+@pytest.mark.releases
+@of(*SPACES)
+def test_thirty_members_answer_as_in_process(bench, request):
+    variant = request.node.callspec.params["shared"]
+    requests = [Request(i, bench.tokens.encode(p), Sampling(24)) for i, p in enumerate(contract.PROMPTS)]
+    plan = bench.plan((*population(30), MEAN))
+    with contract.started(TransformersEngine, config(variant, "transformers")) as inside:
+        assert inside.engine.fingerprint() == bench.engine.fingerprint()
+        for b in (inside, bench):
+            b.engine.apply(b.update())
+        assert inside.engine.fingerprint() == bench.engine.fingerprint()
+        want = answers(inside.engine, plan, requests)
+    got = answers(bench.engine, plan, requests)
+    assert got.keys() == want.keys() and len(got) == 31 * len(requests)
+    assert len({r.token_ids for r in got.values()}) > 30
+    parted = [key for key in got if got[key].token_ids != want[key].token_ids]
+    assert len(parted) < len(got) / 10
+    print(variant, "parted:", sorted(parted))
+    for key in parted:
+        check_tie(bench, plan, requests[key[1]], got[key], want[key])
+
+
+def check_tie(bench, plan, request, one, other):
+    """Where two answers part, the model with that member's weights written in finds both tokens equally likely."""
+    place = next(i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b)
+    model = written(bench, plan, one.member)
+    ids = torch.tensor([[*request.prompt_ids, *one.token_ids[:place]]])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, -1]
+    assert abs(float(logits[one.token_ids[place]] - logits[other.token_ids[place]])) < TIE
+
+
+@of("lowrank")
+def test_an_interrupted_rollout_leaves_nothing_in_flight(bench, monkeypatch):
+    plan = bench.plan(population(3))
+    want = answers(bench.engine, plan, bench.requests)
+    inside, step, calls = bench.engine.llm.llm_engine, bench.engine.llm.llm_engine.step, []
+
+    def interrupted():
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(inside, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answers(bench.engine, bench.plan(population(3), wider=10.0), bench.requests)
+    assert len(calls) == 3 and not inside.has_unfinished_requests()
+    assert answers(bench.engine, plan, bench.requests) == want
+
+
+@pytest.mark.releases
+@of("lora")
+def test_sampled_completions_of_long_prompts(bench):
+    """vLLM cannot go on with a seeded completion whose prompt was computed in pieces, on a CPU."""
+    warm = Sampling(4, temperature=0.8)
+    requests = [Request(i, tuple(range(20, 220)), warm, seed=i) for i in range(2)]
+    found = answers(bench.engine, bench.plan(population(30)), requests)
+    assert len(found) == 60 and all(len(r.token_ids) for r in found.values())
+
+
+@of("lowrank")
+def test_the_canary_of_a_prompt_longer_than_a_block_of_the_cache(bench):
+    for length in (128, 129, 130):
+        canary.check(bench.engine, bench.space, bench.layout, range(20, 20 + length), generation=0, width=0.05,
+                     exact=bench.facts.deterministic)  # fmt: skip
+
+
+@pytest.mark.releases
+@of("lowrank")
+def test_another_vllm_of_this_process_is_as_vllm_makes_it(shared):
+    assert of_vllm() == shared.before
+
+
+def ignores_adapters(engine):
+    """Members' factors are never written: all slots stay as they are."""
+    rpc = engine.rpc
+    return {"rpc": lambda method, *arguments: [] if method == "es_put" else rpc(method, *arguments)}
+
+
+def one_for_all(engine):
+    """All members are asked under one adapter."""
+    ask = engine._ask
+
+    def asked(members, requests):
+        for member, slot in members:
+            yield from ask([(member, None if slot is None else 0)], requests)
+
+    return {"_ask": asked}
+
+
+@pytest.mark.parametrize("broken", [None, ignores_adapters, one_for_all])
+@of("lowrank")
+def test_the_canary_catches_an_adapter_that_is_not_applied(bench, broken, monkeypatch):
+    def sing():
+        canary.check(bench.engine, bench.space, bench.layout, bench.requests[0].prompt_ids, generation=0, width=0.05)
+
+    list(bench.engine.rollout(bench.plan(population(30), wider=0.0), bench.requests[:1]))  # zeros in all slots
+    for name, method in broken(bench.engine).items() if broken else ():
+        monkeypatch.setattr(bench.engine, name, method)
+    if broken is None:
+        sing()
+        return
+    with pytest.raises(CanaryError):
+        sing()
+
+
+@of("lora")
+def test_a_worker_that_fails_is_told_in_a_line(bench):
+    with pytest.raises(evoalign.EvoalignError, match="vLLM failed in es_nothing"):
+        bench.engine.rpc("es_nothing")
+
+
+@of("lora")
+def test_a_prompt_that_is_too_long_is_refused(bench):
+    with pytest.raises(DataError, match="the 256 positions of"):
+        list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 250, Sampling(8))]))
