@@ -278,12 +278,14 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     fake.write_text('#!/bin/bash\necho "$0 $* $OMP_NUM_THREADS $HF_HUB_OFFLINE" >>runs\n')
     fake.chmod(0o755)
     script.chmod(0o755)
-    for words in ([], [], ["VLLM=0.26.0"]):
-        run = make("test-vllm", *words, cwd=tmp_path)
+    fewer = ["test-vllm", "VLLM=0.26.0", "VLLM_TESTS=releases and not long"]
+    for words in (["test-vllm"], ["test-vllm", "VLLM=0.26.0"], fewer, ["test-vllm-long"]):
+        run = make(*words, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
     installs = (tmp_path / "installs").read_text().splitlines()
     assert installs == ["0.32.0 .venv-vllm/0.32.0", "0.26.0 .venv-vllm/0.26.0"]
     runs = (tmp_path / "runs").read_text().splitlines()
+    asked = [("0.32.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"), ("0.32.0", "long")]
     assert runs == [
-        f".venv-vllm/{v}/bin/python -m pytest -n 2 tests/engine_vllm 1 1" for v in ("0.32.0", "0.32.0", "0.26.0")
+        f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm -m {m} 1 1" for v, m in asked
     ]
