@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from evoalign.cli.options import Debug
-
-if TYPE_CHECKING:
-    pass
 
 
 def countdown(

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from evoalign.cli.options import Debug, console
-
-if TYPE_CHECKING:
-    pass
 
 
 def show_journal(

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from evoalign.cli.options import Debug, More, Sets, console, numbers, quiet
-
-if TYPE_CHECKING:
-    pass
 
 
 def probe(

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from evoalign.cli.options import Debug, More, Sets, quiet
 from evoalign.cli.resolving import resolved
-
-if TYPE_CHECKING:
-    pass
 
 
 def train(
