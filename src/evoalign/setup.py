@@ -62,7 +62,6 @@ class Parts(Served):
         return evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
 
     def close(self) -> None:
-        """Free the model and end the worker."""
         self.engine.close()
         self.task.close()
 

@@ -74,7 +74,6 @@ class LoraConfig(SpaceSection):
         return self.evolve == "b"
 
     def refusal(self, es: EsConfig) -> str | None:
-        """Pairs with `evolve: ab`."""
         if self.has_pairs or not es.antithetic:
             return None
         return (
@@ -92,7 +91,6 @@ class LowrankConfig(SpaceSection):
     """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
 
     def refusal(self, es: EsConfig) -> str | None:
-        """An optimizer with state."""
         return _too_large("lowrank", es)
 
 
@@ -103,7 +101,6 @@ class FullConfig(SpaceSection):
     """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
 
     def refusal(self, es: EsConfig) -> str | None:
-        """An optimizer with state."""
         return _too_large("full", es)
 
 

@@ -29,7 +29,6 @@ class Full(Space):
 
     @property
     def section(self) -> FullConfig:
-        """The section `full`."""
         return self.config.full
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
@@ -46,7 +45,6 @@ class Full(Space):
         )
 
     def left_out(self, specs: Sequence[TensorSpec], layout: Layout) -> str | None:
-        """The excluded tensors."""
         names = [s.name for s in specs if s.name not in layout.by_name]
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         return f"left out: {len(names)} tensors ({shown}); full.exclude: [] takes all in" if names else None

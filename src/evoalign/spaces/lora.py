@@ -32,12 +32,10 @@ class Lora(Space):
 
     @property
     def section(self) -> LoraConfig:
-        """The section `lora`."""
         return self.config.lora
 
     @property
     def rank(self) -> int:
-        """`lora.rank`."""
         return self.section.rank
 
     @property

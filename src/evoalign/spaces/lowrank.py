@@ -64,12 +64,10 @@ class LowRank(Space):
 
     @property
     def section(self) -> LowrankConfig:
-        """The section `lowrank`."""
         return self.config.lowrank
 
     @property
     def rank(self) -> int:
-        """`lowrank.rank`."""
         return self.section.rank
 
     @property
@@ -78,7 +76,6 @@ class LowRank(Space):
         return False
 
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
-        """The target matrices."""
         section = self.section
         matrices = targets(specs, section.target_layers, section.target_modules, "lowrank")
         check_rank(section.rank, matrices, "lowrank")

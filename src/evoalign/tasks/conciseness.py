@@ -36,20 +36,16 @@ class Conciseness(Task):
             raise ConfigError("task.prompt: conciseness has chat and raw, not short")
 
     def load_data(self, seed: int) -> Data:
-        """The shipped files, or those of the config. Raises DataError."""
         return data.load(self.config, seed, _check, DATA)
 
     def prompt(self, example: Example) -> Prompt:
-        """The question as one user message, or as it is."""
         question = _columns(example)[0]
         return question if self.config.prompt == "raw" else [{"role": "user", "content": question}]
 
     def compute_reward(self, text: str, example: Example) -> float:
-        """Minus the difference of the lengths, in characters."""
         return float(-abs(len(text) - len(_columns(example)[1])))
 
     def gold(self, example: Example) -> str:
-        """The target itself."""
         return _columns(example)[1]
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:

@@ -73,7 +73,6 @@ class Custom(Task):
         return prompt
 
     def compute_reward(self, text: str, example: Example) -> float:
-        """The weighted sum for one completion."""
         return self._scored([text], [example])[1][0]
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:

@@ -168,12 +168,10 @@ class _EvolutionStrategies:
         self._check_canary(session.done)
 
     def facts(self) -> dict[str, Any]:
-        """Engine and task."""
         task = {"name": self.task.name, "given_as": self.given}
         return {"engine": dataclasses.asdict(self.parts.facts), "task": task}
 
     def begin(self, session: Session) -> None:
-        """A new journal."""
         self._journal = Journal(session.run.journal, saving.header(self.parts, self.given))
 
     def check_resume(self, session: Session) -> None:
@@ -215,7 +213,6 @@ class _EvolutionStrategies:
             noise_floor = self._control(session.done)
 
     def evaluate(self) -> tuple[Evaluation, Cost]:
-        """The mean on the test split."""
         start = time.perf_counter()
         found = self.parts.evaluate_test()
         seconds = time.perf_counter() - start
@@ -224,37 +221,29 @@ class _EvolutionStrategies:
         return found, self._meter.evaluation(asked, [c.tokens for c in found.completions], seconds)
 
     def divergence(self) -> Divergence:
-        """KL of the engine's mean from the base model, a second copy of which is loaded the first time."""
         return divergence.measure(self.parts, self._reference)
 
     def distance(self) -> Distance:
-        """Of the engine's mean."""
         return distance_of_mean(self.parts)
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """In the form that belongs to the space."""
         folder = run.saved(done, adapter=not self.parts.space.evolves_model)
         mark = Mark(done, self._weights_hash, self.journal.last_hash, reward, self.parts.objective.state)
         return folder if checkpoint.holds(folder, mark) else saving.save(self.parts, folder, mark)
 
     def fingerprint(self) -> str:
-        """Of the engine's master."""
         return self.parts.engine.fingerprint()
 
     def kept(self, session: Session) -> str:
-        """All generations: the journal has them."""
         return f"{session.done} generations are kept; "
 
     def smaller(self) -> str:
-        """Settings of the engine."""
         return self.config.engine.smaller(self.config)
 
     def summary(self) -> list[str]:
-        """The diagnosis in words."""
         return self._diagnosis.summary()
 
     def close(self) -> None:
-        """The journal, and the copy of the base model."""
         self._reference.close()
         if self._journal is not None:
             self._journal.close()

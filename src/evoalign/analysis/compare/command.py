@@ -74,7 +74,6 @@ class Compared(Finding):
     comparison: Comparison
 
     def show(self, console: Console) -> None:
-        """Tables, notes and sentences."""
         from evoalign.analysis.compare import pages
 
         pages.show(self.comparison, console)

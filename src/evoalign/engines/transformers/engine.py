@@ -66,11 +66,9 @@ class TransformersEngine(KeepsMean):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are served in."""
         return self.model.dtype
 
     def specs(self) -> list[TensorSpec]:
-        """The model's tensors under their Hugging Face names, tied ones once."""
         return specs_of(self.model, mean_abs)
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
@@ -158,7 +156,6 @@ class TransformersEngine(KeepsMean):
         return DEFAULT_MEMORY_GIB * 2**30
 
     def close(self) -> None:
-        """Free the model."""
         if self._adapters is not None:
             self._adapters.remove()
         self._adapters, self._parameters, self.model = None, {}, None

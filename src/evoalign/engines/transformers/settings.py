@@ -39,18 +39,14 @@ class TransformersConfig(EngineSettings):
 
     @property
     def where(self) -> str:
-        """The device as it is set."""
         return self.device
 
     def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
-        """The cache and logits of one chunk."""
         note = "; unset, half the free memory of a GPU that is not deterministic"
         return Held((self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, setting="engine.memory_gib", note=note)
 
     def smaller(self, config: Config) -> str:
-        """Smaller chunks."""
         return "lower engine.memory_gib or engine.max_rows"
 
     def in_process(self) -> EngineSettings:
-        """These settings."""
         return self

@@ -50,11 +50,9 @@ class VllmEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are served in."""
         return self.llm.llm_engine.model_config.dtype
 
     def specs(self) -> list[TensorSpec]:
-        """The model's tensors under their Hugging Face names, tied ones once."""
         return list(self._specs)
 
     def _measured(self, specs: list[TensorSpec]) -> list[TensorSpec]:

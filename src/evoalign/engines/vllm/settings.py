@@ -64,7 +64,6 @@ class VllmConfig(EngineSettings):
 
     @property
     def devices(self) -> int:
-        """GPUs."""
         return self.tensor_parallel_size
 
     def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
@@ -82,11 +81,9 @@ class VllmConfig(EngineSettings):
         )
 
     def limit(self) -> tuple[str, int] | None:
-        """`max_model_len`, where it is set."""
         return None if self.max_model_len is None else ("engine.max_model_len", self.max_model_len)
 
     def smaller(self, config: Config) -> str:
-        """A smaller cache, and a mean in host memory where it is one of weights."""
         host = config.section.evolves_model and self.master == "device"
         mean = ", or set engine.master host" if host else ""
         return f"lower engine.gpu_memory_utilization, engine.kv_cache_gib or engine.max_num_seqs{mean}"

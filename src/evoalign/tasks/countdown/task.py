@@ -62,11 +62,9 @@ class Countdown(Task):
     max_reward = FORMAT_WEIGHT * 1.0 + 1.0
 
     def load_data(self, seed: int) -> Data:
-        """The shipped file, or those of the config. Raises DataError."""
         return data.load(self.config, seed, self._check, (DATA, None))
 
     def prompt(self, example: Example) -> Prompt:
-        """The prompt in the form that the config names."""
         numbers, target = cast("list[int]", example["numbers"]), str(example["target"])
         if self.config.prompt == "short":
             return f"Use [{' '.join(map(str, numbers))}] to make {target}. {THINK}"
@@ -76,7 +74,6 @@ class Countdown(Task):
         return cast(str, example["context"])
 
     def compute_reward(self, text: str, example: Example) -> float:
-        """0.1 * format + answer."""
         form, answer = self._parts(text, example)
         return FORMAT_WEIGHT * form + answer
 

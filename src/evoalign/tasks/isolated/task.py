@@ -72,11 +72,9 @@ class Isolated(Task):
         return data
 
     def prompt(self, example: Example) -> Prompt:
-        """The task's own, in this process."""
         return self.task.prompt(example)
 
     def compute_reward(self, text: str, example: Example) -> float:
-        """The task's own, in the worker. Raises RewardError."""
         return self._ask("compute_reward", [text], [example])
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
@@ -92,17 +90,14 @@ class Isolated(Task):
         return self.task.objective()
 
     def gold(self, example: Example) -> str | None:
-        """The task's own; in the worker where the task defines it."""
         return self._ask("gold", [""], [example]) if self._defines("gold") else super().gold(example)
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """The task's own; in the worker where the task defines them."""
         return (
             self._ask("measures", [text], [example]) if self._defines("measures") else super().measures(text, example)
         )
 
     def clean(self, text: str) -> str:
-        """The task's own; in the worker where the task defines it."""
         return self._ask("clean", [text], []) if self._defines("clean") else super().clean(text)
 
     def self_check(self, examples: Sequence[Example]) -> None:
