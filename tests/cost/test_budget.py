@@ -293,38 +293,40 @@ def test_a_model_that_the_formula_does_not_know_has_no_flops(tmp_path: Path) -> 
 def test_a_step_of_grpo_is_its_parts() -> None:
     model = shape()
     lengths, completions = [5, 5, 7], [3, 4, 1]
-    step = budget.grpo_cost(
-        model, lengths, completions, prompts=2, reference=True, checkpointing=False, old_logprobs=True
-    )
+    round_ = budget.grpo_generation(model, lengths, completions, prompts=2, reference=True, old_logprobs=True)
+    step = budget.grpo_update(model, lengths, completions, checkpointing=False)
     passes = [flops.sequence_flops(model, 0, p + c, c) for p, c in zip(lengths, completions, strict=True)]
     drawn = [flops.forward_flops(model, p, c) for p, c in zip(lengths, completions, strict=True)]
-    assert (step.prompts, step.completions, step.prompt_tokens, step.generated_tokens) == (2, 3, 17, 8)
-    assert step.forward_flops == sum(drawn) + 3 * sum(passes)
+    assert (round_.prompts, round_.completions, round_.prompt_tokens, round_.generated_tokens) == (2, 3, 17, 8)
+    assert round_.forward_flops == sum(drawn) + 2 * sum(passes) and round_.backward_flops == 0
+    assert (step.prompts, step.generated_tokens, step.forward_flops) == (0, 0, sum(passes))
     head = 2 * model.head.numbers * sum(completions)
     assert step.backward_flops == 2 * sum(passes) + head + flops.ADAM_FLOPS * model.parameters
-    elsewhere = budget.grpo_cost(
-        model, lengths, completions, prompts=2, reference=False, checkpointing=False, old_logprobs=False,
-        generation_flops=1000,
-    )  # fmt: skip
-    assert elsewhere.forward_flops == 1000 + sum(passes)
+    elsewhere = budget.grpo_generation(
+        model, lengths, completions, prompts=2, reference=False, old_logprobs=False, generation_flops=1000
+    )
+    assert elsewhere.forward_flops == 1000
 
 
 def test_factors_take_less_backward_and_the_reference_has_none() -> None:
     model, adapted = shape(), Adapted(2, frozenset({"layers.1.q_proj.weight"}))
-    kwargs: dict[str, Any] = {"prompts": 1, "checkpointing": False, "old_logprobs": False, "adapted": adapted}
-    plain = budget.grpo_cost(model, [5], [3], reference=False, **kwargs)
-    judged = budget.grpo_cost(model, [5], [3], reference=True, **kwargs)
+    plain, judged = (
+        budget.grpo_generation(model, [5], [3], prompts=1, reference=judges, old_logprobs=False, adapted=adapted)
+        for judges in (False, True)
+    )
     assert judged.forward_flops is not None and plain.forward_flops is not None
     assert judged.forward_flops - plain.forward_flops == flops.sequence_flops(model, 0, 8, 3)
     # Attention of the upper layer, the head's input twice (its logits are not kept), and three products of factors:
     # the input of q_proj takes no gradient.
     attention, head = 2 * 4 * 8 * sum(range(1, 9)), 2 * 2 * model.head.numbers * 3
     factors = 8 * (4 * 2 * (6 + 10) - 2 * 2 * 10)
-    assert plain.backward_flops == attention + head + factors + flops.ADAM_FLOPS * 2 * (6 + 10)
+    step = budget.grpo_update(model, [5], [3], checkpointing=False, adapted=adapted)
+    assert step.backward_flops == attention + head + factors + flops.ADAM_FLOPS * 2 * (6 + 10)
 
 
 def test_without_a_formula_a_step_of_grpo_counts_tokens_alone() -> None:
-    step = budget.grpo_cost(None, [5], [3], prompts=1, reference=True, checkpointing=True, old_logprobs=True)
+    round_ = budget.grpo_generation(None, [5], [3], prompts=1, reference=True, old_logprobs=True)
+    step = round_ + budget.grpo_update(None, [5], [3], checkpointing=True)
     assert (step.forward_flops, step.backward_flops, step.generated_tokens) == (None, None, 3)
 
 

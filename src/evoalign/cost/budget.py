@@ -155,29 +155,6 @@ def time_cost(seconds: float, devices: int, peak_memory_bytes: int | None) -> Co
     return Cost(wall_seconds=seconds, device_seconds=seconds * devices, peak_memory_bytes=peak_memory_bytes)
 
 
-def grpo_cost(
-    shape: ModelShape | None,
-    prompt_lengths: Sequence[int],
-    completion_lengths: Sequence[int],
-    *,
-    prompts: int,
-    reference: bool,
-    checkpointing: bool,
-    old_logprobs: bool,
-    adapted: Adapted | None = None,
-    all_logits: bool = False,
-    generation_flops: int | None = None,
-) -> Cost:
-    """A step of TRL's GRPOTrainer that generates completions and trains on them once. See the two functions below."""
-    drawn = grpo_generation(
-        shape, prompt_lengths, completion_lengths, prompts=prompts, reference=reference, old_logprobs=old_logprobs,
-        adapted=adapted, all_logits=all_logits, generation_flops=generation_flops,
-    )  # fmt: skip
-    return drawn + grpo_update(
-        shape, prompt_lengths, completion_lengths, checkpointing=checkpointing, adapted=adapted, all_logits=all_logits
-    )
-
-
 def grpo_generation(
     shape: ModelShape | None,
     prompt_lengths: Sequence[int],
