@@ -92,15 +92,9 @@ def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]
 def group_of(
     task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
 ) -> Group:
-    """What all members said and earned. Raises EvoalignError where an engine left a completion out."""
-    cells = {(r.member.index, r.request): r for r in rollouts}
-    wanted = [(m, p) for m in range(members) for p in range(len(examples))]
-    missing = [cell for cell in wanted if cell not in cells]
-    if missing:
-        raise EvoalignError(f"the engine returned no completion for (member, prompt) {missing[0]}; nothing was scored")
-    texts = [cells[c].text for c in wanted]
-    columns = columns_of(task, texts, [examples[p] for _, p in wanted])
-    return grouped(columns, texts, examples, generation)
+    """What all members said and earned, of all the completions that `collect` gave, in its order."""
+    texts = [r.text for r in rollouts]
+    return grouped(columns_of(task, texts, [*examples] * members), texts, examples, generation)
 
 
 def requests_of(
