@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from evoalign.config import Config
     from evoalign.rundir.method import Method
 
-METHODS: dict[str, Method] = {"train": "es", "grpo": "grpo"}
-
 
 def resolved(
-    command: str, config: Path, more: Sequence[Path], sets: Sequence[str], *, resume: bool, overwrite: bool
+    method: Method,
+    config: Path,
+    more: Sequence[Path],
+    sets: Sequence[str],
+    every: int | None,
+    *,
+    resume: bool,
+    overwrite: bool,
 ) -> Config:
-    """The checked config, its output_dir where the run is now. Raises ConfigError. `command`: train or grpo."""
+    """The checked config, its output_dir where the run is now. `every` sets evaluation.every. Raises ConfigError."""
     from evoalign.config import load
+    from evoalign.rundir.method import COMMANDS
 
-    method = METHODS[command]
+    sets = [*sets, *([f"evaluation.every={every}"] if every is not None else [])]
     if resume and overwrite:
         raise ConfigError("--resume resumes a run and --overwrite moves it aside: give one of them")
     moved = _run_of(config) if resume else None
@@ -41,7 +47,7 @@ def resolved(
         from evoalign.training.resolve import of_run
 
         if moved is not None:
-            of_run(config, f"give its config itself: evoalign {command} {config / 'config.yaml'} --resume")
+            of_run(config, f"give its config itself: evoalign {COMMANDS[method]} {config / 'config.yaml'} --resume")
         config = config / "config.yaml" if resume else config
     found = load([config, *more], sets)
     if moved is not None and not any(text.startswith("output_dir=") for text in sets):

@@ -3,32 +3,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, More, Sets, quiet
+from evoalign.cli.options import Debug, DryRun, Given, More, Overwrite, Resume, Sets, quiet
 from evoalign.cli.resolving import resolved
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A YAML config; with --resume, also a run directory.")],
+    config: Given,
     more: More = None,
     set_: Sets = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run there, or begin it.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename the existing run and start afresh.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     evaluate_every: Annotated[
         int | None, typer.Option(min=0, help="Evaluate the mean each so many generations; 0: never.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
+    dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Train, and compare the test split before and after."""
     from evoalign.config import to_yaml
 
-    sets = [*(set_ or []), *([f"evaluation.every={evaluate_every}"] if evaluate_every is not None else [])]
-    found = resolved("train", config, more or [], sets, resume=resume, overwrite=overwrite)
+    found = resolved("es", config, more or [], set_ or [], evaluate_every, resume=resume, overwrite=overwrite)
     quiet()
     from evoalign.training import train as training
 
