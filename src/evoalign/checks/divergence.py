@@ -131,8 +131,7 @@ class Reference:
     @classmethod
     def of(cls, served: Served) -> Reference:
         """Beside an engine: on its device where that is in this process, else on the CPU."""
-        own = served.config.engine
-        device = served.facts.device if own.in_process() is own else "cpu"
+        device = served.facts.device if served.config.engine.serves_here else "cpu"
         return cls(served.config, device, served.layout.torch_dtype)
 
     @property

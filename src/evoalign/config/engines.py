@@ -57,6 +57,8 @@ class EngineSettings(Section):
     resources: ClassVar[frozenset[str]] = frozenset()
     """Settings that a run may have to change to fit where it resumes. They decide the shapes of batches and the
     kernels, and with them at most the last bits of a score."""
+    serves_here: ClassVar[bool] = False
+    """Whether it answers in this process, with a model of transformers, and lets another model onto its device."""
     lighter: ClassVar[str] = ""
     """What of the settings makes weights and mean take less memory, as advice to who has too little."""
 
@@ -84,7 +86,7 @@ class EngineSettings(Section):
 
     def in_process(self) -> EngineSettings:
         """What answers for a model that is being trained in this process: these settings where they can."""
-        return ENGINES[DEFAULT].model_validate({})
+        return self if self.serves_here else ENGINES[DEFAULT].model_validate({})
 
 
 class UnreadEngine(EngineSettings):

@@ -14,7 +14,14 @@ from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.model import ModelConfig
-from evoalign.config.spaces import FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
+from evoalign.config.spaces import (
+    SECTIONS,
+    FullConfig,
+    LoraConfig,
+    LowrankConfig,
+    SpaceConfig,
+    SpaceSection,
+)
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError
 
@@ -115,8 +122,8 @@ class Config(Section):
     @property
     def section(self) -> SpaceSection:
         """The settings of the space that is named, with what follows from them; of one of one's own, what is usual."""
-        found: object = getattr(self, self.space.name, None)
-        return found if isinstance(found, SpaceSection) else SpaceSection()
+        sections: dict[str, SpaceSection] = {name: getattr(self, name) for name in SECTIONS}
+        return sections.get(self.space.name, SpaceSection())
 
     def as_policy(self, *, adapter: bool, own_engine: bool = True) -> Config:
         """As a run of GRPO evaluates itself: in the dtype it trains in, and by its own engine.

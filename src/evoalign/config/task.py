@@ -22,8 +22,12 @@ class ObjectiveConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-NO_OPTIONS = ("conciseness", "countdown", "custom")
-"""Tasks without settings of their own. What other names take, their classes say (`Task.settings`)."""
+TASKS = {
+    "conciseness": "evoalign.tasks.conciseness:Conciseness",
+    "countdown": "evoalign.tasks.countdown.task:Countdown",
+    "custom": "evoalign.tasks.custom:Custom",
+}
+"""The shipped tasks and where their classes are. None has settings of its own; other classes say theirs."""
 
 
 class TaskConfig(Section):
@@ -60,7 +64,7 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _known(self) -> TaskConfig:
-        if self.name in NO_OPTIONS and self.options:
+        if self.name in TASKS and self.options:
             raise ValidationError.from_exception_data(
                 "task", [{"type": "extra_forbidden", "loc": (k,), "input": v} for k, v in self.options.items()]
             )

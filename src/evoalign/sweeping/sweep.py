@@ -23,8 +23,7 @@ from evoalign.sweeping.cells import Run, Settings, Tree, make_cells, make_runs, 
 from evoalign.sweeping.children import Children, Ended, is_busy, visible_gpus
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
-from evoalign.tasks import TASKS
-from evoalign.tasks.custom import Custom
+from evoalign.tasks import PLAIN
 from evoalign.training.stop import Stop
 
 TICK_SECONDS = 0.2
@@ -141,7 +140,7 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
     if measure in (*SHARED_MEASURES, *more):
         return
     for name, config in {config.task.name: config for config in configs}.items():
-        if name in TASKS and name != Custom.name:
+        if name in PLAIN:
             task, data = task_and_data(config, None, None)
             known = [*SHARED_MEASURES, *more, *task.measures("", data.test[0])]
             if measure not in known:

@@ -9,22 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evoalign.config import GraderConfig, TaskConfig
+from evoalign.config.task import TASKS as SHIPPED
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
-__all__ = ["TASKS", "Custom", "Data", "Task", "create", "isolate"]
+__all__ = ["PLAIN", "TASKS", "Custom", "Data", "Task", "create", "isolate"]
 
-TASKS: dict[str, type[Task]] = {
-    name: load_object(path, "task.name")
-    for name, path in {
-        "conciseness": "evoalign.tasks.conciseness:Conciseness",
-        "countdown": "evoalign.tasks.countdown.task:Countdown",
-        "custom": "evoalign.tasks.custom:Custom",
-    }.items()
-}
+TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
+PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}
+"""Those that run no code of the user's: what they measure is known, and nothing of them can hang or die."""
 
 
 def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
@@ -46,8 +42,7 @@ def isolate(task: Task, grader: GraderConfig) -> Task:
 
     Take it before `load_data`, and load the data before the engine: that starts the worker. `close` it at the end.
     """
-    builtin = type(task) in TASKS.values() and not isinstance(task, Custom)
-    if builtin or not grader.isolated or isinstance(task, isolation.Isolated):
+    if type(task) in PLAIN.values() or not grader.isolated or isinstance(task, isolation.Isolated):
         return task
     if not isolation.SUPPORTED:
         warnings.warn("this system cannot isolate reward functions: one that hangs will hang the run", stacklevel=2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.analysis.compare.runs import Run
+from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import identity
 
@@ -97,8 +98,8 @@ def _settings(run: Run) -> dict[str, Any]:
     del tree["seed"]
     config = run.config
     length = config.es.num_generations if run.method == "es" else config.grpo.max_steps
-    spaces = {"lora", "lowrank", "full"} - {tree.get("space", {}).get("name", "lora")}
-    flat = dict(_flat({key: value for key, value in tree.items() if key not in spaces}))
+    unused = set(SECTIONS) - {tree["space"]["name"]} if "space" in tree else set[str]()
+    flat = dict(_flat({key: value for key, value in tree.items() if key not in unused}))
     return {"method": run.method, **flat, LENGTHS[run.method == "grpo"]: length}
 
 

@@ -36,6 +36,7 @@ class TransformersConfig(EngineSettings):
 
     path = "evoalign.engines.transformers.engine:TransformersEngine"
     resources = frozenset({"device", "memory_gib", "max_rows", "threads"})
+    serves_here = True
 
     @property
     def where(self) -> str:
@@ -47,6 +48,3 @@ class TransformersConfig(EngineSettings):
 
     def smaller(self, config: Config) -> str:
         return "lower engine.memory_gib or engine.max_rows"
-
-    def in_process(self) -> EngineSettings:
-        return self
