@@ -16,7 +16,7 @@ from evoalign.engines import Engine
 from evoalign.rollouts import collect, columns_of, derive_seed, sampling_of
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Request, Rollout
+from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
 PREFIX = "reward/"
 """Of the measure, and the column of a table, of one of several rewards."""
@@ -140,13 +140,11 @@ def _scored(
     rewards: Mapping[str, float | None],
 ) -> Scored:
     e, seed, k = key
-    prompt = task.prompt(examples[e])
-    shown = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
     return Scored(
         example=e,
         seed=seed,
         sample=k,
-        prompt=shown,
+        prompt=text_of(task.prompt(examples[e])),
         target=task.gold(examples[e]),
         text=rollout.text,
         reward=reward,

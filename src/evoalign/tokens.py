@@ -13,7 +13,7 @@ from typing import Any
 from evoalign.config import ModelConfig
 from evoalign.errors import ModelError
 from evoalign.models import tiny
-from evoalign.types import Prompt
+from evoalign.types import Prompt, text_of
 
 
 def model_path(config: ModelConfig) -> str:
@@ -58,7 +58,7 @@ class Tokens:
                 ) from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = self.tokenizer("\n".join(m["content"] for m in prompt))["input_ids"]
+            ids = self.tokenizer(text_of(prompt))["input_ids"]
         if not ids:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return tuple(int(i) for i in ids)

@@ -26,6 +26,11 @@ Slices: TypeAlias = tuple[slice, ...]
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
+def text_of(prompt: Prompt) -> str:
+    """A prompt as one text: of messages their contents, each on a line of its own."""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One candidate of a population: `mean + sign * sigma * scale * noise[noise]`.

@@ -36,7 +36,7 @@ from evoalign.rundir.method import method_of
 from evoalign.spaces import create as create_space
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
-from evoalign.types import Example
+from evoalign.types import Example, text_of
 
 SAVE_EVERY = 50
 """Steps between checkpoints where `checkpoint.every` leaves it open: no journal rebuilds a policy."""
@@ -135,8 +135,7 @@ class Policy:
 
     def shown(self, row: int) -> str:
         """A training prompt as text."""
-        prompt = self.task.prompt(self.data.train[row])
-        return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        return text_of(self.task.prompt(self.data.train[row]))
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
         """As a PEFT adapter or a Hugging Face checkpoint, unless that is there already."""

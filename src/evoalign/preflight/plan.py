@@ -25,7 +25,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
 from evoalign.tokens import Tokens
 from evoalign.training import saving
-from evoalign.types import Example, Layout, Messages, TensorSpec
+from evoalign.types import Example, Layout, TensorSpec, text_of
 
 PROBE_BYTES = 1 << 20
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -144,16 +144,11 @@ def check_chat_template(case: Case) -> Finding:
         return Finding("chat template", "ok", "not needed: the prompts are raw texts")
     if not tokens_.tokenizer.chat_template:
         told = f"{len(chats)} prompts are messages and the tokenizer has no chat template"
-        detail = f"{told}: the model would read {_joined(chats[0])}"
+        detail = f"{told}: the model would read the bare text {text_of(chats[0])[:60]!r}"
         fix = "set task.prompt: raw, or choose a model that was trained to chat"
         return Finding("chat template", "failed", detail, fix)
     tokens_.encode(chats[0])
     return Finding("chat template", "ok", f"turns {len(chats)} prompts of messages into text")
-
-
-def _joined(messages: Messages) -> str:
-    text = "\n".join(m["content"] for m in messages)
-    return f"the bare text {text[:60]!r}"
 
 
 def check_lengths(case: Case) -> Finding:

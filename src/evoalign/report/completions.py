@@ -10,7 +10,7 @@ from typing import Any
 from evoalign.rundir import parquet
 from evoalign.rundir.parquet import read
 from evoalign.tasks.base import Task
-from evoalign.types import Example, Generation
+from evoalign.types import Example, Generation, text_of
 
 __all__ = ["is_due", "read", "roles", "write"]
 
@@ -26,7 +26,7 @@ def write(path: Path, generation: Generation, examples: Sequence[Example], task:
     Columns: generation, role (best, median or worst), member, sign, fitness, prompt, target (null where the task
     knows none), text, score, finish_reason, tokens.
     """
-    shown = [{"prompt": _text(task, example), "target": task.gold(example)} for example in examples]
+    shown = [{"prompt": text_of(task.prompt(example)), "target": task.gold(example)} for example in examples]
     parquet.write(path, list(_rows(generation, shown)))
 
 
@@ -54,8 +54,3 @@ def _rows(generation: Generation, shown: Sequence[Mapping[str, Any]]) -> Iterato
                 "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.token_ids),
             }
-
-
-def _text(task: Task, example: Example) -> str:
-    prompt = task.prompt(example)
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

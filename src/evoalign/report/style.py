@@ -33,9 +33,14 @@ def canvas(width: float, height: float, **options: Any) -> Figure:
 
 
 def frame(axes: Axes, title: str, across: str) -> None:
-    """The heading, the name of the x axis, and a quiet frame with lines at the ticks of the y axis."""
+    """The heading, the name of the x axis, and a quiet frame."""
     axes.set_title(title, loc="left", pad=12, **HEADING)
     axes.set_xlabel(across)
+    plain(axes)
+
+
+def plain(axes: Axes) -> None:
+    """A quiet frame with lines at the ticks of the y axis."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRID)
     axes.tick_params(color=GRID, labelcolor=INK)

@@ -19,9 +19,9 @@ from evoalign.config import to_yaml
 from evoalign.errors import ConfigError, RunExistsError
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
+from evoalign.rundir.method import COMMANDS
 from evoalign.sweeping.cells import Run
 
-COMMANDS = {"es": "train", "grpo": "grpo"}
 TAIL_LINES = 5
 """Lines of a failed run's log that are shown."""
 TAIL_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign.report.figures import BEST, MEAN, TEST
-from evoalign.report.style import GRID, HEADING, INK, canvas, save
+from evoalign.report.style import HEADING, INK, canvas, plain, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def lines(points: Sequence[Point], path: str | Path, *, x: str, measure: str = "
     bottom.set_xticks([], minor=True)
     for axes, name in ((top, measure), (bottom, "hacked share")):
         axes.set_ylabel(name, color=INK)
-        _dress(axes)
+        plain(axes)
     bottom.set_xlabel(x, color=INK)
     top.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=4)
     _heading(figure, title)
@@ -122,7 +122,7 @@ def scatter(
             axes.set_xscale("log")
         axes.margins(x=0.05 if _is_number(given) else 0.25)
         axes.set_xlabel(keys[place], color=INK)
-        _dress(axes)
+        plain(axes)
     for row in panels:
         row[0].set_ylabel(measure, color=INK)
     _heading(figure, title)
@@ -143,14 +143,6 @@ def shown(value: Any) -> str:
 
 def _is_number(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _dress(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(color=GRID, labelcolor=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
 
 
 def _tiles(axes: Axes, seeds: Mapping[tuple[int, int], Sequence[float]], width: int, height: int, share: bool) -> None:

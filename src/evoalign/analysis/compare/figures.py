@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign.analysis.compare.comparison import Comparison, Curve, Group, Match, Matching, curve
 from evoalign.analysis.compare.runs import Run
+from evoalign.analysis.compare.words import TITLES
 from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import shorten, visible
 
@@ -23,12 +24,7 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-AXES: dict[Matching, str] = {
-    "wall": "wall time of training (s)",
-    "completions": "completions",
-    "tokens": "tokens, generated and prompt",
-    "flops": "FLOPs, forward and backward",
-}
+AXES: dict[Matching, str] = {**TITLES, "wall": f"{TITLES['wall']} (s)"}
 LOG_SPAN = 30
 """From so large a ratio of budgets on, the axis is logarithmic: the smaller runs would be a line at its edge."""
 LABEL = 34
