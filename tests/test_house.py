@@ -32,6 +32,20 @@ CLASSES = {
     "space": {"FullConfig", "LoraConfig", "LowrankConfig", *(cls.__name__ for cls in SPACES.values())},
     "task": {cls.__name__ for cls in TASKS.values()},
 }
+SHIPPED = set().union(*NAMES.values())
+OWN_NAMES = (
+    "config/engines.py", "config/spaces.py", "config/task.py", "config/run.py", "config/grpo.py",
+    *(f"{package}/" for package in OWNER.values()),
+)  # fmt: skip
+"""Where the name of a shipped part may stand in the code: where it is defined, and where a config's defaults are."""
+OTHERS = {
+    "baselines/assembling.py": "grpo.tune", "baselines/planning.py": "grpo.tune, and the space of its adapter",
+    "cli/__init__.py": "a command", "exporting/card.py": "grpo.tune, a library's name and a tag of the hub",
+    "preflight/machine.py": "a library's name", "rundir/identity.py": "sections of a config, and grpo.tune",
+    "rundir/manifest.py": "libraries' names", "sweeping/search.py": "the default of task.name",
+    "training/resolve.py": "what a PEFT adapter is",
+}  # fmt: skip
+"""Files where such a word stands for something else, and for what. None comes."""
 MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/")
 MOST_ENTRIES, MOST_LINES = 34, 400
 LONGER = {"kernels/population_triton.py": 527}
@@ -60,9 +74,13 @@ def classes(node: ast.AST) -> set[str]:
 
 
 def asks_the_name(kind: str) -> Rule:
-    """`config.space.name == ...`, `!=`, `in`; or any comparison of a name or a `.name` with one that is known."""
+    """`config.space.name == ...`, `!=`, `in`, `.startswith`; or any comparison of a `.name` with one that is known."""
 
     def rule(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute) and node.attr in ("startswith", "endswith"):
+            return (
+                isinstance(node.value, ast.Attribute) and node.value.attr == "name" and last(node.value.value) == kind
+            )
         if not isinstance(node, ast.Compare):
             return False
         operands = (node.left, *node.comparators)
@@ -90,7 +108,7 @@ def asks_the_class(kind: str) -> Rule:
 
 
 def asks_otherwise(kind: str) -> Rule:
-    """`type(x)`, `hasattr(x, ...)`, `getattr(x, ..., default)`, `match x` and `match x.name` of an x of this kind."""
+    """`type(x)`, `dir(x)`, `vars(x)`, `hasattr(x, ...)`, `getattr(x, ...)`, `match x`, `match x.name` of this kind."""
 
     def rule(node: ast.AST) -> bool:
         if isinstance(node, ast.Match):
@@ -99,14 +117,31 @@ def asks_otherwise(kind: str) -> Rule:
             return kind in (last(subject), last(within))
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
             return False
-        least = {"type": 1, "hasattr": 2, "getattr": 3}.get(node.func.id, 99)
+        least = {"type": 1, "dir": 1, "vars": 1, "hasattr": 2, "getattr": 2}.get(node.func.id, 99)
         return len(node.args) >= least and last(node.args[0]) == kind
 
     return rule
 
 
+def names_a_part(node: ast.AST) -> bool:
+    """The name of a shipped engine, space or task, whatever is done with it: compared, looked up, in a set."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in SHIPPED
+
+
+def asks_for_the_class(node: ast.AST) -> bool:
+    """`x.__class__`, of anything."""
+    return isinstance(node, ast.Attribute) and node.attr == "__class__"
+
+
+def tries_an_attribute(node: ast.AST) -> bool:
+    """`except AttributeError` alone: the question of `hasattr`, asked by doing."""
+    return isinstance(node, ast.ExceptHandler) and node.type is not None and last(node.type) == "AttributeError"
+
+
 def rolls_out(node: ast.AST) -> bool:
-    """`engine.rollout`, called or handed on."""
+    """`engine.rollout`, called or handed on, and `getattr(engine, "rollout")`."""
+    if isinstance(node, ast.Call) and last(node) == "getattr" and len(node.args) > 1:
+        return "rollout" in literals(node.args[1])
     return isinstance(node, ast.Attribute) and node.attr == "rollout" and isinstance(node.ctx, ast.Load)
 
 
@@ -134,6 +169,18 @@ def test_one_door_leads_to_an_engine() -> None:
     assert found(rolls_out, *MAY_ROLL_OUT) == []
 
 
+def test_no_shipped_part_is_named_elsewhere() -> None:
+    assert found(names_a_part, *OWN_NAMES, *OTHERS) == []
+    assert {place.partition(":")[0] for place in found(names_a_part, *OWN_NAMES)} == set(OTHERS), (
+        "take it out of OTHERS"
+    )
+
+
+def test_nobody_asks_for_a_class_or_tries_an_attribute() -> None:
+    assert found(asks_for_the_class) == []
+    assert found(tries_an_attribute, "plugins.py") == []  # there an attribute is what the user named
+
+
 def test_the_classes_of_settings_are_known_here() -> None:
     sections = {type(from_dict({"engine": {"name": name}, "es": {"sigma": 0.1}}).engine).__name__ for name in ENGINES}
     assert sections <= CLASSES["engine"]
@@ -147,6 +194,7 @@ def test_the_classes_of_settings_are_known_here() -> None:
         ("name = config.space.name\nname == 'lora'", "name", "space"),
         ("config.engine.name != 'vllm'", "name", "engine"),
         ("task.name in TASKS", "name", "task"),
+        ("config.engine.name.startswith('vl')", "name", "engine"),
         ("isinstance(config.engine, VllmConfig)", "class", "engine"),
         ("isinstance(e, config.TransformersConfig | None)", "class", "engine"),
         ("match x:\n    case VllmConfig(): ...", "class", "engine"),
@@ -155,10 +203,31 @@ def test_the_classes_of_settings_are_known_here() -> None:
         ("type(self.engine) is Other", "otherwise", "engine"),
         ("hasattr(engine, 'shards')", "otherwise", "engine"),
         ("getattr(config.engine, 'memory', None)", "otherwise", "engine"),
+        ("getattr(engine, 'shards')", "otherwise", "engine"),
+        ("'shards' in dir(self.engine)", "otherwise", "engine"),
+        ("'memory' in vars(config.engine)", "otherwise", "engine"),
     ],
 )
 def test_what_counts_is_found(code: str, how: str, kind: str) -> None:
     assert any(map(RULES[how](kind), ast.walk(ast.parse(code))))
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("{'vllm': 1}[config.engine.name]", names_a_part),
+        ("config.engine.name.startswith('vllm')", names_a_part),
+        ("SPECIAL = ('lora', 'full')\nself.name in SPECIAL", names_a_part),
+        ("vllm = 'vllm'\nconfig.engine.name == vllm", names_a_part),
+        ("x = config.space.name\nx == 'lora'", names_a_part),
+        ("{'lora', 'full'} - {name}", names_a_part),
+        ("config.engine.__class__.__name__ == 'VllmConfig'", asks_for_the_class),
+        ("try: engine.shards\nexcept AttributeError: pass", tries_an_attribute),
+        ("getattr(engine, 'rollout')(plan, requests)", rolls_out),
+    ],
+)
+def test_what_counts_of_any_kind_is_found(code: str, rule: Rule) -> None:
+    assert any(map(rule, ast.walk(ast.parse(code))))
 
 
 @pytest.mark.parametrize(
