@@ -28,7 +28,6 @@ from evoalign.config import TaskConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
 from evoalign.plugins import FAILURES, described
 from evoalign.rewards.functions import failure
-from evoalign.rewards.objective import Columns
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.types import Example
@@ -192,40 +191,17 @@ def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
     return row
 
 
-def _rewards(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    return task.checked(task.rewards(texts, examples), texts, examples)
-
-
-def _columns(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-    return task.checked_columns(task.columns(texts, examples), texts, examples)
-
-
-def _reward(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> float:
-    return task.checked([task.compute_reward(texts[0], examples[0])], texts, examples)[0]
-
-
-def _measures(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in task.measures(texts[0], examples[0]).items()}
-
-
-def _gold(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> str | None:
-    return task.gold(examples[0])
-
-
-def _clean(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> str:
-    return task.clean(texts[0])
-
-
-def _self_check(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> None:
-    task.self_check(examples)
-
-
 OPERATIONS: dict[str, Callable[[Task, Sequence[str], Sequence[Example]], Any]] = {
-    "rewards": _rewards,
-    "columns": _columns,
-    "compute_reward": _reward,
-    "measures": _measures,
-    "gold": _gold,
-    "clean": _clean,
-    "self_check": _self_check,
+    "rewards": lambda task, texts, examples: task.checked(task.rewards(texts, examples), texts, examples),
+    "columns": lambda task, texts, examples: task.checked_columns(task.columns(texts, examples), texts, examples),
+    "compute_reward": lambda task, texts, examples: task.checked(
+        [task.compute_reward(texts[0], examples[0])], texts, examples
+    )[0],
+    "measures": lambda task, texts, examples: (
+        {str(name): float(value) for name, value in task.measures(texts[0], examples[0]).items()}
+    ),
+    "gold": lambda task, texts, examples: task.gold(examples[0]),
+    "clean": lambda task, texts, examples: task.clean(texts[0]),
+    "self_check": lambda task, texts, examples: task.self_check(examples),
 }
+"""What a worker does with the texts and examples of a request."""
