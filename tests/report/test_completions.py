@@ -17,6 +17,7 @@ import evoalign
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError
 from evoalign.report import completions
+from evoalign.rundir.parquet import read as table_of
 from evoalign.tasks import create
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Generation, Prompt, Rollout, Update, population
@@ -57,7 +58,7 @@ def generation(scores: list[list[float]], index: int = 3, *, antithetic: bool = 
 
 def written(path: Path, one: Generation) -> list[dict[str, Any]]:
     completions.write(path, one, [{"word": "four"}, {"word": "two"}], Echo(TaskConfig()))
-    return completions.read(path)
+    return table_of(path)
 
 
 def test_rows_in_a_fixed_order_with_what_each_member_said(tmp_path: Path) -> None:
@@ -115,14 +116,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     for place in range(4, footer):
         path.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
         try:
-            assert completions.read(path) == rows, f"byte {place} of {footer}"
+            assert table_of(path) == rows, f"byte {place} of {footer}"
         except DataError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             caught += 1
     assert caught > footer / 2
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=r"a\.parquet is missing or damaged"):
-        completions.read(path)
+        table_of(path)
 
 
 def test_no_temporary_file_is_left(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_a_real_run_keeps_what_its_members_said(tmp_path: Path) -> None:
     for one in seen:
         examples = [train[i] for i in one.rows]
         completions.write(tmp_path / f"{one.index}.parquet", one, examples, task)
-        rows = completions.read(tmp_path / f"{one.index}.parquet")
+        rows = table_of(tmp_path / f"{one.index}.parquet")
         assert len(rows) == 3 and len(examples) == 1
         for row, example in zip(rows, examples * 3, strict=True):
             assert row["prompt"] == example["prompt"] and row["target"] == task.gold(example)

@@ -26,7 +26,7 @@ from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import layout_of
 from evoalign.spaces import Space
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Layout, Member, Plan, Request, Rollout, Sampling, population
+from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Rollout, Sampling, population
 
 
 @contextmanager
@@ -93,17 +93,12 @@ class MemberRollouts:
         requests = [Request(i, ids, self.sampling, logprobs=True) for i, ids in enumerate(encoded[::group])]
         plan = Plan(step, self.sigma(step), self.members)
         with answering(self.model, mixed=self.mixed):
-            found = sorted(collect(self.engine, plan, requests), key=_by_group)
+            found = sorted(collect(self.engine, plan, requests), key=lambda r: (r.request, r.member.index))
         return _output(encoded, found)
 
     def sigma(self, step: int) -> float:
         """The width of a step's noise: the schedule runs over `es.num_generations`."""
         return evolve.sigma_at(self.config, min(step, self.config.es.num_generations - 1))
-
-
-def _by_group(rollout: Rollout) -> tuple[int, int]:
-    member: Member = rollout.member
-    return rollout.request, member.index
 
 
 def _output(encoded: Sequence[tuple[int, ...]], found: Sequence[Rollout]) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class ModelConfig(Section):
             raise ConfigError("model.trust_remote_code cannot be set: a model's own Python files are never run")
         return model
 
+    def served_dtype(self, *, on_gpu: bool) -> str:
+        """Of weights that answer."""
+        return ("bfloat16" if on_gpu else "float32") if self.dtype == "auto" else self.dtype
+
     @property
     def trained_dtype(self) -> str:
         """Of weights that gradients train: float32 where the config leaves it open, as mixed precision wants them."""

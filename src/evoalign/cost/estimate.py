@@ -45,8 +45,7 @@ def _how(config: Config) -> str:
 
 def served_dtype(config: Config) -> torch.dtype:
     """The dtype that `model.dtype` comes to on this machine."""
-    automatic = "bfloat16" if on_gpu(config) else "float32"
-    return getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
+    return getattr(torch, config.model.served_dtype(on_gpu=on_gpu(config)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,9 +22,8 @@ from evoalign.errors import DataError, RunExistsError
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
-from evoalign.tokens import Tokens
 from evoalign.training import saving
-from evoalign.types import Example, Layout, TensorSpec, text_of
+from evoalign.types import Example, text_of
 
 PROBE_BYTES = 1 << 20
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -124,16 +122,13 @@ def _examples(case: Case) -> list[Example]:
 def check_tokenizer(case: Case) -> Finding:
     """The tokenizer, and what it stops at."""
     case.tokens = tokens.load(case.config.model)
-    size, stops = len(case.tokens.tokenizer), case.tokens.stop_ids
-    detail = f"{size:,} tokens, stops at {', '.join(repr(_token(case.tokens, i)) for i in stops) or 'none'}"
+    tokenizer, stops = case.tokens.tokenizer, case.tokens.stop_ids
+    named = [repr(str(tokenizer.convert_ids_to_tokens(i))) for i in stops]
+    detail = f"{len(tokenizer):,} tokens, stops at {', '.join(named) or 'none'}"
     if not stops:
         fix = "completions always run to max_tokens; set eos_token in the model's tokenizer_config.json"
         return Finding("tokenizer", "warning", detail, fix)
     return Finding("tokenizer", "ok", detail)
-
-
-def _token(tokens_: Tokens, token: int) -> str:
-    return str(tokens_.tokenizer.convert_ids_to_tokens(token))
 
 
 def check_chat_template(case: Case) -> Finding:
@@ -244,7 +239,8 @@ def _free_on_host() -> int | None:
 def check_disk(case: Case) -> Finding:
     """Room for the checkpoints that a run keeps at once, and one more while it is written."""
     config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
-    size = _checkpoint_bytes(config, specs, layout)
+    slots, dtype = OPTIMIZER_SLOTS[config.es.optimizer.name], estimate.served_dtype(config)
+    size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best if saving.every(config) else 1
     wanted = size * (kept + 1)
     return room_on_disk(config, wanted, f"{kept + 1} checkpoints of {gib(size)}")
@@ -259,8 +255,3 @@ def room_on_disk(config: Config, wanted: int, what: str) -> Finding:
         fix = "free space, lower checkpoint.keep_last, or choose another output_dir"
         return Finding("disk", "failed", detail, fix)
     return Finding("disk", "ok", detail)
-
-
-def _checkpoint_bytes(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> int:
-    slots = OPTIMIZER_SLOTS[config.es.optimizer.name]
-    return spaces.create(config).checkpoint_bytes(specs, layout, estimate.served_dtype(config), slots)

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.rundir import parquet
-from evoalign.rundir.parquet import read
 from evoalign.tasks.base import Task
 from evoalign.types import Example, Generation, text_of
-
-__all__ = ["is_due", "read", "roles", "write"]
 
 
 def is_due(every: int, generation: Generation) -> bool:

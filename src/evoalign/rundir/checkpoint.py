@@ -31,8 +31,6 @@ ADAPTER = "adapter_model.safetensors"
 RECORD = "evoalign.json"
 OPTIMIZER = "optimizer.safetensors"
 MEAN = "mean-*.safetensors"
-OWN = (RECORD, OPTIMIZER, MEAN)
-"""Patterns of the files that only evoalign reads."""
 SHARD_BYTES = 5 * 10**9
 NO_JOURNAL = "0" * 64
 """In place of a journal line's hash: what a run without a journal has saved."""

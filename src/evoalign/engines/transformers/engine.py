@@ -255,8 +255,7 @@ def _load_model(config: Config, device: torch.device) -> nn.Module:
 
 def dtype_on(config: ModelConfig, device: torch.device) -> torch.dtype:
     """What a model is served in on a device."""
-    name = config.dtype
-    return getattr(torch, ("float32" if device.type == "cpu" else "bfloat16") if name == "auto" else name)
+    return getattr(torch, config.served_dtype(on_gpu=device.type != "cpu"))
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -216,8 +216,7 @@ def _beside(config: Config, specs: list[TensorSpec]) -> int:
 
 
 def _dtype(config: Config, cpu: bool) -> torch.dtype:
-    automatic = "float32" if cpu else "bfloat16"
-    return getattr(torch, automatic if config.model.dtype == "auto" else config.model.dtype)
+    return getattr(torch, config.model.served_dtype(on_gpu=not cpu))
 
 
 def _adapters(config: Config, specs: list[TensorSpec]) -> dict[str, Any]:
