@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -79,10 +78,8 @@ class Recorder:
         self._display.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display.__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self._display.__exit__(*raised)
         if self.run.rows:
             self._draw()
             self._write_budget()
