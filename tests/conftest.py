@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests share: settings of hypothesis, and small models that need no download."""
 
+import base64
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from matplotlib.figure import Figure
 
 import interpreted  # noqa: F401  before anything that imports Triton
 from evoalign.models import tiny
@@ -14,6 +17,29 @@ from evoalign.models import tiny
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 settings.load_profile("evoalign")
+
+# Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
+# every test that is slow, and in all processes but the tests' own.
+PIXELS = ("report/", "sweeping/", "analysis/compare/", "training/test_api_train.py")
+BLANK = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+whole_figure, pixels = Figure.savefig, True
+
+
+def save_figure(figure: Figure, file: Any, **options: Any) -> None:
+    """As matplotlib does, or one pixel."""
+    whole_figure(figure, file, **options) if pixels else file.write(BLANK)
+
+
+Figure.savefig = save_figure  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global pixels
+    within = item.path.relative_to(Path(__file__).parent).as_posix()
+    pixels = within.startswith(PIXELS) or any(item.get_closest_marker(name) for name in ("slow", "long"))
 
 
 @pytest.hookimpl(tryfirst=True)

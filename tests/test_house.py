@@ -8,6 +8,7 @@ look at which one it has: by name, by class, by `match`, `type`, `hasattr` or a 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import tomllib
 from collections.abc import Callable, Iterator
@@ -145,13 +146,19 @@ def rolls_out(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "rollout" and isinstance(node.ctx, ast.Load)
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def found(rule: Rule, *own: str) -> list[str]:
     """Where a rule is broken outside the files that may, as `file:line`."""
     return [
         f"{name}:{node.lineno}"  # type: ignore[attr-defined]
         for path in FILES
         if not (name := path.relative_to(PACKAGE).as_posix()).startswith(own)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if rule(node)
     ]
 

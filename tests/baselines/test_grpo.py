@@ -394,7 +394,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
 # --- how it goes on --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first("engine")
+@pytest.mark.slow
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
 def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}

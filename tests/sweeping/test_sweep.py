@@ -202,6 +202,7 @@ def test_a_cell_that_fails_stops_no_other(grid: tuple[Sweep, str]) -> None:
     assert states == {"/no/such/model": "failed", "tiny": "done"}
 
 
+@pytest.mark.slow
 def test_results_are_those_of_the_runs(grid: tuple[Sweep, str]) -> None:
     done, _ = grid
     (cell,) = [cell for cell in done.cells if cell["settings"]["model.name"] == "tiny"]
