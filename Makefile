@@ -27,8 +27,9 @@ VLLM_TESTS ?= not long
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
 
-# One thread a worker: two workers with two threads each would take turns on two cores.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore=tests/engine_vllm
+# One thread a worker: two workers with two threads each would take turns on two cores. Modules are compiled once, and not
+# by each process that a test starts.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not long"
@@ -40,7 +41,7 @@ test-long: $(STAMP)
 	$(PYTEST) -m long
 
 # What vLLM caches of one release is wrong for another; tests that share an engine stay in one worker.
-VLLM_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_VENV)/cache \
+VLLM_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_VENV)/cache \
   $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm
 
 test-vllm: $(VLLM_VENV)/.installed

@@ -76,7 +76,7 @@ class Machine:
             timeout=60,
             check=False,
         )
-        said = f"uv pip install --quiet --python {self.root / 'venv' / 'bin' / 'python'} "
+        said = f"uv pip install --quiet --compile-bytecode --python {self.root / 'venv' / 'bin' / 'python'} "
         return run, [line.replace(said, "install ") for line in log.read_text().splitlines()] if log.exists() else []
 
 

@@ -431,6 +431,7 @@ def real(tree, folder):
         parts.close()
 
 
+@pytest.mark.slow
 def test_a_real_run_that_learns(tmp_path):
     warnings, rows, diagnosis = real(quickstart(), tmp_path)
     assert warnings == []

@@ -243,6 +243,7 @@ def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Pa
         assert rows_of(tmp_path / folder)[0]["budget"]["forward_flops"] == answers + 2 * numbers * times
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_adds_up_and_says_what_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder)

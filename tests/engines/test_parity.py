@@ -167,7 +167,7 @@ def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
     return tuple(map(loaded.encode, chats))
 
 
-@pytest.mark.first("lowrank]")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPACES)
 def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
     from evoalign.models import tiny

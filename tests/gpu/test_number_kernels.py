@@ -9,7 +9,7 @@ import torch
 
 from evoalign import kernels, noise, spaces
 from evoalign.config import from_dict
-from evoalign.engines import base
+from evoalign.engines import hash
 from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -267,6 +267,6 @@ def test_members_straight_into_served_weights(dtype):
 def test_hash_sums(in_torch, shape, slices, dtype):
     size = tuple(b - a for a, b in noise.bounds_of(shape, slices))
     tensor = random(size).to(dtype)
-    want = base.tensor_sum(tensor, shape, slices)
-    assert (base.tensor_sum(tensor.cuda(), shape, slices) - want) % (1 << 64) == 0
-    assert (in_torch(base.tensor_sum, tensor.cuda(), shape, slices) - want) % (1 << 64) == 0
+    want = hash.tensor_sum(tensor, shape, slices)
+    assert (hash.tensor_sum(tensor.cuda(), shape, slices) - want) % (1 << 64) == 0
+    assert (in_torch(hash.tensor_sum, tensor.cuda(), shape, slices) - want) % (1 << 64) == 0

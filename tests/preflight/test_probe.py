@@ -123,6 +123,7 @@ def test_other_spaces(tmp_path, space):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
     es = {"sigma": None, "noise_multiplier": 0.05, "learning_rate": 0.5}
     result = probe(tree(tmp_path, es=es), members=4, examples=4)

@@ -63,7 +63,7 @@ def go_on(run: Path, **sections: Any) -> str:
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first("lora-mid-journal-line (seal)")
+@pytest.mark.slow
 @pytest.mark.parametrize("point", killing.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(
     straight: tuple[str, Path, Traces], point: str, tmp_path: Path
