@@ -8,7 +8,7 @@ population on the same prompts, turn scores into coefficients, write them down, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -53,16 +53,7 @@ def evolve(
         group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation)
         scores_MP = score(objective, group)
         clock.mark("score")
-        coefficients = shaping.shape(scores_MP, es.shaping)
-        update = Update(
-            index=generation,
-            generation=generation,
-            members=members,
-            coefficients=tuple(map(float, coefficients)),
-            sigma=plan.sigma,
-            step=step_at(config, generation),
-            decay=es.decay,
-        )
+        update = update_of(config, plan, shaping.shape(scores_MP, es.shaping))
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
         journal.append(update, fitness_M, objective.state)
         engine.apply(update)
@@ -89,6 +80,19 @@ def evolve(
             rewards=group.means,
             objective=objective.state,
         )
+
+
+def update_of(config: Config, plan: Plan, coefficients_M: Iterable[float]) -> Update:
+    """The move of the mean by a generation's members, with their coefficients."""
+    return Update(
+        index=plan.generation,
+        generation=plan.generation,
+        members=plan.members,
+        coefficients=tuple(map(float, coefficients_M)),
+        sigma=plan.sigma,
+        step=step_at(config, plan.generation),
+        decay=config.es.decay,
+    )
 
 
 def sigma_at(config: Config, generation: int) -> float:

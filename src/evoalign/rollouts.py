@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked in a generation and how answers become scores: batches, requests, seeds, rewards."""
+"""What is asked in a generation, and the rewards of the answers: batches, requests, seeds, groups of columns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks: what is asked and what counts as good. A new built-in is one file and one entry in `TASKS`."""
+"""The tasks: what is asked and what counts as good. A new built-in is one file and one line in `config/task.py`."""
 
 from __future__ import annotations
 
