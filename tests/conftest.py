@@ -3,6 +3,7 @@
 
 import base64
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from evoalign.models import tiny
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 settings.load_profile("evoalign")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background: Ctrl-C is tested
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Figures are painted everywhere. Pixels, which take most of the time, are made of them where tests look at figures, in
 # every test that is slow, and in all processes but the tests' own.

@@ -44,6 +44,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_search_chooses_the_best_cell_and_tells_its_budget(study: Path) -> None:
     chosen = json.loads((study / "conciseness" / "chosen.json").read_text())
     assert set(chosen["methods"]) == {"lowrank", "grpo"}
@@ -72,6 +73,7 @@ def test_choice_is_the_best_mean_among_cells_of_which_every_seed_is_done(tmp_pat
     assert (spent["completions"], spent["wall_seconds"]) == (70, 14.0)
 
 
+@pytest.mark.long
 def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path) -> None:
     chosen = json.loads((study / "conciseness" / "chosen.json").read_text())["methods"]
     config = load([study / "conciseness" / "final" / "lowrank" / "base" / "seed_0" / "config.yaml"])
@@ -82,6 +84,7 @@ def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path
     assert tuned.task.test_data == str(study / "conciseness" / "validation.json")
 
 
+@pytest.mark.long
 def test_page_from_the_runs_and_again_from_the_numbers(study: Path, tmp_path: Path) -> None:
     where = ("--task", "conciseness", "--docs", str(tmp_path / "docs"), "--results", str(tmp_path / "results"))
     call("page", *where, "--from", str(study))
@@ -116,6 +119,7 @@ def test_the_committed_sweeps_are_those_of_the_committed_numbers() -> None:
     assert (ROOT / "docs/results/sweeps.md").read_text() == sweep_pages.page(tree)
 
 
+@pytest.mark.long
 def test_pack_holds_what_the_page_needs_and_no_weights(study: Path, tmp_path: Path) -> None:
     call("pack", "--from", str(study), "--file", str(tmp_path / "x.tgz"))
     subprocess.run(["tar", "xzf", "x.tgz"], cwd=tmp_path, check=True)

@@ -546,8 +546,8 @@ def _prompts(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rollouts", ["engine", pytest.param("trl", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rollouts", ["engine", "trl"])
 def test_two_processes_share_a_step_and_go_on_to_the_same_bits(rollouts: str, straight: Path, tmp_path: Path) -> None:
     """Data parallel over gloo: each takes one of the two prompts, one of them writes, and both resume."""
     grpo = {"rollouts": rollouts, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
