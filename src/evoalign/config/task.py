@@ -28,6 +28,10 @@ TASKS = {
     "custom": "evoalign.tasks.custom:Custom",
 }
 """The shipped tasks and where their classes are. None has settings of its own; other classes say theirs."""
+OBJECTIVES = {
+    "weighted_sum": "evoalign.rewards.objective:WeightedSum",
+}
+"""The shipped objectives and where their classes are."""
 
 
 class TaskConfig(Section):

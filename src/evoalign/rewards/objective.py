@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign.config import ObjectiveConfig
+from evoalign.config.task import OBJECTIVES
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
 from evoalign.plugins import FAILURES, described, load_object
 from evoalign.rewards.functions import failure, finite
@@ -137,13 +138,10 @@ class WeightedSum(Objective):
         return total
 
 
-OBJECTIVES: dict[str, type[Objective]] = {WeightedSum.name: WeightedSum}
-
-
 def create(config: ObjectiveConfig) -> Objective:
     """The objective that a config names, made from its settings. Raises ConfigError."""
     name = config.name
-    cls: Any = OBJECTIVES[name] if name in OBJECTIVES else load_object(name, "task.objective")
+    cls: Any = load_object(OBJECTIVES.get(name, name), "task.objective")
     if not (isinstance(cls, type) and issubclass(cls, Objective)):
         raise ConfigError(f"task.objective: {name} is not a class derived from evoalign.rewards.objective.Objective")
     try:
