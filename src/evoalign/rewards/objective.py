@@ -13,6 +13,8 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -127,8 +129,9 @@ class WeightedSum(Objective):
                 "at least one has to return a number",
                 failure("value", names, where),
             )
-        # Without weights the sum begins with the first term: 0 + -0.0 would be another number in the journal.
-        total = sum(terms[1:], terms[0]) if self.weights is None else sum(terms)
+        # Not `sum`, which has other bits from Python 3.12 on. Without weights the first term begins: 0 + -0.0 would be
+        # another number in the journal.
+        total = reduce(add, terms) if self.weights is None else reduce(add, terms, 0.0)
         if not math.isfinite(total):
             raise RewardError(
                 f"the weighted rewards {terms} of the completion {text[:80]!r} have no finite sum; "
