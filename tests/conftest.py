@@ -43,24 +43,26 @@ Figure.savefig = save_figure  # type: ignore[method-assign]
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global pixels
     within = item.path.relative_to(Path(__file__).parent).as_posix()
-    pixels = within.startswith(PIXELS) or any(item.get_closest_marker(name) for name in ("slow", "long"))
+    pixels = within.startswith(PIXELS) or item.get_closest_marker("long") is not None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cases of a test that its mark `first` does not name are slow; a word of it that names no case is an error."""
+    """The cases of a test that its mark `first` does not name are slow, or what it calls `others`; those that its mark
+    `last` names are long. A word of either that names no case is an error."""
     idle: dict[str, set[str]] = {}
     for item in items:
-        if marker := item.get_closest_marker("first"):
-            test, bracket, case = item.nodeid.partition("[")
-            case = bracket + case
-            said = {word for word in marker.args if word in case}
-            idle[test] = idle.get(test, set(marker.args)) - said
-            if not said:
-                item.add_marker(pytest.mark.slow)
+        test, bracket, case = item.nodeid.partition("[")
+        for tier in ("first", "last"):
+            if marker := item.get_closest_marker(tier):
+                said = {word for word in marker.args if word in bracket + case}
+                name = f"{tier}() of {test}"
+                idle[name] = idle.get(name, set(marker.args)) - said
+                if bool(said) == (tier == "last"):
+                    item.add_marker("long" if said else marker.kwargs.get("others", "slow"))
     whole = not any("::" in arg for arg in config.args)  # else not all cases are here
-    if whole and (wrong := {test: words for test, words in idle.items() if words}):
-        raise pytest.UsageError(f"first() names no case: {wrong}")
+    if whole and (wrong := {name: words for name, words in idle.items() if words}):
+        raise pytest.UsageError(f"these words name no case: {wrong}")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.mark.slow
+@pytest.mark.last("quickstart")
 @pytest.mark.parametrize(
     ("name", "said", "runs"),
     [

@@ -132,6 +132,7 @@ def test_pack_holds_what_the_page_needs_and_no_weights(study: Path, tmp_path: Pa
     assert theirs["searches"] == ours["searches"]
 
 
+@pytest.mark.last("countdown")
 @pytest.mark.parametrize(("task", "count"), [("countdown", 500), ("conciseness", 48)])
 def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, tmp_path: Path) -> None:
     first, second = (es_vs_grpo.write_validation(task, tmp_path / str(i)) for i in range(2))

@@ -352,6 +352,7 @@ def train(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.last("lowrank", "full")
 @pytest.mark.parametrize("space", SPACES)
 def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, report, told = train(tree(tmp_path / "with", space, checks={"kl_every": 3, "kl_prompts": 4}))

@@ -395,6 +395,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.last("trl")
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
 def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
@@ -406,6 +407,7 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.last("[0]")
 @pytest.mark.parametrize("every", [1, 0])
 def test_killed_it_goes_on_to_the_same_bits(every: int, straight: Path, tmp_path: Path) -> None:
     """With `every` 0 there is no state to resume from: it begins again, and what was there is kept."""
@@ -506,6 +508,7 @@ class Touches:
 
 
 @pytest.mark.slow
+@pytest.mark.last("scheduler", "trainer_state")
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
 def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", grpo={"max_steps": 2})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign compare` as it is typed, in a process of its own."""
+"""`evoalign compare` as it is typed, once in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from calling import Run, caller
 from compared import copy_run, real_run
 
 
@@ -18,6 +19,13 @@ def command(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     start = [sys.executable, "-m", "evoalign.cli", "compare", *map(str, words)]
     return subprocess.run(start, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, started in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys, 200)
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +64,15 @@ def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_one_budget_and_names(folder: Path, tmp_path: Path) -> None:
-    done = command(folder / "runs/es_0", folder / "runs/es_1", folder / "runs/grpo_0", "--match", "tokens",
-                   "--measure", "exact", "--name", "ours=*/es_*", cwd=tmp_path)  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "At equal tokens" in done.stdout and "At equal wall" not in done.stdout
-    assert "ours" in done.stdout and "exact [95 %]" in done.stdout
+def test_one_budget_and_names(folder: Path, tmp_path: Path, run: Run) -> None:
+    done = run("compare", folder / "runs/es_0", folder / "runs/es_1", folder / "runs/grpo_0", "--match", "tokens",
+               "--measure", "exact", "--name", "ours=*/es_*")  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert "At equal tokens" in done.out and "At equal wall" not in done.out
+    assert "ours" in done.out and "exact [95 %]" in done.out
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.first("words1", "words4")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -77,11 +84,10 @@ def test_one_budget_and_names(folder: Path, tmp_path: Path) -> None:
         (["{empty}"], "is no run and holds none"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(folder: Path, tmp_path: Path, words: list[str], said: str) -> None:
+def test_what_is_wrong_is_said_in_words(folder: Path, tmp_path: Path, run: Run, words: list[str], said: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    done = command(folder / "runs", *(w.format(file=tmp_path / "file", empty=tmp_path / "empty") for w in words),
-                   cwd=tmp_path)  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and said in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run("compare", folder / "runs", *(w.format(file=tmp_path / "file", empty=tmp_path / "empty") for w in words))
+    assert done.code == 2
+    assert done.err.startswith("error: ") and said in done.err
+    assert "Traceback" not in done.err

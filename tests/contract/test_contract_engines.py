@@ -34,6 +34,7 @@ def test_the_contract(random_qwen2, variant, dtype, check):
 
 
 @pytest.mark.slow
+@pytest.mark.last("full")
 @pytest.mark.parametrize("variant", ["lora", "full"])
 def test_all_of_it_on_the_shipped_model(variant):
     contract.check_engine(TransformersEngine, config("tiny", variant))

@@ -29,6 +29,7 @@ def test_every_registered_space_is_here():
 
 
 @pytest.mark.first("sigma-torch.float32")
+@pytest.mark.last("bfloat16")
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda w: next(iter(w)))

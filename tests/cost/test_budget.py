@@ -81,7 +81,7 @@ def test_the_worked_example_of_the_docs() -> None:
     assert flops.forward_flops(tiny_shape(), 10, 3) == by_hand
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_formula_against_what_the_engine_and_training_run() -> None:
     for row in BENCH["tiny_rows"]():
         assert abs(row.error) < EXACT, row

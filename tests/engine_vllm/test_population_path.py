@@ -202,8 +202,8 @@ SLIM, WIDE = (1, 1), (3, 8)
     [
         pytest.param("tiny", SLIM, marks=pytest.mark.releases),
         pytest.param("qwen3", WIDE),
-        pytest.param("llama", WIDE, marks=pytest.mark.releases),
-        # Each family and each pair of ranks is above.
+        # Each pair of ranks is above, and what a family may have beside the plain one.
+        pytest.param("llama", WIDE, marks=pytest.mark.long),
         pytest.param("tiny", WIDE, marks=pytest.mark.long),
         pytest.param("qwen3", SLIM, marks=pytest.mark.long),
         pytest.param("llama", SLIM, marks=pytest.mark.long),

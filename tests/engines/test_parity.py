@@ -168,6 +168,7 @@ def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 @pytest.mark.slow
+@pytest.mark.last("[lora b]", "[lora ab]", "noise_multiplier", "[lowrank]", "[full]", "full, antithetic")
 @pytest.mark.parametrize("name", SPACES)
 def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
     from evoalign.models import tiny

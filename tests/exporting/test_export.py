@@ -310,6 +310,7 @@ def test_a_merge_refuses_another_base(lora: Path, base: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.last("1000]")
 @pytest.mark.parametrize("limit", [1_000, 200_000])
 def test_a_full_disk_is_one_line_and_leaves_nothing(limit: int, runs: dict[str, Path], tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: small files fail first, or the weights alone."""
@@ -432,6 +433,7 @@ def test_push_leaves_paths_of_this_machine_behind(lora: Path, base: Path, hub: A
 
 
 @pytest.mark.slow
+@pytest.mark.last("no token", "offline", "wrong token")
 @pytest.mark.parametrize("case", ["no token", "wrong token", "offline", "no hub"])
 def test_a_push_that_fails_is_one_line_and_the_export_stays(
     case: str, tiny_run: Path, hub: Any, tmp_path: Path
@@ -451,6 +453,7 @@ def test_a_push_that_fails_is_one_line_and_the_export_stays(
 
 
 @pytest.mark.slow
+@pytest.mark.last("full")
 @pytest.mark.parametrize("form", ["adapter", "full"])
 def test_the_code_on_the_card_runs(form: str, tiny_run: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     folder = export(tiny_run if form == "adapter" else runs["full"], tmp_path / "out")

@@ -262,6 +262,7 @@ HUNG = "no answer within 1 s"
 
 
 @pytest.mark.first("fork-sleeps", "fork-exits", "fork-leaves-", "fork-kills", "fork-segfaults", "fork-raises")
+@pytest.mark.last("fork-drips", "fork-awaits", "fresh-leaves-")
 @pytest.mark.parametrize(
     ("make", "name", "reason", "message"),
     [
@@ -303,6 +304,7 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
     assert_gone(pids(log))
 
 
+@pytest.mark.last("raise-fresh", "garble-fresh")
 @both
 @pytest.mark.parametrize("how", ["raise", "hang", "die", "garble"])
 def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None:
@@ -641,6 +643,7 @@ def wait_for(log: Path, lines: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.last("-fork-fresh", "-wait-fresh")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
 @pytest.mark.parametrize(
     ("name", "text", "then"),

@@ -21,6 +21,7 @@ from rich.console import Console
 
 import evoalign
 import killing
+from calling import Run, caller
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ResumeError, RunExistsError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir, saved_folders
@@ -277,30 +278,30 @@ def test_other_data_are_another_run(tmp_path: Path) -> None:
         evoalign.train(small(tmp_path / "run", 3, task=task), resume=True, console=quiet())
 
 
-def cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "evoalign.cli", *words], cwd=cwd, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, started in the folder that the run is in."""
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_wherever_it_was_moved_and_whatever_it_is_called(copy: Path, tmp_path: Path, cli: Run) -> None:
     moved = copy.rename(tmp_path / "run #2: 2024")
     for target in (str(moved), str(moved / "config.yaml"), moved.name):
         before = len((moved / "journal.jsonl").read_bytes())
         sealed = journal.read(moved / "journal.jsonl").sealed
-        done = cli("train", target, "--resume", "-s", f"es.num_generations={sealed + 1}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = cli("train", target, "--resume", "-s", f"es.num_generations={sealed + 1}")
+        assert done.code == 0, done.err
         assert len((moved / "journal.jsonl").read_bytes()) > before
     assert [p.name for p in tmp_path.iterdir()] == [moved.name]
 
 
 @pytest.mark.slow
-def test_a_run_without_its_config_says_what_to_give(copy: Path, tmp_path: Path) -> None:
+def test_a_run_without_its_config_says_what_to_give(copy: Path, cli: Run) -> None:
     (copy / "config.yaml").unlink()
-    done = cli("train", str(copy), "--resume", cwd=tmp_path)
-    assert done.returncode == 2 and "has no config.yaml; give the config that the run was made with" in done.stderr
+    done = cli("train", copy, "--resume")
+    assert done.code == 2 and "has no config.yaml; give the config that the run was made with" in done.err
 
 
 def test_a_hook_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def count_launches(monkeypatch, module, kernel):
     return launches
 
 
-@pytest.mark.first("lora-1-0")
+@pytest.mark.first("lora-1-0", others="long")
 @pytest.mark.parametrize(
     ("rank", "pad", "cut", "dtype"),
     [(1, 0, "whole", torch.bfloat16), (1, 7, "rows", torch.float32), (2, 0, "columns", torch.bfloat16),
@@ -174,6 +174,7 @@ def ordered(space, layout, name, up, master, start):
 
 
 @pytest.mark.slow
+@pytest.mark.last("rank 8", "whole", "turned")
 @pytest.mark.parametrize(
     ("rank", "cut", "turned", "memory"),
     [(1, WHOLE, False, 1 << 25), (2, ROWS, False, 5000), (8, COLUMNS, False, 1), (2, COLUMNS, True, 1 << 25)],
@@ -204,6 +205,7 @@ def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned,
 
 
 @pytest.mark.slow
+@pytest.mark.last("0.0-", "None", "served1")
 @pytest.mark.parametrize("served", [None, *BITS])
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 def test_moves_alone_are_the_same(served, decay):

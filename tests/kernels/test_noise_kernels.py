@@ -60,7 +60,7 @@ def test_kernels_are_used_here():
     assert kernels.interpreted()
 
 
-@pytest.mark.first("[0-")
+@pytest.mark.first("[0-", others="long")
 @pytest.mark.parametrize(("shape", "slices"), PARTS)
 @pytest.mark.parametrize("generation", [0, LAST])
 def test_normals_have_the_same_bits(tuned, shape, slices, generation):
@@ -69,7 +69,7 @@ def test_normals_have_the_same_bits(tuned, shape, slices, generation):
     assert same(got, in_torch(shape, generation, members, slices=slices))
 
 
-@pytest.mark.first("shape1-", "shape5-")
+@pytest.mark.first("shape1-", "shape5-", others="long")
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize(("shape", "slices"), PARTS[1:11])
@@ -94,7 +94,7 @@ def test_zero_width_keeps_the_signs_of_zeros(tuned):
     assert same(noise.scaled(KEY, (64,), 0, [3], [0.0], mean=zeros), in_torch((64,), 0, [3], [0.0], zeros))
 
 
-@pytest.mark.first("shape0", "shape1")
+@pytest.mark.first("shape0", "shape1", others="long")
 @pytest.mark.parametrize("shape", [(20, 1), (20, 3), (3, 20), (6, 300)])
 def test_padded_and_turned_outputs(tuned, shape):
     """As factors lie in an engine's slots; nothing beside them is touched."""

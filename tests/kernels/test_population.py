@@ -32,7 +32,7 @@ LAYERS = [(60, (96, 40, 40)), (4100, (72,)), (72, (8200, 90)), (33, (50, 50))]
 """Inputs, outputs: fused layers, an input wider than one step, an output of many tiles, widths that are odd."""
 
 
-@pytest.mark.first("torch", "-3-8")
+@pytest.mark.first("torch", "-3-8", others="long")
 @forms
 @ranks
 @pytest.mark.parametrize(("inner", "outer"), LAYERS)
@@ -40,7 +40,7 @@ def test_add(form, rank, padded, inner, outer):
     check_add(form, Draw(rank, padded, torch.float32), 5, inner, outer)
 
 
-@pytest.mark.first("1-", "5-")
+@pytest.mark.first("1-", "5-", others="long")
 @forms
 @some_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 67])
@@ -71,7 +71,7 @@ def test_add_takes_rows_of_a_wider_tensor(rank=3):
     assert torch.equal(wide[:, 70:], before[:, 70:])
 
 
-@pytest.mark.first("torch", "-3-8")
+@pytest.mark.first("torch", "-3-8", others="long")
 @forms
 @ranks
 @pytest.mark.parametrize("kind", ["none", "dot", "partial"])
@@ -81,7 +81,7 @@ def test_norm(form, rank, padded, kind, carried):
     check_norm(form, Draw(rank, padded, torch.float32), 4, kind, carried=carried, layers=3 if carried else 2)
 
 
-@pytest.mark.first("1-", "5-")
+@pytest.mark.first("1-", "5-", others="long")
 @forms
 @some_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 67])
@@ -99,7 +99,7 @@ HEADS = [(7, 1, 16, 16), (3, 3, 12, 12), (2, 1, 16, 8), (5, 2, 12, 4)]
 """Heads, key-value heads, their width, and how much of it turns: counts and widths that are no powers of two."""
 
 
-@pytest.mark.first("torch", "2-1-16-8-2-8")
+@pytest.mark.first("torch", "2-1-16-8-2-8", others="long")
 @forms
 @ranks
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "turning"), HEADS)
@@ -108,7 +108,7 @@ def test_rotate(form, rank, padded, heads, kv_heads, width, turning, qk_norm):
     check_rotate(form, Draw(rank, padded, torch.float32), 3, heads, kv_heads, width, turning, qk_norm=qk_norm)
 
 
-@pytest.mark.first("1-", "5-")
+@pytest.mark.first("1-", "5-", others="long")
 @forms
 @some_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 67])
@@ -116,7 +116,7 @@ def test_rotate_in_every_dtype_and_number_of_rows(form, dtype, rows):
     check_rotate(form, Draw(1, 1, dtype), rows, 7, 1, 16, 16, qk_norm=True)
 
 
-@pytest.mark.first("torch", "-3-8")
+@pytest.mark.first("torch", "-3-8", others="long")
 @forms
 @ranks
 @pytest.mark.parametrize("width", [50, 4300], ids=["one tile", "three tiles"])
@@ -125,7 +125,7 @@ def test_gate(form, rank, padded, width):
     check_gate(form, Draw(rank, padded, torch.float32), 4, width)
 
 
-@pytest.mark.first("1-", "5-")
+@pytest.mark.first("1-", "5-", others="long")
 @forms
 @some_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 67])
@@ -145,7 +145,7 @@ def test_gate_without_a_layer_after_it(form):
 
 
 @forms
-@pytest.mark.first("torch")
+@pytest.mark.first("torch", others="long")
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_a_row_alone_is_the_row_among_others(form, rank, padded):
     draw = Draw(rank, padded, torch.bfloat16)
@@ -166,7 +166,7 @@ def test_fixed_takes_the_same_tiles_for_all_numbers_of_rows():
 
 
 @forms
-@pytest.mark.first("torch")
+@pytest.mark.first("torch", others="long")
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_rows_without_member_get_the_plain_function(form, rank, padded):
     """The same bits as in a batch without members, even where inputs are infinite and dots are not numbers."""
@@ -242,7 +242,7 @@ def test_warm_up_calls_every_kernel(monkeypatch):
 
 
 @some_dtypes
-@pytest.mark.first("1-1-plain-torch.float32")
+@pytest.mark.first("1-1-plain-torch.float32", others="long")
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_three_layers_are_the_model_with_each_members_weights(rank, padded, dtype, qk_norm):

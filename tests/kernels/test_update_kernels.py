@@ -55,7 +55,7 @@ def in_torch(monkeypatch):
     return run
 
 
-@pytest.mark.first("part1-")
+@pytest.mark.first("part1-", others="long")
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize(("size", "antithetic"), [(1, False), (9, False), (8, True)])
 @pytest.mark.parametrize("part", PARTS)
@@ -91,7 +91,7 @@ def test_weights_that_cancel_move_nothing(in_torch):
     assert same(accumulated(space, layout, NAMES["full"], up, None)[0], random(SHAPE))
 
 
-@pytest.mark.first("part1-0.0")
+@pytest.mark.first("part1-0.0", others="long")
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("part", PARTS)
 def test_lowrank_moves_are_the_ordered_sum(part, decay):

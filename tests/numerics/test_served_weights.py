@@ -92,7 +92,7 @@ def test_steps_below_what_bfloat16_can_hold_arrive_in_the_end(random_qwen2):
         assert reference.cosine(served, intended) > 0.95, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_perturb_restore_cycles_change_no_bit(random_qwen2, dtype):
     engine, _ = started(random_qwen2, "full", dtype)

@@ -509,7 +509,7 @@ def test_an_optimizers_state_goes_on_where_it_stopped(name):
 # ---- what it is all for
 
 
-@pytest.mark.first("lora", "lowrank")
+@pytest.mark.first("lora", "lowrank", others="long")
 @pytest.mark.parametrize("antithetic", [False, True])
 @pytest.mark.parametrize("space_name", ["full", "lora", "lowrank", "lowrank-3"])
 def test_the_es_gradient_of_a_quadratic_is_the_analytic_one(space_name, antithetic):

@@ -138,6 +138,7 @@ def test_the_journal_replays(run: tuple[str, Result]) -> None:
 
 
 @pytest.mark.first("lora")
+@pytest.mark.last("full")
 def test_the_same_seed_gives_the_same_journal(run: tuple[str, Result], tmp_path: Path) -> None:
     space, result = run
     first = (result.path / "journal.jsonl").read_bytes()
@@ -168,6 +169,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.first("adam", "sampling")
+@pytest.mark.last("momentum", "centered", "identity", "cosine", "eager", "raw prompts")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_run_and_replay(name: str, tmp_path: Path) -> None:
     result = train(tree(tmp_path / "run", **VARIANTS[name]))
@@ -401,7 +403,7 @@ def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_space_and_a_task_by_import_path(own_parts: str, tmp_path: Path) -> None:
     sections = {"task": {"name": f"{own_parts}:Shouted"}, "es": {"num_generations": 1}}
     wide = train(tree(tmp_path / "wide", **sections) | {"space": {"name": f"{own_parts}:Wide", "gain": 4.0}})

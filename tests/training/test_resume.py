@@ -64,6 +64,10 @@ def go_on(run: Path, **sections: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.last(  # full saves and journals as lowrank does
+    "lowrank-", "full-after", "full-before", "full-mid-metrics", "full-mid-journal-line (update)",
+    "full-mid-save (rename)",
+)  # fmt: skip
 @pytest.mark.parametrize("point", killing.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(
     straight: tuple[str, Path, Traces], point: str, tmp_path: Path
@@ -98,6 +102,7 @@ def test_killed_before_the_journal_began(lora: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.last("lowrank", "full")
 @pytest.mark.parametrize("space", killing.SPACES)
 def test_random_damage_is_refused_by_name_or_recovered(space: str, tmp_path: Path) -> None:
     found = corrupting.outcomes(corrupting.Bench(space, tmp_path), 40, 7)
@@ -197,6 +202,7 @@ def start(run: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.last("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_generation_saves_and_says_how_to_go_on(
     tmp_path: Path, number: signal.Signals, code: int
