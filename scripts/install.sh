@@ -40,7 +40,7 @@ make_venv() {
 
 # uv takes seconds where pip takes minutes. Where it cannot, as from indexes that pip alone is told of, pip does.
 install() {
-  "$python" -m uv pip install --quiet --compile-bytecode --python "$python" "$@" 2>/dev/null || "$python" -m pip install --quiet "$@"
+  "$python" -m uv pip install --quiet --python "$python" "$@" 2>/dev/null || "$python" -m pip install --quiet "$@"
 }
 
 install_torch() {

@@ -24,7 +24,7 @@ stop() {
 
 # As in install.sh.
 install() {
-  "$python" -m uv pip install --quiet --compile-bytecode --python "$python" "$@" 2>/dev/null || "$python" -m pip install --quiet "$@"
+  "$python" -m uv pip install --quiet --python "$python" "$@" 2>/dev/null || "$python" -m pip install --quiet "$@"
 }
 
 install_vllm() {

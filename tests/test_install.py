@@ -76,7 +76,7 @@ class Machine:
             timeout=60,
             check=False,
         )
-        said = f"uv pip install --quiet --compile-bytecode --python {self.root / 'venv' / 'bin' / 'python'} "
+        said = f"uv pip install --quiet --python {self.root / 'venv' / 'bin' / 'python'} "
         return run, [line.replace(said, "install ") for line in log.read_text().splitlines()] if log.exists() else []
 
 
@@ -287,5 +287,5 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     runs = (tmp_path / "runs").read_text().splitlines()
     asked = [("0.32.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"), ("0.32.0", "long")]
     assert runs == [
-        f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm -m {m} 1 1" for v, m in asked
+        f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist worksteal tests/engine_vllm -m {m} 1 1" for v, m in asked
     ]
