@@ -34,22 +34,30 @@ def call(*words: str) -> str:
     return done.stdout
 
 
+def there(folder: Path) -> tuple[str, ...]:
+    return ("--task", "conciseness", "--to", str(folder), *SMALL)
+
+
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("study")
-    there = ("--task", "conciseness", "--to", str(folder), *SMALL)
-    call("tune", *there, "--cells", "2", "--seeds", "100")
-    call("final", *there, "--seeds", "0")
+    call("tune", *there(folder), "--cells", "2", "--seeds", "100")
     return folder
 
 
+@pytest.fixture(scope="module")
+def study(searched: Path) -> Path:
+    call("final", *there(searched), "--seeds", "0")
+    return searched
+
+
 @pytest.mark.long
-def test_search_chooses_the_best_cell_and_tells_its_budget(study: Path) -> None:
-    chosen = json.loads((study / "conciseness" / "chosen.json").read_text())
+def test_search_chooses_the_best_cell_and_tells_its_budget(searched: Path) -> None:
+    chosen = json.loads((searched / "conciseness" / "chosen.json").read_text())
     assert set(chosen["methods"]) == {"lowrank", "grpo"}
     for name, found in chosen["methods"].items():
-        results = json.loads((study / "conciseness" / "tune" / name / "results.json").read_text())
+        results = json.loads((searched / "conciseness" / "tune" / name / "results.json").read_text())
         best = max(cell["mean"]["reward"] for cell in results["cells"])
         assert found["validation"]["mean"]["reward"] == best
         assert (found["budget"]["trials"], found["budget"]["runs"], found["budget"]["not_done"]) == (2, 2, 0)

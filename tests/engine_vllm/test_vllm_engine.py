@@ -18,9 +18,11 @@ from evoalign.types import MEAN, Plan, Request, Sampling, population
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("variant", SPACES)
-def test_each_check_of_the_contract_on_an_engine_of_its_own(variant):
-    contract.check_engine(VllmEngine, config(variant))
+def test_each_check_of_the_contract_on_an_engine_of_its_own(variant, check):
+    with contract.started(VllmEngine, config(variant)) as bench:
+        check(bench)
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
