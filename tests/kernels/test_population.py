@@ -71,7 +71,7 @@ def test_add_takes_rows_of_a_wider_tensor(rank=3):
     assert torch.equal(wide[:, 70:], before[:, 70:])
 
 
-@pytest.mark.first("torch", "-3-8", others="long")
+@pytest.mark.first("torch", "-3-8", "-8-8", others="long")
 @forms
 @ranks
 @pytest.mark.parametrize("kind", ["none", "dot", "partial"])
