@@ -355,6 +355,16 @@ def test_the_weighted_sum_has_the_bits_of_the_rewards(isolated: bool) -> None:
         task.close()
 
 
+@pytest.mark.parametrize("weights", [None, {"a": 1.0, "b": 1.0, "c": 1.0}])
+def test_the_sum_is_rounded_term_by_term_under_every_python(
+    weights: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python's own sum of floats is up to 3.11, and no more from 3.12 on."""
+    monkeypatch.setattr("evoalign.rewards.objective.sum", math.fsum, raising=False)
+    columns = {"a": [1e16], "b": [1.0], "c": [1.0]}
+    assert WeightedSum(weights).rewards(columns, ["x"], [{}]) == [1e16]
+
+
 def test_a_single_reward_keeps_its_bits_and_a_custom_one_its_own_sum() -> None:
     plain = Costly(TaskConfig())
     texts, examples = [""], [{"question": "1"}]

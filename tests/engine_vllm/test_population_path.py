@@ -201,7 +201,7 @@ SLIM, WIDE = (1, 1), (3, 8)
     ("family", "ranks"),
     [
         pytest.param("tiny", SLIM, marks=pytest.mark.releases),
-        pytest.param("qwen3", WIDE),
+        pytest.param("qwen3", WIDE, marks=pytest.mark.releases),
         # Each pair of ranks is above, and what a family may have beside the plain one.
         pytest.param("llama", WIDE, marks=pytest.mark.long),
         pytest.param("tiny", WIDE, marks=pytest.mark.long),

@@ -64,7 +64,7 @@ def go_on(run: Path, **sections: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.last(  # full saves and journals as lowrank does
+@pytest.mark.last(  # the points of lora are all in the second tier; lowrank and full save and journal alike
     "lowrank-", "full-after", "full-before", "full-mid-metrics", "full-mid-journal-line (update)",
     "full-mid-save (rename)",
 )  # fmt: skip
