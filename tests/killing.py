@@ -93,10 +93,10 @@ def _half_a_file(tensors: Any, file: Path) -> None:
     file.write_bytes(b"\x10" * 100)
 
 
-def _between_delete_and_rename(self: Any, *rest: object) -> None:
+def _between_delete_and_rename(temporary: Path, folder: Path, *, replace: bool) -> None:
     import shutil
 
-    shutil.rmtree(self._folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mid_generation(g: int) -> None:
@@ -135,7 +135,7 @@ POINTS: dict[str, Patch] = {
     "mid-journal-line (seal)": lambda g: _at_call(Journal, "_write", 2 + 2 * g, _half_a_line),
     "mid-metrics-line": lambda g: _at_call(rundir.RunDir, "append_metrics", g, _half_a_row),
     "mid-save (weights)": _mid_save,
-    "mid-save (rename)": lambda g: _at_call(files.filled, "__exit__", g, _between_delete_and_rename),
+    "mid-save (rename)": lambda g: _at_call(files, "_put", g, _between_delete_and_rename),
 }
 
 

@@ -39,6 +39,10 @@ class RunExistsError(EvoalignError):
     """The output directory already holds a run."""
 
 
+class RunGoneError(EvoalignError):
+    """The run directory was removed, moved or replaced while the run was in it."""
+
+
 class JournalError(EvoalignError):
     """A journal line is damaged or does not follow from the line before it."""
 

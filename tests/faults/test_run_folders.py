@@ -22,7 +22,7 @@ from rich.console import Console
 import evoalign
 import killing
 from calling import Run, caller
-from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ResumeError, RunExistsError
+from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ResumeError, RunExistsError, RunGoneError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
@@ -397,3 +397,131 @@ def test_a_wrong_tracker_stops_it_before_anything_is_evaluated(tmp_path: Path, m
     with pytest.raises(ConfigError, match="no login"):
         evoalign.train(small(tmp_path / "run"), console=console)
     assert "evaluating the start" not in text_of(console) and not (tmp_path / "run").exists()
+
+
+# --- killed while the directory is made ----------------------------------------------------------------------------
+
+FOLDERS = ("results/completions/", "figures/", "logs/")
+BEGINNINGS = [  # what is there when the process dies, in the order of this release and of those before
+    (".lock",),
+    (".lock", ".manifest.json.tmp"),
+    (".lock", "manifest.json"),
+    (".lock", "manifest.json", "results/"),
+    (".lock", "manifest.json", *FOLDERS, ".config.yaml.tmp"),
+    (".lock", "manifest.json", *FOLDERS, "config.yaml", "results/.budget.json.tmp", "logs/tensorboard/events"),
+    (".lock", "manifest.json", *FOLDERS, "config.yaml", "results/completions/before.parquet", "journal.jsonl"),
+    (".lock", "trainer/"),
+    (".lock", "results/completions/"),
+    (".lock", *FOLDERS, ".config.yaml.tmp"),
+    (".lock", *FOLDERS, "config.yaml", ".manifest.json.tmp"),
+]
+
+
+def lay(run: Path, names: tuple[str, ...]) -> RunDir:
+    for name in names:
+        file = run / name
+        (file if name.endswith("/") else file.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            file.write_text('{"format_version": 1}' if name == "manifest.json" else "half")
+    return RunDir(run)
+
+
+@pytest.mark.parametrize("names", BEGINNINGS, ids=lambda names: names[-1])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_run_that_died_in_its_beginning_is_made_again(
+    names: tuple[str, ...], overwrite: bool, tmp_path: Path
+) -> None:
+    run = lay(tmp_path / "run", names)
+    run.refuse(overwrite=overwrite)
+    run.lock()
+    run.create(evoalign.Config.model_validate(small(run.path)), {"format_version": 1}, overwrite=overwrite)
+    run.release()
+    left = {p.relative_to(run.path).as_posix() for p in run.path.rglob("*")}
+    assert left == {"manifest.json", "config.yaml", "results", "results/completions", "figures", "logs"}
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("config.yaml",), ("config.yaml", "logs/"), ("logs/mine",), ("manifest.json", "results/mine.csv"),
+        (*FOLDERS, "config.yaml", ".mine.tmp"), (*FOLDERS, "config.yaml", "results/evaluation.json"),
+        ("manifest.json", "trainer/checkpoint-1/whole.json"), ("manifest.json", "loras/generation_0001/"),
+        ("manifest.json", "metrics.jsonl"),
+    ],
+    ids=lambda names: names[-1],
+)  # fmt: skip
+def test_what_may_be_the_users_or_a_run_is_not_taken(names: tuple[str, ...], tmp_path: Path) -> None:
+    run = lay(tmp_path, names)
+    with pytest.raises(RunExistsError):
+        run.refuse(overwrite=False)
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    assert not run.is_unstarted()
+
+
+@pytest.mark.slow
+def test_a_run_that_died_in_its_beginning_comes_to_the_same_bits(six: Path, tmp_path: Path) -> None:
+    lay(tmp_path / "run", BEGINNINGS[6])
+    go_on(tmp_path / "run", 6)
+    assert killing.traces(tmp_path / "run") == killing.traces(six)
+
+
+# --- the folder goes away --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced", "the journal alone"])
+def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def hook(generation: evoalign.Generation) -> None:
+        if generation.index != 0:
+            return
+        if how == "the journal alone":
+            (run / "journal.jsonl").unlink()
+            return
+        run.rename(moved)
+        if how == "removed":
+            shutil.rmtree(moved)
+        if how == "replaced":
+            shutil.copytree(moved, run)
+
+    with pytest.raises(RunGoneError, match=r"run(/journal\.jsonl)? was removed, moved or replaced while"):
+        evoalign.train(small(run, 3), on_generation=hook, console=quiet())
+    if how == "replaced":
+        assert (run / "manifest.json").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    elif how != "the journal alone":
+        assert not run.exists()
+    if how == "moved":
+        go_on(moved, 3, evaluation={})
+
+
+@pytest.mark.slow
+def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    run, inner = tmp_path / "run", RunDir.append_metrics
+
+    def append(self: RunDir, row: dict[str, Any]) -> None:
+        inner(self, row)
+        run.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(RunDir, "append_metrics", append)
+    grpo = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": "engine"}
+    tree = {"output_dir": str(run), "task": {"name": "conciseness"}, "evaluation": {"max_tokens": 4}, "grpo": grpo}
+    with pytest.raises(RunGoneError, match="was removed, moved or replaced while"):
+        evoalign.grpo(tree, console=quiet())
+    assert not run.exists()
+
+
+def test_another_process_lock_and_run_are_left_alone(tmp_path: Path) -> None:
+    ours, theirs = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
+    ours.lock()
+    ours.create(evoalign.Config.model_validate(small(ours.path)), {"format_version": 1}, overwrite=False)
+    ours.path.rename(tmp_path / "moved")
+    theirs.lock()
+    theirs.create(evoalign.Config.model_validate(small(ours.path)), {"format_version": 1}, overwrite=False)
+    ours.undo()
+    ours.release()
+    with pytest.raises(RunExistsError, match="another process"):
+        RunDir(tmp_path / "run").lock()
+    assert theirs.manifest.is_file()
+    theirs.release()

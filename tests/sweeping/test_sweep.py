@@ -484,3 +484,14 @@ def test_a_measure_that_evaluations_lack_is_told_in_words(tmp_path: Path) -> Non
 def test_pruning_needs_evaluations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set evaluation\.every"):
         look(tmp_path / "sweep", 2, {"es.sigma": Domain(0.001, 0.1)}, prune=True)
+
+
+def test_a_sweep_that_died_in_its_beginning_is_made_again(tmp_path: Path) -> None:
+    for name in (".lock", ".sweep.json.tmp"):
+        (tmp_path / name).write_text("half")
+    folder = Folder(tmp_path, {}, "es")
+    folder.lock()
+    folder.release()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match="something else than a sweep"):
+        folder.lock()

@@ -214,7 +214,7 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
         if died_early(run, config):
             return [f"{run.path} ended before a state was saved: it begins again, and what is there is moved aside"]
     try:
-        run.refuse(overwrite=overwrite, resume=resume)
+        run.refuse(overwrite=overwrite)
     except RunExistsError as error:
         return [f"refused as it stands: {error}"]
     return []

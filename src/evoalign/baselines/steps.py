@@ -195,6 +195,7 @@ class Steps(TrainerCallback):
             }
             for a in answers
         ]
+        session.run.check()
         parquet.write(session.run.completions(f"generation_{step:04d}"), rows)
 
 

@@ -61,7 +61,7 @@ def grpo(
     run, writes = place(config, "grpo", resume=resume), _is_first()
     with locked(run, overwrite=overwrite, resume=resume) if writes else nullcontext():
         if writes and resume and not _is_resumable(run, config):
-            run.refuse(overwrite=overwrite, resume=True)
+            run.refuse(overwrite=overwrite)
         with Stop() as stop, _without_deprecations():
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
@@ -78,7 +78,7 @@ def grpo(
                 again = resume and session.is_new and died_early(run, config)
                 if again:
                     session.tell(f"{shown(run.path)} ended before a state was saved: it begins again")
-                return session.live(overwrite=overwrite or again, resume=resume)
+                return session.live(overwrite=overwrite or again)
 
 
 def _is_first() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,17 @@ from typing import IO, Any
 from evoalign.config import Config, to_yaml
 from evoalign.errors import RunExistsError
 from evoalign.rundir import journal
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
 
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
-OURS = frozenset({"config.yaml", MANIFEST, JOURNAL, "metrics.jsonl", "results", "figures", "logs",
-                  "trainer", FAILED_COMPLETION, LOCK})  # fmt: skip
-"""What `create` and the first generation leave in a run directory."""
+OURS = (JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer", FAILED_COMPLETION, "config.yaml", MANIFEST)
+"""What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
+all the others are known to be of a run."""
+FOLDERS = ("results", "results/completions", "figures", "logs")
+EARLY = (LOCK, FAILED_COMPLETION, MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet")
+"""The files that a run may have left before its first generation, beside config.yaml."""
 
 
 class RunDir:
@@ -43,6 +45,8 @@ class RunDir:
         self.aside: Path | None = None
         """Where `create` moved the run that was here."""
         self._lock: IO[bytes] | None = None
+        self._folder: int | None = None
+        """The locked folder, open: no other can pass for it."""
         self._made: list[Path] = []
         self._created = False
 
@@ -63,39 +67,54 @@ class RunDir:
         self._made += [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         file = (self.path / LOCK).open("ab")
-        if not _locked(file) or not _is_at(file, self.path / LOCK):
+        if not locked(file) or not is_at(file, self.path / LOCK):
             file.close()
             raise RunExistsError(
                 f"output_dir {self.path}: another process is training there; stop it first, or choose another"
             )
         self._lock = file
+        self._folder = opened(self.path)
         _HELD.add(file)
 
     def release(self) -> None:
         """Let others in. Folders that were made for the lock and hold nothing go too."""
         if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)
+            if is_at(self._lock, self.path / LOCK):  # and not that of another process
+                (self.path / LOCK).unlink()
             self._lock.close()
             self._lock = None
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
         for folder in self._made:
             with suppress(OSError):  # not empty: it is a run by now
                 folder.rmdir()
 
-    def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool, resume: bool = False) -> None:
+    @property
+    def is_here(self) -> bool:
+        """Whether the folder at the path still is the one that was locked."""
+        return self._folder is None or is_at(self._folder, self.path)
+
+    def check(self) -> None:
+        """Raise RunGoneError where the folder was removed, moved or replaced since it was locked."""
+        if self._folder is not None:
+            check_at(self._folder, self.path)
+
+    def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool) -> None:
         """Make the folders and write config and manifest; nothing is left of them where that fails.
 
-        Raises RunExistsError. A run that was here is moved to `aside`.
+        Raises RunExistsError. A run that was here is moved to `aside`; one that never began goes.
         """
         if self.exists():
-            self.refuse(overwrite=overwrite, resume=resume)
-            if not (resume and self.is_unstarted()):
+            self.refuse(overwrite=overwrite)
+            if not self.is_unstarted():
                 self._move_aside()
         self._created = True
         try:
-            self.journal.unlink(missing_ok=True)  # without a first line
+            self._clear()
+            write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
             self._make_folders()
             write_text(self.config, to_yaml(config))
-            write_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         except BaseException:
             self.undo()
             raise
@@ -114,15 +133,16 @@ class RunDir:
     def sweep(self) -> None:
         """Take away what a process that died left half written."""
         for file in [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("results/*/.*.tmp")]:
-            _remove(file)
+            remove(file)
 
     def undo(self) -> None:
         """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
-        if not self._created:
+        if not self._created or not self.is_here:
             return
         self._created = False
-        for name in OURS - {LOCK}:
-            _remove(self.path / name)
+        self.sweep()
+        for name in OURS:
+            remove(self.path / name)
         if self.aside is not None:
             self.release()
             with suppress(FileNotFoundError):
@@ -131,8 +151,15 @@ class RunDir:
             self.aside = None
 
     def _make_folders(self) -> None:
-        for folder in (self.results / "completions", self.figures, self.path / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+        for name in FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
+
+    def _clear(self) -> None:
+        """Take away what is left of a run that never began, the manifest last."""
+        self.sweep()
+        for name in OURS:
+            if name != FAILED_COMPLETION:
+                remove(self.path / name)
 
     def exists(self) -> bool:
         """Whether there is anything in the directory; a lock, and what a failed reward left, do not count."""
@@ -140,13 +167,13 @@ class RunDir:
             return self.path.exists()
         return any(entry.name not in (FAILED_COMPLETION, LOCK) for entry in self.path.iterdir())
 
-    def refuse(self, *, overwrite: bool, resume: bool = False) -> None:
+    def refuse(self, *, overwrite: bool) -> None:
         """Raise RunExistsError where the directory is taken and may not be moved aside.
 
-        `resume` takes a run that recorded nothing yet.
+        A run that recorded nothing yet takes no place.
         """
         self._check_place()
-        if not self.exists() or (resume and self.is_unstarted()):
+        if not self.exists() or self.is_unstarted():
             return
         if not is_run(self.path):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
@@ -164,17 +191,39 @@ class RunDir:
             raise RunExistsError(f"output_dir {self.path}: no permission to write into {there}; choose another")
 
     def is_unstarted(self) -> bool:
-        """Whether a run was begun here that has not come as far as the first line of its journal."""
-        return (
-            self.manifest.is_file()
-            and journal.is_blank(self.journal)
-            and not self.has_progress()
-            and all(entry.name in OURS for entry in self.path.iterdir())
-        )
+        """Whether a run was begun here, and nothing else is, that has not come as far as the first line of its journal.
+
+        It may have died at any instant of its beginning. What it left is made again; a file of the user's is not ours.
+        """
+        if not journal.is_blank(self.journal) or self.has_progress():
+            return False
+        has_manifest = self._has_manifest()
+        return all(self._is_early(path, has_manifest) for path in self.path.rglob("*"))
+
+    def _is_early(self, path: Path, has_manifest: bool) -> bool:
+        """Whether something below is of a run that never began. Before the manifest, its folders are empty."""
+        name = path.relative_to(self.path)
+        if has_manifest and name.parts[0] in ("logs", "trainer"):  # of trackers, and of GRPO's trainer
+            return True
+        if path.is_dir():
+            return not path.is_symlink() and name.as_posix() in (*FOLDERS, "trainer")
+        if name.name.startswith(".") and name.name.endswith(".tmp"):
+            name = name.with_name(name.name[1:-4])
+        if name.as_posix() == self.config.name:  # a user's folder may have one; earlier releases wrote it first
+            return has_manifest or all((self.path / folder).is_dir() for folder in FOLDERS)
+        return name.as_posix() in EARLY
+
+    def _has_manifest(self) -> bool:
+        """Whether there is one, and it is ours."""
+        try:
+            found = json.loads(self.manifest.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(found, dict) and "format_version" in found
 
     def has_progress(self) -> bool:
         """Whether generations have left anything beside the journal."""
-        return self.metrics.is_file() or bool(saved_folders(self.path))
+        return self.metrics.is_file() or bool(saved_folders(self.path)) or any(self.path.glob("trainer/checkpoint-*"))
 
     def keep_failure(self, failed: Mapping[str, Any]) -> Path:
         """Write down the completion that a reward failed on; a run need not have begun."""
@@ -184,7 +233,8 @@ class RunDir:
         return file
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; also kept for the figures."""
+        """One line of metrics.jsonl; also kept for the figures. Raises RunGoneError."""
+        self.check()
         self.rows.append(row)
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -221,29 +271,6 @@ class RunDir:
 _HELD: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 
 
-def _locked(file: IO[bytes]) -> bool:
-    """Lock a file; False where another process has it."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system that knows no locks
-        return True
-    return True
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file still is the one at its path: who releases a lock takes the file away."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _forget_locks() -> None:
     """A fork, such as a worker that scores, shares the lock of its parent; it must not keep it beyond that."""
     for file in list(_HELD):
@@ -252,14 +279,6 @@ def _forget_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _remove(path: Path) -> None:
-    """A file, a link (and not what it points to), or a folder with all that is in it."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def generation_of(folder: Path) -> int:
@@ -271,8 +290,3 @@ def saved_folders(path: Path) -> list[Path]:
     """The saved means of a run, the latest last."""
     found = [*path.glob("loras/generation_*"), *path.glob("checkpoints/generation_*")]
     return sorted((f for f in found if f.name.removeprefix("generation_").isdecimal()), key=generation_of)
-
-
-def remove_saved(folder: Path) -> None:
-    """Delete a saved mean; of one that is a link, the link."""
-    _remove(folder)

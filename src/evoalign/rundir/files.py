@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
+
+from evoalign.errors import RunExistsError, RunGoneError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -35,51 +38,141 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 def sync_folder(folder: Path) -> None:
     """Make a new or renamed entry of a folder last."""
-    if os.name != "posix":
+    handle = opened(folder)
+    if handle is None:
         return
-    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-class filled:  # noqa: N801  # reads as a verb at the `with`
-    """A folder that is filled under another name and renamed when it is complete."""
+@contextmanager
+def filled(folder: Path, *, replace: bool = True) -> Generator[Path]:
+    """A folder that is filled under another name and renamed when it is complete.
 
-    def __init__(self, folder: Path, *, replace: bool = True) -> None:
-        self._folder = folder.absolute()
-        self._replace = replace
-        self._temporary = self._folder.with_name(f".{self._folder.name}.tmp")
+    Raises RunExistsError where another process is filling it, OSError for a full disk however a library says that.
+    """
+    folder = folder.absolute()
+    with scratch(folder.with_name(f".{folder.name}.tmp")) as temporary:
+        with as_os_errors(folder):
+            yield temporary
+        _flush(temporary)
+        _put(temporary, folder, replace=replace)
 
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(parents=True)
-        return self._temporary
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            return
+@contextmanager
+def scratch(folder: Path) -> Generator[Path]:
+    """An empty folder for the time being. Whoever takes the name next takes away what a process that died left there.
+
+    Raises RunExistsError where another process is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = opened(folder)
+    try:
+        if handle is not None and not (locked(handle) and is_at(handle, folder)):
+            raise RunExistsError(f"{folder}: another process is writing there; wait for it, or choose another folder")
+        for left in folder.iterdir():
+            remove(left)
         try:
-            self._put()
-        except BaseException:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            raise
+            yield folder
+        finally:
+            if handle is None or is_at(handle, folder):  # not renamed
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if handle is not None:
+            os.close(handle)
 
-    def _put(self) -> None:
-        mode = 0o666 & ~_umask()
-        for path in _below(self._temporary):
-            path.chmod(mode)  # safetensors gives 0600, and a server under another user reads them too
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(self._temporary)
-        if self._replace:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        elif self._folder.exists():
-            self._folder.rmdir()  # fails where something has come into it
-        self._temporary.replace(self._folder)
-        sync_folder(self._folder.parent)
+
+def opened(folder: Path) -> int | None:
+    """A folder, held open so that no other can pass for it; None where a system knows no such thing."""
+    return os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+
+
+def locked(file: IO[bytes] | int) -> bool:
+    """Lock an open file or folder; False where another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that knows no locks
+        return True
+    return True
+
+
+def is_at(file: IO[bytes] | int, path: Path) -> bool:
+    """Whether an open file or folder still is the one at its path: it may have been removed, moved or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file if isinstance(file, int) else file.fileno()), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def check_at(file: IO[bytes] | int, path: Path) -> None:
+    """Raise RunGoneError where an open file or folder of a run is not the one at its path any more."""
+    if not is_at(file, path):
+        raise RunGoneError(
+            f"{path} was removed, moved or replaced while the run was writing there, so it has stopped; if the folder "
+            "was moved, resume where it is now, or put it back"
+        )
+
+
+def remove(path: Path) -> None:
+    """A file, a link (and not what it points to), or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_whole(path: Path) -> None:
+    """`remove` a folder so that no part of it is ever seen under its name."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    gone = path.with_name(f".{path.name}.gone.tmp")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def as_os_errors(path: Path) -> Generator[None]:
+    """What libraries raise where a disk is full, or a file may not be written, as the OSError that it is."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if code := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors and tokenizers say it
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        if re.search("inline_container|PytorchStreamWriter", str(error)):  # torch.save does not say why
+            raise OSError(f"a file could not be written to its end; is the disk full? {path}") from error
+        raise
+
+
+def _flush(folder: Path) -> None:
+    """To the disk, and readable as the user's other files are."""
+    mode = 0o666 & ~_umask()
+    for path in _below(folder):
+        path.chmod(mode)  # safetensors gives 0600, and a server under another user reads them too
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _put(temporary: Path, folder: Path, *, replace: bool) -> None:
+    if folder.exists():
+        if replace:
+            remove_whole(folder)
+        else:
+            folder.rmdir()  # fails where something has come into it
+    temporary.replace(folder)
+    sync_folder(folder.parent)
 
 
 def _umask() -> int:

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evoalign.config import FORMAT_VERSION
 from evoalign.errors import JournalError
 from evoalign.rundir.checkpoint import Hash
-from evoalign.rundir.files import sync_folder
+from evoalign.rundir.files import check_at, sync_folder
 from evoalign.types import Member, Update
 
 GENESIS = "0" * 64
@@ -165,11 +165,14 @@ class Log:
 
 
 class Journal:
-    """Appends to journal.jsonl; each line is on disk when the call returns. The run directory's lock is for others."""
+    """Appends to journal.jsonl; each line is on disk when the call returns. The run directory's lock is for others.
+
+    Every line raises RunGoneError where the file was removed, moved or replaced.
+    """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         """A new journal. Raises FileExistsError."""
-        self._file = path.open("xb")
+        self._path, self._file = path, path.open("xb")
         self._previous = GENESIS
         sync_folder(path.parent)
         self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
@@ -178,7 +181,7 @@ class Journal:
     def resume(cls, log: Log) -> Journal:
         """Go on after the last whole line; what follows it is cut off."""
         self = cls.__new__(cls)
-        self._file = log.path.open("r+b")
+        self._path, self._file = log.path, log.path.open("r+b")
         self._previous = log.last_hash
         self._file.truncate(log.size)
         self._file.seek(log.size)
@@ -219,6 +222,7 @@ class Journal:
             self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        check_at(self._file, self._path)  # else a line would go to a file that nobody finds
         line = {**record, "previous": self._previous}
         digest = line["hash"] = _digest(line)
         self._file.write(_dump(line) + b"\n")

@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from evoalign.errors import ConfigError, RunExistsError
-from evoalign.rundir.directory import RunDir
+from evoalign.rundir.directory import LOCK, RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import Method
 from evoalign.sweeping.cells import Cell, Run, Tree, make_run, read_json, resolve
 
 FORMAT_VERSION = 1
+SWEEP = "sweep.json"
 
 
 class Folder:
@@ -46,8 +47,8 @@ class Folder:
         Raises RunExistsError, ConfigError.
         """
         self.search = search
-        file = self.path / "sweep.json"
-        if self._lock.exists() and not file.is_file():
+        file = self.path / SWEEP
+        if not file.is_file() and self._holds_something():
             raise RunExistsError(f"--to {self.path} holds something else than a sweep; choose another folder")
         try:
             self._lock.lock()
@@ -81,7 +82,7 @@ class Folder:
             ],
         }
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.path / "sweep.json", json.dumps(tree, indent=2) + "\n")
+        write_text(self.path / SWEEP, json.dumps(tree, indent=2) + "\n")
 
     @property
     def searched(self) -> list[str]:
@@ -95,6 +96,12 @@ class Folder:
             with suppress(ConfigError):
                 found += [make_run(self.base, cell, seed, self.method, self.path) for seed in self.seeds[cell.name]]
         return found
+
+    def _holds_something(self) -> bool:
+        """Besides what a sweep leaves that died before its first file was whole."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return any(entry.name not in (LOCK, f".{SWEEP}.tmp") for entry in self.path.iterdir())
 
     def _read(self, file: Path) -> None:
         tree = read_json(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +79,11 @@ class Recorder:
         self._display.__enter__()
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self._display.__exit__(*raised)
-        if self.run.rows:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self._display.__exit__(kind, *raised)
+        if not self.run.rows or not self.run.is_here:
+            return
+        with suppress(OSError) if kind is not None else nullcontext():  # of a full disk the first error tells
             self._draw()
             self._write_budget()
 
@@ -118,12 +121,14 @@ class Recorder:
             tracker.log(row)
 
     def _write_budget(self) -> None:
-        self.run.results.mkdir(parents=True, exist_ok=True)
+        self.run.check()  # where the folder went away, it is not made again
+        self.run.results.mkdir(exist_ok=True)
         labels = self.labels
         budget.write(self.run.budget, labels.method, labels.devices, self.run.rows, self.evaluations, labels.note)
 
     def _draw(self, final: tuple[float, float] | None = None) -> None:
         """The figures of the rows so far; `final` is the KL and test reward of the finished mean."""
+        self.run.check()
         start = time.monotonic()
         rows, folder, title, words = self.run.rows, self.run.figures, self.labels.title, self.labels.words
         figures.evolution(rows, folder / "evolution.png", title=title, baseline=self.baseline, words=words)

@@ -18,7 +18,8 @@ from evoalign.engines import Engine, weights_hash
 from evoalign.errors import CheckpointError, ResumeError
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
-from evoalign.rundir.directory import RunDir, remove_saved, saved_folders
+from evoalign.rundir.directory import RunDir, saved_folders
+from evoalign.rundir.files import remove_whole
 from evoalign.rundir.identity import config_hash, identity
 from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.rundir.manifest import versions
@@ -89,7 +90,7 @@ def retain(run: RunDir, config: Config) -> None:
     best = best_saved(run) if config.checkpoint.keep_best else None
     for folder in saved_folders(run.path)[: -config.checkpoint.keep_last]:
         if folder != best:
-            remove_saved(folder)
+            remove_whole(folder)
 
 
 def best_saved(run: RunDir) -> Path | None:

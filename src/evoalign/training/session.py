@@ -23,7 +23,7 @@ from evoalign.checks.divergence import Divergence
 from evoalign.config import Config, code_of
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
-from evoalign.errors import EvoalignError, ResumeError, RewardError, StoppedError
+from evoalign.errors import EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
@@ -150,11 +150,11 @@ class Session:
         self.done, self.total = done or 0, self.labels.total
         self.is_new, self._has_begun = done is None, False
 
-    def live(self, *, overwrite: bool, resume: bool) -> Result:
+    def live(self, *, overwrite: bool) -> Result:
         """All of it: begin or resume, the steps that are left, and the comparison. Raises EvoalignError."""
         self.algorithm.open(self)
         with self._explained(), closing(self.recorder), closing(self.algorithm):
-            before = self._begin(overwrite=overwrite, resume=resume) if self.is_new else self._resume()
+            before = self._begin(overwrite=overwrite) if self.is_new else self._resume()
             self._has_begun = True
             self.recorder.baseline = before.measures["reward"]
             self._stop_if_asked()
@@ -186,7 +186,8 @@ class Session:
         return dataclasses.asdict(self.algorithm.divergence()) if due else None
 
     def save(self) -> Path:
-        """Save the mean, and delete what need not stay."""
+        """Save the mean, and delete what need not stay. Raises RunGoneError."""
+        self.run.check()
         folder = self.algorithm.save(self.run, self.done, self.reward())
         saving.retain(self.run, self.config)
         return folder
@@ -198,8 +199,8 @@ class Session:
 
     # --- a life ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, *, overwrite: bool, resume: bool) -> Evaluation:
-        self.run.create(self.config, self._manifest(self.algorithm.facts()), overwrite=overwrite, resume=resume)
+    def _begin(self, *, overwrite: bool) -> Evaluation:
+        self.run.create(self.config, self._manifest(self.algorithm.facts()), overwrite=overwrite)
         self.recorder.start(None)
         self._measure_start()
         before = self._evaluate("start")
@@ -244,11 +245,13 @@ class Session:
         saved = self.save()
         after = self._evaluate("result")
         moved = self._moved()
+        self.run.check()
         mean = {"generation": self.total, "weights_hash": self.algorithm.fingerprint(), **moved}
         conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
         for line in self.algorithm.summary():
             self.tell(line)
         self.recorder.finish(before, after, moved["divergence"])
+        self.run.check()
         self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
 
@@ -281,6 +284,8 @@ class Session:
         except StoppedError:
             if self.is_new and not self._has_begun:
                 self.run.undo()
+            raise
+        except RunGoneError:  # nothing of it is here, neither to take back nor to resume
             raise
         except BaseException as error:
             if not self.done:

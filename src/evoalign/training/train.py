@@ -68,12 +68,12 @@ def train(
     with locked(run, overwrite=overwrite, resume=resume):
         log = log_to_resume(run, config, given) if resume else None
         if log is None:
-            run.refuse(overwrite=overwrite, resume=resume)
+            run.refuse(overwrite=overwrite)
         with Stop() as stop, closing(assemble(config, task, reward)) as parts:
             done = None if log is None else len(log.generations)
             algorithm = _EvolutionStrategies(parts, log, given, on_generation)
             session = Session(algorithm, run, stop, console or Console(), given, done)
-            return session.live(overwrite=overwrite, resume=resume)
+            return session.live(overwrite=overwrite)
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
@@ -86,7 +86,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
-            run.refuse(overwrite=overwrite, resume=resume)
+            run.refuse(overwrite=overwrite)
         except RunExistsError as error:
             work.insert(0, f"refused as it stands: {error}")
     else:
@@ -276,6 +276,7 @@ class _EvolutionStrategies:
             session.tell(f"warning, generation {session.done}: {line}")
         if completions.is_due(self.config.tracking.completions_every, generation):
             examples = [self.data.train[i] for i in generation.rows]
+            session.run.check()
             file = session.run.completions(f"generation_{generation.index:04d}")
             completions.write(file, generation, examples, self.task)
         if self.hook is not None:
