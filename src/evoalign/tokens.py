@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import ModelConfig
-from evoalign.errors import ModelError
+from evoalign.config.reading import read_object
+from evoalign.errors import DataError, ModelError
 from evoalign.models import tiny
 from evoalign.types import Prompt, text_of
 
@@ -117,9 +118,9 @@ def refuse_pickles(path: str, revision: str | None) -> None:
     if found is None:
         return
     try:
-        names = json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
+        names = read_object(Path(found))["weight_map"].values()
         odd = [name for name in names if not name.endswith(".safetensors")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (DataError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error
     if odd:
         raise ModelError(f"model {path}: {index} names {odd[0]!r}; convert it to safetensors")

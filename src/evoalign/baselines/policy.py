@@ -19,13 +19,14 @@ from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, 
 from evoalign.checks import divergence
 from evoalign.checks.divergence import Divergence, Reference
 from evoalign.config import Config, load
+from evoalign.config.reading import read_object
 from evoalign.cost import budget, flops
 from evoalign.cost.budget import Cost, answers_cost, time_cost
 from evoalign.cost.flops import Adapted, ModelShape
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
-from evoalign.errors import CheckpointError, ModelError, ResumeError
+from evoalign.errors import CheckpointError, DataError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
@@ -236,9 +237,9 @@ def finished(run: RunDir, config: Config) -> Path | None:
     if method_of(run.path) != "grpo" or (state is not None and state[1] > steps):
         return None
     try:
-        if json.loads((run.results / "evaluation.json").read_text(encoding="utf-8"))["generation"] != steps:
+        if read_object(run.results / "evaluation.json")["generation"] != steps:
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (DataError, KeyError):
         return None
     refuse_differences(run, config)
     for folder in reversed(saved_folders(run.path)):

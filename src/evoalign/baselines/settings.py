@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 
 from evoalign.config import Config, GrpoConfig
-from evoalign.errors import ConfigError
+from evoalign.config.reading import read_json
+from evoalign.errors import ConfigError, DataError
 from evoalign.rewards.objective import Objective, refuse_whole_groups
 
 OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
@@ -111,8 +111,8 @@ def _splits_weights(more: Mapping[str, Any]) -> bool:
     found: Any = more.get("deepspeed")
     if isinstance(found, str):
         try:
-            found = json.loads(Path(found).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = read_json(Path(found))
+        except DataError:
             found = None
     zero: Any = found.get("zero_optimization") if isinstance(found, dict) else None
     return bool(more.get("fsdp")) or (isinstance(zero, dict) and zero.get("stage") == 3)

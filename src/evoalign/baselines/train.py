@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
@@ -23,8 +22,9 @@ from evoalign.baselines.steps import Steps
 from evoalign.checks.distance import Distance, distance_of
 from evoalign.checks.divergence import Divergence
 from evoalign.config import Config
+from evoalign.config.reading import read_object
 from evoalign.cost.budget import Cost
-from evoalign.errors import ConfigError, EvoalignError, ResumeError, StoppedError
+from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
@@ -285,7 +285,6 @@ def _first_sentence(error: Exception) -> str:
 
 def _manifest(run: RunDir) -> Mapping[str, Any]:
     try:
-        found: Any = json.loads(run.manifest.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
+        return read_object(run.manifest)
+    except DataError:
         return {}

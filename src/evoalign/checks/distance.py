@@ -9,7 +9,6 @@ it is served, rounded to that dtype, so that no change is exactly 0; sums are fl
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,8 +19,9 @@ import torch
 from torch import nn
 
 from evoalign.config import Config
+from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import ModelError
+from evoalign.errors import DataError, ModelError
 from evoalign.rundir import checkpoint
 from evoalign.setup import Served
 from evoalign.tokens import model_path, refuse_pickles
@@ -152,7 +152,10 @@ def _files(path: str, revision: str | None) -> list[Path]:
     single, index = find("model.safetensors"), find("model.safetensors.index.json")
     if single is not None:
         return [single]
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index is not None else ()
+    try:
+        names = set(map(str, read_object(index)["weight_map"].values())) if index is not None else set[str]()
+    except (DataError, KeyError, AttributeError) as error:
+        raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error
     found = [file for name in sorted(names) if (file := find(name)) is not None]
     if not found or len(found) < len(names):
         raise ModelError(f"model {path} has no safetensors that are whole")
@@ -210,12 +213,12 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     """adapter_config.json. Raises ModelError."""
     file = folder / "adapter_config.json"
     try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
+        found = read_object(file)
         numbers = {"r": int(found["r"]), "lora_alpha": float(found["lora_alpha"])}
         if numbers["r"] < 1:
             raise ValueError("a rank below 1")
         return {**found, **numbers, "peft_type": found["peft_type"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (DataError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{file} is missing or damaged ({type(error).__name__})") from error
 
 

@@ -7,6 +7,7 @@ FLOPs are those of evoalign.cost.flops; of a model that its formula does not kno
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from evoalign.config import Config
+from evoalign.config.reading import read_object
 from evoalign.cost.flops import (
     ADAM_FLOPS,
     Adapted,
@@ -28,7 +30,7 @@ from evoalign.cost.flops import (
     shape_of,
 )
 from evoalign.engines.specs import model_config
-from evoalign.errors import ModelError
+from evoalign.errors import DataError, ModelError
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.spaces import Space
@@ -36,6 +38,7 @@ from evoalign.types import Generation, Layout, Rollout, TensorSpec
 
 FORMAT_VERSION = 1
 TRAINING_PHASES = ("rollout", "score", "update")
+MAY_BE_UNKNOWN = ("forward_flops", "backward_flops", "peak_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,13 @@ def cost_of(tree: Any) -> Cost | None:
     """A Cost from its form in a file; None where that is none."""
     if not isinstance(tree, Mapping) or set(tree) != {f.name for f in fields(Cost)}:
         return None
+    if not all(_is_amount(value) or (value is None and name in MAY_BE_UNKNOWN) for name, value in tree.items()):
+        return None
     return Cost(**tree)
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 def totals(rows: Sequence[Mapping[str, Any]]) -> tuple[Cost, int]:
@@ -111,8 +120,8 @@ def write(
 def read_evaluation(path: Path) -> Cost | None:
     """What evaluation has taken so far, of a run that goes on; None where the file does not say."""
     try:
-        return cost_of(json.loads(path.read_text(encoding="utf-8"))["evaluation"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return cost_of(read_object(path)["evaluation"])
+    except (DataError, KeyError):
         return None
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import Config, ModelConfig, load, to_yaml
+from evoalign.config import Config, ModelConfig, load, reading, to_yaml
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
@@ -233,7 +233,7 @@ def _generation_config(config: Config, tokens_: Tokens) -> Any:
 
 
 def _copy_adapter(source: _Source, folder: Path, base: str) -> None:
-    settings = json.loads((source.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    settings = reading.read_object(source.folder / ADAPTER_CONFIG)
     settings |= {"base_model_name_or_path": base, "revision": source.model.revision}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(source.folder / ADAPTER, folder / ADAPTER)
@@ -266,7 +266,7 @@ def _check_base(model: Any, source: _Source) -> None:
 @torch.no_grad()
 def _merge(model: Any, folder: Path) -> None:
     """W + (alpha / r) B A in float32, rounded once to the dtype of W; one matrix at a time, in place."""
-    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    settings = reading.read_object(folder / ADAPTER_CONFIG)
     scaling = settings["lora_alpha"] / settings["r"]
     state, parameters = checkpoint.load_adapter(folder), dict(model.named_parameters())
     for name, a in state.items():
@@ -324,11 +324,9 @@ def _shown(model: ModelConfig) -> str:
 
 def _read_json(file: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return reading.read_object(file, mend="delete it to export without it")
+    except reading.MissingError:
         return None
-    except ValueError as error:
-        raise ModelError(f"{file} is damaged ({error}); delete it to export without it") from error
 
 
 def _data(config: Config) -> list[card.DataFile]:

@@ -22,7 +22,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from evoalign.config import FORMAT_VERSION, Config
-from evoalign.errors import CheckpointError, ModelError
+from evoalign.config.reading import check_regular, parse, read_bytes
+from evoalign.errors import CheckpointError, DataError, ModelError
 from evoalign.rundir.files import filled
 from evoalign.types import Layout
 
@@ -32,6 +33,8 @@ RECORD = "evoalign.json"
 OPTIMIZER = "optimizer.safetensors"
 MEAN = "mean-*.safetensors"
 SHARD_BYTES = 5 * 10**9
+MOST_BYTES = 2**44
+RECORD_BYTES = 2**20
 NO_JOURNAL = "0" * 64
 """In place of a journal line's hash: what a run without a journal has saved."""
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -142,12 +145,12 @@ def _record_of(folder: Path) -> _Record:
     """What evoalign.json says, unaltered. Raises CheckpointError."""
     file = folder / RECORD
     try:
-        text = file.read_text(encoding="utf-8")
-        found: Any = json.loads(text)
+        raw = read_bytes(file, RECORD_BYTES)
+        found: Any = parse(raw, str(file))
         record = _Record.model_validate(found)
-    except (OSError, ValueError, RecursionError) as error:
+    except (DataError, ValueError) as error:
         raise CheckpointError(f"{file} is missing or damaged ({type(error).__name__})") from error
-    if text != _record_text({name: value for name, value in found.items() if name != "hash"}):
+    if raw != _record_text({name: value for name, value in found.items() if name != "hash"}).encode():
         raise CheckpointError(f"{file} was altered, or is of another release")
     return record
 
@@ -278,6 +281,9 @@ def _load_file(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     try:
+        check_regular(file, MOST_BYTES)  # a pipe would be waited for
         return load_file(file)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} does not load: {error}") from error

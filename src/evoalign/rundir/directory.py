@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from evoalign.config import Config, to_yaml
-from evoalign.errors import RunExistsError
+from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
+from evoalign.errors import DataError, RunExistsError
 from evoalign.rundir import journal
 from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
@@ -66,6 +67,12 @@ class RunDir:
         self._check_place()
         self._made += [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            check_regular(self.path / LOCK, mend="delete it")  # to open a pipe would be to wait for it
+        except MissingError:
+            pass
+        except DataError as error:
+            raise RunExistsError(f"output_dir {self.path}: {error}") from error
         file = (self.path / LOCK).open("ab")
         if not locked(file) or not is_at(file, self.path / LOCK):
             file.close()
@@ -124,9 +131,9 @@ class RunDir:
         self._make_folders()
         write_text(self.config, to_yaml(config))
         try:
-            whole = json.loads(self.manifest.read_text(encoding="utf-8"))
+            whole = read_object(self.manifest)
             whole.setdefault("resumed", []).append(dict(manifest))
-        except (OSError, ValueError, AttributeError):  # lost or damaged: it is not needed to resume
+        except (DataError, AttributeError):  # lost or damaged: it is not needed to resume
             whole = dict(manifest)
         write_text(self.manifest, json.dumps(whole, indent=2) + "\n")
 
@@ -245,19 +252,24 @@ class RunDir:
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def read_metrics(self) -> dict[int, dict[str, Any]]:
-        """Rows by generation; lines that are cut or damaged are left out."""
+        """Rows by generation; lines that are cut or damaged are left out. Raises DataError for what is no file."""
         rows: dict[int, dict[str, Any]] = {}
-        text = self.metrics.read_bytes() if self.metrics.is_file() else b""
+        try:
+            text = read_bytes(self.metrics)
+        except MissingError:
+            return rows
         for line in text.splitlines():
-            try:
-                row = json.loads(line)
-                rows[int(row["generation"])] = row
-            except (ValueError, KeyError, TypeError):
-                continue
+            with suppress(DataError):
+                row = parse(line, str(self.metrics), finite=False)
+                if isinstance(row, dict) and type(row.get("generation")) is int:
+                    rows[row["generation"]] = row
         return rows
 
     def _move_aside(self) -> None:
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
+        try:
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
+        except (OverflowError, ValueError, OSError):  # a date that no calendar has
+            stamp = "undated"
         aside = self.path.with_name(f"{self.path.name}.{stamp}")
         count = 1
         while aside.exists():

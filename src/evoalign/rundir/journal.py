@@ -33,12 +33,14 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evoalign.config import FORMAT_VERSION
-from evoalign.errors import JournalError
+from evoalign.config.reading import MissingError, read_bytes
+from evoalign.errors import DataError, JournalError
 from evoalign.rundir.checkpoint import Hash
 from evoalign.rundir.files import check_at, sync_folder
 from evoalign.types import Member, Update
 
 GENESIS = "0" * 64
+MOST_BYTES = 2**36
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -232,16 +234,21 @@ class Journal:
 
 
 def is_blank(path: Path) -> bool:
-    """Whether there is no journal yet: no file, or one whose first line was never finished."""
-    return not path.is_file() or b"\n" not in path.read_bytes()
+    """Whether there is no journal yet: no file, or one whose first line was never finished. Raises JournalError."""
+    try:
+        return b"\n" not in read_bytes(path, MOST_BYTES)
+    except MissingError:
+        return True
+    except DataError as error:
+        raise JournalError(str(error)) from error
 
 
 def read(path: Path) -> Log:
     """What a journal says and where it is damaged. Raises JournalError where not even the header is whole."""
     try:
-        lines = list(io.BytesIO(path.read_bytes()))
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror}; is this a run directory?") from error
+        lines = list(io.BytesIO(read_bytes(path, MOST_BYTES)))
+    except DataError as error:
+        raise JournalError(f"{error}; is this a run directory?") from error
     try:
         header, last = _header(lines)
     except _BadLineError as error:

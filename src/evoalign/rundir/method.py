@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from evoalign.errors import ResumeError
+from evoalign.config.reading import read_object
+from evoalign.errors import DataError, ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
 COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
@@ -27,9 +27,8 @@ def method_of(path: Path) -> Method | None:
     if (path / JOURNAL).is_file():
         return "es"
     try:
-        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        return "grpo" if found["method"] == "grpo" else "es"
-    except (OSError, ValueError, KeyError, TypeError):
+        return "grpo" if read_object(path / MANIFEST)["method"] == "grpo" else "es"
+    except (DataError, KeyError):
         return None
 
 

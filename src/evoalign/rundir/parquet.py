@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evoalign.config.reading import check_regular
 from evoalign.errors import DataError
 from evoalign.rundir.files import replacing
+
+BATCH = 256
+MOST_BYTES = 2**32
+"""Of a table in memory."""
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -28,7 +33,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
+    check_regular(path)
+    rows: list[dict[str, Any]] = []
+    size = 0
     try:
-        return parquet.read_table(path, page_checksum_verification=True).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} is missing or damaged: {str(error).splitlines()[0]}") from error
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(BATCH):  # a few bytes of a file may stand for rows without end
+                size += batch.nbytes
+                if size > MOST_BYTES:
+                    raise DataError(f"{path} unpacks to more than {MOST_BYTES // 2**20} MiB, which no run leaves")
+                rows += batch.to_pylist()
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError, LookupError, TypeError, ImportError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DataError(f"{path} is damaged: {said}; put it back from a copy") from error
+    return rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ import yaml
 from evoalign import engines
 from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
 from evoalign.config.grpo import place_of
-from evoalign.errors import ConfigError
+from evoalign.config.reading import read_object
+from evoalign.errors import ConfigError, DataError
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import Method
 
@@ -155,10 +155,9 @@ def name_of(settings: Settings, method: Method) -> str:
 def read_json(path: Path) -> Tree | None:
     """A JSON object; None where there is none, or half of one."""
     try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(path)
+    except DataError:
         return None
-    return cast(Tree, found) if isinstance(found, dict) else None
 
 
 def _is_settings(cell: object) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import to_yaml
-from evoalign.errors import ConfigError, RunExistsError
+from evoalign.config.reading import check_regular, parse
+from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import COMMANDS
@@ -165,12 +165,13 @@ def is_busy(path: Path) -> bool:
 def last_lines(path: Path) -> list[str]:
     """The whole lines at the end of a file, without empty ones; none where there is no file."""
     try:
+        check_regular(path, 2**44)
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - TAIL_BYTES)
             file.seek(start)
             text = file.read().decode("utf-8", "replace")
-    except OSError:
+    except (OSError, DataError):
         return []
     lines = text.splitlines()[1 if start else 0 :]
     return [line for line in lines if line.strip()]
@@ -180,6 +181,7 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
     """The last rows of a metrics.jsonl."""
     rows: list[dict[str, Any]] = []
     for line in last_lines(path):
-        with suppress(ValueError):  # the line that is being written
-            rows.append(json.loads(line))
+        with suppress(DataError):  # the line that is being written
+            row = parse(line.encode(), str(path), finite=False)
+            rows += [row] if isinstance(row, dict) else []
     return rows

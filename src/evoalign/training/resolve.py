@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 
 from evoalign import engines, evaluation, tokens
 from evoalign.config import Config, code_of, from_dict, load
-from evoalign.errors import ConfigError, ModelError
+from evoalign.config.reading import read_object
+from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
@@ -107,8 +107,8 @@ def of_run(path: Path, fix: str | None = None) -> Config:
 def refuse_lost_task(path: Path) -> None:
     """A run that was given a Python object knows its name only; its config would score something else."""
     try:
-        given = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["task"]["given_as"]
-    except (OSError, ValueError, KeyError, TypeError):
+        given = read_object(path / "manifest.json")["task"]["given_as"]
+    except (DataError, KeyError, TypeError):
         return
     if given is not None:
         raise ConfigError(f"{path} was trained with a {given} object; pass the same one as {given}=")
@@ -125,7 +125,7 @@ def last_saved(path: Path) -> Path:
 def _peft_config(file: Path) -> dict[str, Any]:
     """A plain LoRA's settings. Raises ModelError for a form of PEFT that would be read wrongly."""
     try:
-        peft = json.loads(file.read_text(encoding="utf-8"))
+        peft = read_object(file)
         plain = (
             peft["peft_type"] == "LORA"
             and "lora_alpha" in peft
@@ -133,7 +133,7 @@ def _peft_config(file: Path) -> dict[str, Any]:
             and bool(peft["r"])
         )
         odd = [name for name in NOT_PLAIN if peft.get(name)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (DataError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
     if not plain or odd or peft.get("bias", "none") != "none":
         raise ModelError(f"{file} is not a plain LoRA ({', '.join(odd) or 'peft_type, target_modules or bias'}); "

@@ -20,13 +20,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 
 from evoalign.checks import hacking
 from evoalign.config import Config, load
+from evoalign.config.reading import MEND, MissingError, check_regular, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
 
-FILE_BYTES = 2**30
-"""A text file larger than this is no file of a run."""
 CONFIG_BYTES = 2**18
 CONFIG_DEPTH = 50
 """Levels of a config that are read: the time a YAML reader takes grows with their square, and ours have five."""
@@ -196,20 +195,11 @@ M = TypeVar("M", bound=_Plain)
 _COMPLETIONS = TypeAdapter(list[_Completion])
 
 
-def _checked_size(path: Path, limit: int) -> None:
-    """Raise DataError where a path is no plain file, or one that is far too long."""
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path} is not a file")
-    if path.is_file() and path.stat().st_size > limit:
-        raise DataError(f"{path} is larger than {limit // 2**10} KiB, which no run leaves")
-
-
 def _config(path: Path) -> Config:
     """A run's config, without what lets a few lines of YAML stand for a page of millions."""
-    _checked_size(path, CONFIG_BYTES)
+    check_regular(path, CONFIG_BYTES)
     try:
-        if path.is_file():
-            _check_plain(path)
+        _check_plain(path)
         return load([path])
     except (yaml.YAMLError, UnicodeDecodeError):
         raise DataError(f"{path} is not YAML") from None
@@ -228,27 +218,26 @@ def _check_plain(path: Path) -> None:
 
 def _json(path: Path, model: type[M]) -> M | None:
     """A JSON file; None where there is none."""
-    _checked_size(path, FILE_BYTES)
-    if not path.is_file():
-        return None
     try:
-        return model.model_validate_json(path.read_bytes())
+        return model.model_validate(read_json(path))
+    except MissingError:
+        return None
     except ValidationError as error:
-        raise DataError(f"{path} is damaged ({_first(error)})") from None
+        raise DataError(f"{path} is damaged ({_first(error)}); {MEND}") from None
 
 
 def _rows(path: Path) -> list[_Row]:
     """Rows of metrics.jsonl. A last line without its end is that of a process that was stopped, and left out."""
-    _checked_size(path, FILE_BYTES)
-    if not path.is_file():
-        raise DataError(f"{path} is missing: the run has not done a generation")
-    *lines, _ = path.read_bytes().split(b"\n")
+    try:
+        *lines, _ = read_bytes(path).split(b"\n")
+    except MissingError:
+        raise DataError(f"{path} is missing: the run has not done a generation") from None
     rows: list[_Row] = []
     for number, line in enumerate(lines):
         try:
-            rows.append(_Row.model_validate_json(line))
+            rows.append(_Row.model_validate(parse(line, f"{path}, line {number + 1},", finite=False)))
         except ValidationError as error:
-            raise DataError(f"{path}, line {number + 1}, is damaged ({_first(error)})") from None
+            raise DataError(f"{path}, line {number + 1}, is damaged ({_first(error)}); {MEND}") from None
         if rows[-1].generation != number:
             raise DataError(f"{path}, line {number + 1}, is of generation {rows[-1].generation}, not {number}")
     if not rows:
@@ -257,12 +246,12 @@ def _rows(path: Path) -> list[_Row]:
 
 
 def _completions(path: Path) -> list[_Completion] | None:
-    if not path.is_file():
-        return None
     try:
         return _COMPLETIONS.validate_python(parquet.read(path))
+    except MissingError:
+        return None
     except ValidationError as error:
-        raise DataError(f"{path} is damaged ({_first(error)})") from None
+        raise DataError(f"{path} is damaged ({_first(error)}); {MEND}") from None
 
 
 def _first(error: ValidationError) -> str:
