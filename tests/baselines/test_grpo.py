@@ -513,7 +513,8 @@ class Touches:
 def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", grpo={"max_steps": 2})
     file = tmp_path / "run" / "trainer" / "checkpoint-2" / name
-    whole = file.read_bytes()
+    whole, marker = file.read_bytes(), (file.parent / "whole.json").read_text()
+    (file.parent / "whole.json").write_text('{"step": 2}')  # else it is refused unread
     torch.save(Touches(tmp_path / "it_ran"), file)
     for damage in (file.read_bytes(), whole[: len(whole) // 2], b""):
         file.write_bytes(damage)
@@ -522,7 +523,10 @@ def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, stra
         assert not {"\n", "\x1b"} & set(str(told.value))  # torch's own advice is in colour
     assert not (tmp_path / "it_ran").exists()
     file.write_bytes(whole)
-    run(tmp_path / "run", resume=True)
+    told = io.StringIO()
+    evoalign.grpo(config(tmp_path / "run"), resume=True, console=Console(file=told, width=300))
+    assert "checkpoint-2 was not checked: an earlier release saved it" in told.getvalue()
+    assert marker != (tmp_path / "run/trainer/checkpoint-4/whole.json").read_text()
     assert_equal(tmp_path / "run", straight, but=("evaluation",))
 
 

@@ -13,8 +13,9 @@ import torch
 
 from evoalign import tracking
 from evoalign.baselines import settings
-from evoalign.baselines.policy import died_early, finished, last_state, refuse_differences
+from evoalign.baselines.policy import died_early, finished, refuse_differences
 from evoalign.baselines.steps import save_every
+from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import specs_of_config

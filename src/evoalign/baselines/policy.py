@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +12,9 @@ from typing import Any
 import torch
 
 from evoalign import evaluation
-from evoalign.baselines import settings
+from evoalign.baselines import settings, trainer_state
 from evoalign.baselines.rollouts import EngineRollouts, MemberRollouts, Source, answering
+from evoalign.baselines.trainer_state import last_state
 from evoalign.checks import divergence
 from evoalign.checks.divergence import Divergence, Reference
 from evoalign.config import Config, load
@@ -31,7 +30,7 @@ from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
 from evoalign.rundir.directory import RunDir, saved_folders
-from evoalign.rundir.files import filled, write_text
+from evoalign.rundir.files import filled
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import method_of
 from evoalign.spaces import create as create_space
@@ -41,8 +40,6 @@ from evoalign.types import Example, text_of
 
 SAVE_EVERY = 50
 """Steps between checkpoints where `checkpoint.every` leaves it open: no journal rebuilds a policy."""
-STATE = "whole.json"
-"""In a folder of the trainer's state: it was written to its end."""
 
 
 class Policy:
@@ -157,11 +154,7 @@ class Policy:
 
     def mark_state(self, run: RunDir, done: int) -> None:
         """The trainer's state after so many steps is whole on disk. Only now may the others go."""
-        whole = states(run) / f"checkpoint-{done}"
-        write_text(whole / STATE, json.dumps({"step": done}) + "\n")
-        for folder in states(run).glob("checkpoint-*"):
-            if folder != whole:
-                shutil.rmtree(folder, ignore_errors=True)
+        trainer_state.mark(run, done)
 
     def _engine(self) -> TransformersEngine:
         """It answers with the model as it is at the time."""
@@ -208,24 +201,6 @@ class Policy:
         prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
         answers = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)
         return answers + time_cost(seconds, 1, budget.peak_memory(str(self.device)))
-
-
-def states(run: RunDir) -> Path:
-    """Where the trainer keeps what it needs to resume."""
-    return run.path / "trainer"
-
-
-def last_state(run: RunDir) -> tuple[Path, int] | None:
-    """The latest state that was written to its end, and after how many steps."""
-    found: list[tuple[int, Path]] = []
-    for file in states(run).glob(f"checkpoint-*/{STATE}"):
-        number = file.parent.name.removeprefix("checkpoint-")
-        if number.isdecimal():
-            found.append((int(number), file.parent))
-    if not found:
-        return None
-    step, folder = max(found)
-    return folder, step
 
 
 def finished(run: RunDir, config: Config) -> Path | None:

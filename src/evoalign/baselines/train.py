@@ -17,8 +17,9 @@ from rich.console import Console
 from evoalign import tokens, tracking
 from evoalign.baselines import planning, settings
 from evoalign.baselines.assembling import make_trainer
-from evoalign.baselines.policy import Policy, died_early, finished, last_state, refuse_differences, states
+from evoalign.baselines.policy import Policy, died_early, finished, refuse_differences
 from evoalign.baselines.steps import Steps
+from evoalign.baselines.trainer_state import MEND, last_state, sound_state, states
 from evoalign.checks.distance import Distance, distance_of
 from evoalign.checks.divergence import Divergence
 from evoalign.config import Config
@@ -71,7 +72,7 @@ def grpo(
                 done = past.result(console) if resume else None
                 if done is not None:
                     return done
-                algorithm = _Grpo(config, chosen, data, past.state() if resume else None, stop, given)
+                algorithm = _Grpo(config, chosen, data, past.state(console) if resume else None, stop, given)
                 if not writes:
                     return algorithm.follow()
                 session = Session(algorithm, run, stop, console, given, algorithm.resumed_at)
@@ -119,13 +120,15 @@ class _Past:
         tell(console, f"saved {shown(saved)}\nrun   {shown(run.path)}")
         return Result(run.path, saved, before, after)
 
-    def state(self) -> tuple[Path, int] | None:
-        """The trainer's state to resume, and its step. Raises ResumeError where the run is another one."""
-        state = last_state(self.run)
-        if state is None:
+    def state(self, console: Console) -> tuple[Path, int] | None:
+        """The trainer's state to resume, and its step. Raises ResumeError for another run, or where none is whole."""
+        if last_state(self.run) is None:
             return None
         refuse_differences(self.run, self.config)
         self._refuse_other()
+        state = sound_state(self.run, lambda line: tell(console, line))
+        if state is None:
+            return None
         if state[1] > self.config.grpo.max_steps:
             raise ResumeError(
                 f"{self.run.path} has {state[1]} steps already, grpo.max_steps is {self.config.grpo.max_steps}"
@@ -264,10 +267,7 @@ class _Grpo:
         except Exception as error:
             if self.state is None or self.steps.has_begun:
                 raise
-            raise ResumeError(
-                f"{self.state} cannot be read ({_first_sentence(error)}): put it back from a copy, or begin anew with "
-                "--overwrite, which moves the run aside"
-            ) from error
+            raise ResumeError(f"{self.state} cannot be read ({_first_sentence(error)}): {MEND}") from error
 
     def _rewards(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         return self.steps.rewards(prompts, completions, **columns)
