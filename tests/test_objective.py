@@ -578,3 +578,29 @@ def test_grpo_is_given_what_the_objective_makes(questions: str, tmp_path: Path) 
     for one in said:
         text = one["text"].strip()
         assert one["score"] == (helpful(text, {}) - 0.5 * (cost([text])[0] or 0.0)) / 2
+
+
+class Spoils(WeightedSum):
+    """Changes all that it is given."""
+
+    def scores(self, group: Group) -> Scores:
+        found = super().scores(group).copy()
+        self.update(group)
+        return found
+
+    def update(self, group: Group) -> None:
+        for column in group.columns_MP.values():
+            column[:] = 0
+        for row in group.examples:
+            row["numbers"].clear()  # type: ignore[index]
+        group.texts_MP[0][0] = ""  # type: ignore[index]
+
+
+def test_what_an_objective_changes_is_its_own() -> None:
+    row = {"numbers": [1, 2]}
+    group = grouped({"reward": [1.0, 2.0]}, ["a", "b"], [row], 0)
+    for _ in range(2):
+        assert score(Spoils(), group).tolist() == [[1.0], [2.0]]
+    assert (
+        row == {"numbers": [1, 2]} and group.texts_MP[0][0] == "a" and group.columns_MP["reward"].tolist() == [[1], [2]]
+    )

@@ -92,7 +92,7 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     """Means of the reward, the task's own measures and the shares every task has."""
     rows: list[dict[str, float | None]] = []
     for s in scored:
-        own = task.measures(task.clean(s.text), examples[s.example])
+        own = task.measures(task.clean(s.text), task.handed(examples[s.example]))
         shares = {
             "empty_share": float(not s.text.strip()),
             "truncated_share": float(s.finish_reason == "length"),
@@ -145,7 +145,7 @@ def _scored(
         seed=seed,
         sample=k,
         prompt=text_of(task.prompt(examples[e])),
-        target=task.gold(examples[e]),
+        target=task.gold(task.handed(examples[e])),
         text=rollout.text,
         reward=reward,
         finish_reason=rollout.finish_reason,

@@ -59,7 +59,7 @@ def derive_seed(*parts: object) -> int:
 def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
     """`task.columns`, whatever a task of the user's own makes of it. Raises RewardError."""
     try:
-        return task.checked_columns(task.columns(texts, examples), texts, examples)
+        return task.checked_columns(task.columns(texts, [task.handed(e) for e in examples]), texts, examples)
     except EvoalignError:
         raise
     except FAILURES as error:  # also of values that have no length

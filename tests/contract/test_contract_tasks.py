@@ -181,7 +181,7 @@ def test_a_good_task_of_ones_own():
         (Shuffled, AssertionError, "the same seed gives another training split"),
         (EmptyPrompt, AssertionError, "prompt of .* is empty"),
         (OddPrompt, AssertionError, "no message with role and content"),
-        (WrongGold, Exception, "gold answer 'x' of row 0 earns 0.0"),
+        (WrongGold, Exception, "gold answers do not earn 1.0: 'x' of row 0 earns 0.0"),
         (WrongGoldUnchecked, AssertionError, "gold answer 'x' earns 0.0"),
         (TooGenerous, AssertionError, "more than the maximum"),
         (NotFinite, AssertionError, "is inf"),

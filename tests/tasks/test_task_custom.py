@@ -2,9 +2,11 @@
 """Data and rewards of the user's own, with TRL's semantics."""
 
 import asyncio
+import datetime
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,13 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from evoalign.config import TaskConfig
+from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.tasks import create
+from evoalign.rewards.functions import fresh
+from evoalign.rewards.objective import Columns
+from evoalign.rollouts import rewards_of
+from evoalign.tasks import Data, Task, create, isolate
+from evoalign.types import Example
 
 PLAIN = {"prompt": "2 + 2 =", "answer": "4", "id": 7}
 CHAT = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
@@ -296,3 +302,91 @@ def test_a_column_that_a_function_wants_has_to_be_there(tmp_path: Path) -> None:
     path = write(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(DataError, match=r"exact takes answer, which the data does not have \(columns: prompt\)"):
         task(exact, train_data=path).load_data(0)
+
+
+# --- what a reward changes ------------------------------------------------------------------------------------------
+
+
+def pops(text: str, example: Any) -> float:
+    return float(len(example["numbers"]) - bool(example["numbers"].pop()) + 1)
+
+
+def pops_all(prompts: list[Any], completions: list[Any], numbers: list[list[int]], **columns: Any) -> list[float]:
+    """What is left in its row, in the prompt and in the completion, before it takes one away from each."""
+    rows = list(zip(prompts, completions, numbers, strict=True))
+    left = [float(sum(map(len, row))) for row in rows]
+    for row in rows:
+        for part in row:
+            part.pop()
+    return left
+
+
+class Takes(Task):
+    """A task of one's own, all of whose methods that score empty the row."""
+
+    name = "takes"
+    max_reward = 3.0
+
+    def load_data(self, seed: int) -> Data:
+        rows = [{"numbers": [1, 2, 3], "deep": {"a": [1]}, "when": datetime.date(2020, 1, 1)}]
+        return Data(rows, rows)
+
+    def prompt(self, example: Example) -> str:
+        return "Hello"
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        return self._taken(example)
+
+    def gold(self, example: Example) -> str:
+        return str(self._taken(example))
+
+    def measures(self, text: str, example: Example) -> dict[str, float]:
+        return {"left": self._taken(example)}
+
+    def _taken(self, example: Any) -> float:
+        count = float(len(example["numbers"]) + len(example["deep"]["a"]) - 1)
+        example["numbers"].clear()
+        example["deep"]["a"].clear()
+        return count
+
+
+class TakesAtOnce(Takes):
+    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        return {"left": [self._taken(example) for example in examples]}
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize("kind", ["simple", "trl", "task", "task at once"])
+def test_what_a_reward_changes_is_its_own(kind: str, isolated: bool) -> None:
+    """Rows are shared by all members, by later generations, by evaluations and, of functions, by each other."""
+    if kind in ("simple", "trl"):
+        row: Example = {"prompt": [{"role": "user", "content": "Hi"}] * 2, "numbers": [1, 2, 3]}
+        made, want = (
+            task(*([pops, pops] if kind == "simple" else [pops_all, pops_all])),
+            [6.0 if kind == "simple" else 12.0] * 4,
+        )
+    else:
+        made, want = (Takes if kind == "task" else TakesAtOnce)(TaskConfig()), [3.0] * 4
+        row = made.load_data(0).train[0]
+    scored = isolate(made, GraderConfig(isolated=isolated, retries=0))
+    before = repr(row)
+    try:
+        if kind.startswith("task"):
+            row = scored.load_data(0).train[0]
+        for _ in range(2):
+            assert rewards_of(scored, ["a", "b", "c", "d"], [row] * 4) == want
+        if kind.startswith("task"):
+            scored.self_check([row, row])
+            for _ in range(2):
+                assert scored.measures("a", scored.handed(row)) == {"left": 3.0}
+                assert scored.gold(scored.handed(row)) == "3.0"
+        assert repr(row) == before
+    finally:
+        scored.close()
+
+
+def test_what_no_code_can_change_is_not_copied() -> None:
+    text, numbers, lock = "a" * 1000, [1, 2], threading.Lock()
+    copied = fresh({"text": text, "numbers": numbers, "array": np.arange(3), "lock": lock})
+    assert copied["text"] is text and copied["lock"] is lock
+    assert copied["numbers"] == numbers and copied["numbers"] is not numbers

@@ -187,7 +187,7 @@ class Steps(TrainerCallback):
             {
                 "generation": step,
                 "prompt": self.policy.shown(a.row),
-                "target": self.policy.task.gold(self.policy.data.train[a.row]),
+                "target": self.policy.task.gold(self.policy.task.handed(self.policy.data.train[a.row])),
                 "text": a.text,
                 "score": a.reward,
                 "finish_reason": "length" if a.truncated else "stop",

@@ -105,7 +105,7 @@ def check_task(case: Case) -> Finding:
 def check_gold(case: Case) -> Finding:
     """A warning, as in training: published data has rows whose gold answer falls short."""
     task, examples = need(case.task, "task"), _examples(case)
-    missing = sum(task.gold(example) is None for example in examples)
+    missing = sum(task.gold(task.handed(example)) is None for example in examples)
     told = f"{missing} of {len(examples)} examples have no gold answer" if missing else f"all {len(examples)} have one"
     try:
         task.self_check(examples)

@@ -23,7 +23,9 @@ def write(path: Path, generation: Generation, examples: Sequence[Example], task:
     Columns: generation, role (best, median or worst), member, sign, fitness, prompt, target (null where the task
     knows none), text, score, finish_reason, tokens.
     """
-    shown = [{"prompt": text_of(task.prompt(example)), "target": task.gold(example)} for example in examples]
+    shown = [
+        {"prompt": text_of(task.prompt(example)), "target": task.gold(task.handed(example))} for example in examples
+    ]
     parquet.write(path, list(_rows(generation, shown)))
 
 

@@ -15,6 +15,7 @@ cannot do without them is refused before the run starts.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import math
@@ -37,6 +38,7 @@ Calling: TypeAlias = Callable[[str], None]
 _OURS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Columns that would hide what TRL passes under, or keeps from, these names."""
 _LOGGERS = ("log_extra", "log_metric")
+_UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
 _ABSENT = ("completion_ids", "trainer_state")
 SAVED = 20
 """Completions of a batch that failed as a whole, which are kept to see it happen again."""
@@ -96,7 +98,7 @@ class RewardFunction:
         if not self.is_simple:
             return self.function(**self._arguments(batch))
         pairs = zip(batch.texts, batch.examples, strict=True)
-        results = [self.function(text, example) for text, example in pairs]
+        results = [self.function(text, fresh(example)) for text, example in pairs]
         return asyncio.gather(*results) if self.is_async else results
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class RewardFunction:
         arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
         arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
         arguments |= {"prompts": list(batch.prompts), "completions": list(batch.completions)}
-        return {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
+        return {name: fresh(value) for name, value in arguments.items() if self._takes_all or name in self._named}
 
     def checked(self, result: Any, batch: Batch) -> Values:
         """One finite number or None a completion. Raises RewardError."""
@@ -132,6 +134,25 @@ class RewardFunction:
                 failure("value", self.name, (batch.prompts[row], batch.texts[row], batch.examples[row])),
             )
         return number
+
+
+def fresh(value: Any) -> Any:
+    """The value for code of the user's own, which may change what it is given: rows are shared by all members.
+
+    Lists, dicts and other objects are copied in depth; what no code can change is itself, and so is an object that
+    cannot be copied.
+    """
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is list:
+        return [fresh(item) for item in value]
+    if kind is dict:
+        return {key: fresh(item) for key, item in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever its class says to that
+        return value
 
 
 def finite(value: Any) -> float | None:

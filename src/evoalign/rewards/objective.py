@@ -12,7 +12,7 @@ import math
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from evoalign.config import ObjectiveConfig
 from evoalign.config.task import OBJECTIVES
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
 from evoalign.plugins import FAILURES, described, load_object
-from evoalign.rewards.functions import failure, finite
+from evoalign.rewards.functions import failure, finite, fresh
 from evoalign.shaping import Scores
 from evoalign.types import Example
 
@@ -168,7 +168,7 @@ def refuse_whole_groups(objective: Objective, who: str) -> None:
 
 def judge(objective: Objective, group: Group) -> Scores:
     """The scores of a group, checked. Raises RewardError where there is not one finite number for each completion."""
-    scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(group), dtype=np.float64))
+    scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(_handed(group)), dtype=np.float64))
     wanted = (len(group.texts_MP), len(group.examples))
     if scores_MP.shape != wanted or not np.isfinite(scores_MP).all():
         raise RewardError(
@@ -182,7 +182,7 @@ def judge(objective: Objective, group: Group) -> Scores:
 def score(objective: Objective, group: Group) -> Scores:
     """The scores of a generation; the objective's state moves on. Raises RewardError."""
     scores_MP = judge(objective, group)
-    _guarded(objective, lambda: objective.update(group))
+    _guarded(objective, lambda: objective.update(_handed(group)))
     objective.state = _state(objective)
     return scores_MP
 
@@ -230,6 +230,12 @@ def _guarded(objective: Objective, work: Callable[[], _T]) -> _T:
     except FAILURES as error:
         failed = failure("raised", f"objective {objective.name}", trace=traceback.format_exc())
         raise RewardError(f"objective {objective.name} failed: {described(error)}; fix it", failed) from error
+
+
+def _handed(group: Group) -> Group:
+    """The group for an objective of the user's own: metrics, figures and later generations are made of the same."""
+    columns_MP = {name: column.copy() for name, column in group.columns_MP.items()}
+    return replace(group, columns_MP=columns_MP, texts_MP=fresh(group.texts_MP), examples=fresh(list(group.examples)))
 
 
 def _listed(state: Mapping[str, float]) -> str:

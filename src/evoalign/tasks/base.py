@@ -15,9 +15,12 @@ from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
-from evoalign.rewards.functions import failure, finite, shown
+from evoalign.rewards.functions import failure, finite, fresh, shown
 from evoalign.rewards.objective import Columns, Objective, WeightedSum
 from evoalign.types import Example, Prompt
+
+SHOWN = 3
+"""Gold answers that are shown where some fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,9 @@ class Task(ABC):
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """Rewards of completions, one example each, checked to be finite numbers. Raises RewardError."""
         return self.checked(
-            [self.compute_reward(self.clean(t), e) for t, e in zip(texts, examples, strict=True)], texts, examples
+            [self.compute_reward(self.clean(t), fresh(e)) for t, e in zip(texts, examples, strict=True)],
+            texts,
+            examples,
         )
 
     def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
@@ -89,6 +94,10 @@ class Task(ABC):
         A task that gives more says in `weighted` which of them add up to the reward. Raises RewardError.
         """
         return {"reward": self.checked(self.rewards(texts, examples), texts, examples)}
+
+    def handed(self, example: Example) -> Example:
+        """A row as the methods that score are given it: a copy, so that none can change it for the next one."""
+        return fresh(example)
 
     def objective(self) -> Objective:
         """A new one, which makes scores of the columns: that of `task.objective`, or the weighted sum.
@@ -135,19 +144,23 @@ class Task(ABC):
         return number
 
     def self_check(self, examples: Sequence[Example]) -> None:
-        """Every gold answer must earn the maximum, where there is one. Raises DataError naming the first that fails."""
+        """Every gold answer must earn the maximum, where there is one.
+
+        Raises DataError that says how many do not, of how many, and which are the first.
+        """
         if math.isinf(self.max_reward):
             return
-        for row, example in enumerate(examples):
-            answer = self.gold(example)
-            if answer is None:
-                continue
-            reward = self.compute_reward(self.clean(answer), example)
-            if reward != self.max_reward:
-                raise DataError(
-                    f"task {self.name}: the gold answer {answer!r} of row {row} earns {reward}, not {self.max_reward}; "
-                    "fix the row or the reward"
-                )
+        golds = [(row, self.gold(self.handed(example)), example) for row, example in enumerate(examples)]
+        known = [(row, answer, example) for row, answer, example in golds if answer is not None]
+        earned = [(row, answer, self.compute_reward(self.clean(answer), self.handed(e))) for row, answer, e in known]
+        wrong = [found for found in earned if found[2] != self.max_reward]
+        if wrong:
+            first = "; ".join(f"{shown(answer)} of row {row} earns {reward}" for row, answer, reward in wrong[:SHOWN])
+            more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise DataError(
+                f"task {self.name}: {len(wrong)} of {len(known)} gold answers do not earn {self.max_reward}: "
+                f"{first}{more}; fix the rows or the reward"
+            )
 
     def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Give back what the task holds, such as a worker process. Nothing here."""

@@ -11,6 +11,7 @@ from typing import TypeAlias, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import EvoalignError
+from evoalign.rewards.functions import fresh
 from evoalign.tasks import Data, Task
 from evoalign.types import Example
 
@@ -93,9 +94,11 @@ def check_rewards_are_pure(task: Task, data: Data) -> None:
     assert task.rewards(texts[::-1], rows[::-1]) == together[::-1], "rewards depend on the order of completions"
     alone = [task.rewards([text], [row])[0] for text, row in zip(texts, rows, strict=True)]
     assert alone == together, "a reward depends on what else is scored"
-    before = [dict(row) for row in rows]
+    before = fresh(rows)
     task.rewards(texts, rows)
-    assert [dict(row) for row in rows] == before, "scoring changes the rows"
+    for text, row in zip(texts, rows, strict=True):
+        task.compute_reward(task.clean(text), row)  # which `rewards` hands a copy
+    assert rows == before, "scoring changes the rows"
 
 
 def check_cleaning(task: Task, data: Data) -> None:

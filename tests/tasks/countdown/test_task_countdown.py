@@ -201,8 +201,17 @@ def test_every_gold_answer_earns_the_maximum(prompt: str) -> None:
 
 
 def test_self_check_finds_a_solution_that_is_not_one() -> None:
-    with pytest.raises(DataError, match="row 1 earns"):
+    with pytest.raises(DataError, match=r"1 of 2 gold answers .* of row 1 earns"):
         task().self_check([ROW, ROW | {"solution": "((44 + 44) + 10)"}])
+
+
+def test_self_check_counts_the_gold_answers_that_fail_and_shows_the_first() -> None:
+    wrong, unknown = ROW | {"solution": "44 + 19"}, ROW | {"solution": None}
+    with pytest.raises(DataError) as error:
+        task().self_check([ROW, wrong, unknown, *[wrong] * 4])
+    said = str(error.value)
+    assert said.startswith("task countdown: 5 of 6 gold answers do not earn 1.1: ") and "and 2 more; fix" in said
+    assert [f"of row {i} earns 0.1" in said for i in range(7)] == [False, True, False, True, True, False, False]
 
 
 def test_no_solution_is_no_gold() -> None:

@@ -85,6 +85,10 @@ class Isolated(Task):
         """All completions in one call in the worker. Raises RewardError."""
         return self._ask("columns", texts, examples) if texts else {}
 
+    def handed(self, example: Example) -> Example:
+        """The row itself, by which its place is known. The worker makes the copies."""
+        return example
+
     def objective(self) -> Objective:
         """The task's own, in this process: it sees numbers, and its state has to outlive a worker."""
         return self.task.objective()

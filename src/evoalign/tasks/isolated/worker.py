@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, cast
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
 from evoalign.plugins import FAILURES, described
-from evoalign.rewards.functions import failure
+from evoalign.rewards.functions import failure, fresh
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
 from evoalign.types import Example
@@ -158,7 +158,7 @@ def _redirect() -> None:
 
 def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
     rows = [_row(row, data) for row in request["rows"]]
-    return OPERATIONS[request["op"]](task, request["texts"], [rows[i] for i in request["row_of"]])
+    return OPERATIONS[request["op"]](task, request["texts"], [fresh(rows[i]) for i in request["row_of"]])
 
 
 def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:
