@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from evoalign.engines.vllm import start
+from evoalign.engines.vllm import insides
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "scripts" / "install.sh"
@@ -205,7 +205,7 @@ def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     (extra,) = project["optional-dependencies"]["vllm"]
     supported = Requirement(extra).specifier
     assert all(supported.contains(version) for version in TESTED)
-    assert tuple(tuple(map(int, v.split(".")[:2])) for v in TESTED) == (start.OLDEST, start.NEWEST)
+    assert tuple(tuple(map(int, v.split(".")[:2])) for v in TESTED) == (insides.OLDEST, insides.NEWEST)
     assert f"VLLM ?= {TESTED[-1]}" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
 

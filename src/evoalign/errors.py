@@ -35,6 +35,10 @@ class ModelError(EvoalignError):
     """The model or its tokenizer cannot be loaded, or lacks what the run asks of it."""
 
 
+class EngineError(EvoalignError):
+    """An engine's library is not what this package knows: it lacks a name, or takes other parameters."""
+
+
 class RunExistsError(EvoalignError):
     """The output directory already holds a run."""
 

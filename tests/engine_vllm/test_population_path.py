@@ -22,6 +22,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.lora_utils import LoraState, get_num_active_loras_for_dispatch
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from evoalign.engines.vllm import population
 from evoalign.engines.vllm.rows import Rows
@@ -273,7 +274,8 @@ def test_ranks_hold_their_parts_of_the_members(tmp_path):
 def test_the_second_runner_asks_for_rows_and_graphs_alike():
     """Its own LoRA state, with requests of members and of the base model; vLLM's function says which graph it takes."""
     state, rows = LoraState(max_num_reqs=4), Rows(16, 3, torch.device("cpu"))
-    runner = SimpleNamespace(lora_state=state)
+    runner = LoRAModelRunnerMixin()
+    runner.lora_state = state
     population.replace_step(runner, rows)
     for index, member in enumerate((None, 2, None, 0)):
         lora = None if member is None else LoRARequest(f"m{member}", member + 1, "resident")

@@ -10,7 +10,6 @@ from served import SPACES, answers, config
 import evoalign
 from evoalign import engines, tokens
 from evoalign.engines.vllm import VllmEngine
-from evoalign.engines.vllm import start as starting
 from evoalign.errors import ModelError
 from evoalign.testing import engines as contract
 from evoalign.testing.answers import written
@@ -121,12 +120,3 @@ def test_a_form_that_was_asked_for_by_name_is_not_replaced():
     settings = config("lora", lora={"target_modules": ["down_proj"]})
     with contract.started(VllmEngine, settings) as bench:
         assert "generic form" in bench.facts.note and "has no members" in bench.facts.note
-
-
-def test_other_releases_are_refused(monkeypatch):
-    monkeypatch.setattr(starting, "_version", lambda package: "0.19.1")
-    with pytest.raises(ModelError, match=r"knows vLLM 0\.26 to .* 0\.19\.1 is installed"):
-        starting.check_version()
-    monkeypatch.setattr(starting, "_version", lambda package: None)
-    with pytest.raises(ModelError, match=r"evoalign\[vllm\]"):
-        starting.check_version()

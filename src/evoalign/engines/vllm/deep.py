@@ -35,6 +35,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import llama, qwen2, qwen3
 
+from evoalign.engines.vllm.insides import replace
 from evoalign.engines.vllm.rows import Rows
 from evoalign.kernels import population
 
@@ -61,7 +62,7 @@ def put(model: torch.nn.Module, rows: Rows, rank: int, scaling: float, fixed: bo
     decoder = decoder_of(model)
     assert decoder is not None
     # An entry of the instance wins over its class where vLLM's __call__ looks `forward` up.
-    decoder.forward = Deep(decoder, rows, rank, scaling, fixed)
+    replace(decoder, "forward", Deep(decoder, rows, rank, scaling, fixed))
     decoder.forward.warm_up()
 
 

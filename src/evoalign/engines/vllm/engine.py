@@ -21,6 +21,7 @@ from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.adapters import KERNEL_RANK, rank, room, settings, slots
+from evoalign.engines.vllm.insides import check_version
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
@@ -93,7 +94,7 @@ class VllmEngine:
             deterministic=self.deterministic,
             model_hash=hash_of(worker["sums"] for worker in said),
             master_bytes=sum(worker["bytes"] for worker in said),
-            note=f"vLLM {starting.check_version()}; {self._note(said[0], adapters=count > 0)}",
+            note=f"vLLM {check_version()}; {self._note(said[0], adapters=count > 0)}",
         )
 
     def _check_form(self, said: Mapping[str, str]) -> None:
@@ -158,7 +159,10 @@ class VllmEngine:
         salt = self._salt()
         prompts = {r.index: {"prompt_token_ids": list(r.prompt_ids), "cache_salt": salt} for r in requests}
         sampling = {r.index: _sampling(r, self._tokens.stop_ids) for r in requests}
-        adapters = {m: None if slot is None else LoRARequest(f"member-{slot}", slot + 1, FILE) for m, slot in members}
+        adapters = {
+            m: None if slot is None else LoRARequest(lora_name=f"member-{slot}", lora_int_id=slot + 1, lora_path=FILE)
+            for m, slot in members
+        }
         for asked in self._batches(pairs_of([m for m, _ in members], requests)):
             try:
                 outputs = self.llm.generate(

@@ -29,6 +29,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.platforms import current_platform
 
 from evoalign.engines.vllm import deep
+from evoalign.engines.vllm.insides import replace
 from evoalign.engines.vllm.rows import Rows
 from evoalign.errors import ModelError
 from evoalign.kernels import population
@@ -75,9 +76,9 @@ def installed(form: Form, rank: int, scaling: float, fixed: bool) -> Generator[N
     global _asked
     own = vars(current_platform).pop("get_punica_wrapper", None)
     _asked = Settings(form, rank, scaling, fixed)
-    if form != "stock":
-        current_platform.get_punica_wrapper = lambda: f"{__name__}.{Terms.__name__}"
     try:
+        if form != "stock":
+            replace(current_platform, "get_punica_wrapper", lambda: f"{__name__}.{Terms.__name__}")
         yield
     finally:
         vars(current_platform).pop("get_punica_wrapper", None)
@@ -125,7 +126,7 @@ class Terms:
         )
 
     add_shrink = add_expand = add_lora_embedding = add_lora_logits = _refuse
-    apply_lora_full_linear = add_lora_fused_moe = moe_lora_align_block_size = _refuse
+    apply_lora_full_linear = add_lora_fused_moe = moe_lora_align_block_size = add_lora_w13 = add_lora_w2 = _refuse
 
 
 def attach(model: torch.nn.Module, runner: Any) -> Active:
@@ -183,30 +184,36 @@ def replace_step(runner: Any, rows: Rows) -> None:
     runners end in `_set_active_loras`; the first asks the batch for its ids, the second its own LoRA state. Whether
     graphs with or without LoRA are replayed depends on the requests of the same step: at least one has an id exactly
     when `rows.any` holds.
-    """
 
+    Parameters are named as vLLM names them. Raises EngineError where it has none of that name.
+    """
     state: Any = getattr(runner, "lora_state", None)
 
     def of_batch(input_batch: Any, num_scheduled_tokens: NDArray[np.integer], *_: Any, **__: Any) -> None:
         rows.put(np.repeat(input_batch.request_lora_mapping[: input_batch.num_reqs], num_scheduled_tokens))
 
-    def of_tokens(_prompts: Any, ids: Any, *_: Any, **__: Any) -> None:
-        rows.put(np.asarray(ids, dtype=np.int64))
+    def of_tokens(prompt_lora_mapping: Any, token_lora_mapping: Any, *_: Any, **__: Any) -> None:
+        rows.put(np.asarray(token_lora_mapping, dtype=np.int64))
 
-    def inputs(_requests: Any, index: NDArray[np.integer], counts: NDArray[np.integer]) -> tuple[Any, ...]:
-        return (), np.repeat(state.lora_ids[index], counts), ()
+    def inputs(
+        req_ids: Any, idx_mapping: NDArray[np.integer], num_scheduled_tokens: NDArray[np.integer]
+    ) -> tuple[Any, ...]:
+        return (), np.repeat(state.lora_ids[idx_mapping], num_scheduled_tokens), ()
 
-    def active(requests: Iterable[str]) -> set[str]:
-        return set(islice(filter(state.lora_requests.__contains__, requests), 1))  # our kernels do not ask how many
+    def active(req_ids: Iterable[str]) -> set[str]:
+        return set(islice(filter(state.lora_requests.__contains__, req_ids), 1))  # our kernels do not ask how many
 
     def nothing(*_: Any, **__: Any) -> nullcontext[None]:
         return nullcontext()
 
-    runner.set_active_loras, runner._set_active_loras = of_batch, of_tokens
+    replace(runner, "set_active_loras", of_batch)
+    replace(runner, "_set_active_loras", of_tokens)
     # vLLM would fill all slots from pinned copies for each dummy run, and empty them after it.
-    runner.maybe_setup_dummy_loras = runner.maybe_remove_all_loras = nothing
+    replace(runner, "maybe_setup_dummy_loras", nothing)
+    replace(runner, "maybe_remove_all_loras", nothing)
     if state is not None:
-        state.make_lora_inputs, state.get_activate_loras = inputs, active
+        replace(state, "make_lora_inputs", inputs)
+        replace(state, "get_activate_loras", active)
 
 
 def register(lora_manager: Any, slots: int) -> None:

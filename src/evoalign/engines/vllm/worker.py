@@ -19,6 +19,7 @@ from evoalign.engines.hash import tensor_sum
 from evoalign.engines.master import Master, Probed, Shard, Sums
 from evoalign.engines.specs import mean_abs
 from evoalign.engines.vllm import population
+from evoalign.engines.vllm.insides import replace
 from evoalign.engines.vllm.shards import shards
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Slots, Space
@@ -150,7 +151,8 @@ def _plain_weights() -> Generator[None, None, None]:
     def plain(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    own, layers.dispatch_cpu_unquantized_gemm = layers.dispatch_cpu_unquantized_gemm, plain
+    own = layers.dispatch_cpu_unquantized_gemm
+    replace(layers, "dispatch_cpu_unquantized_gemm", plain)
     try:
         yield
     finally:  # another engine of this process may want vLLM as it is
