@@ -23,7 +23,7 @@ from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
 from evoalign.tasks import Data, Task
-from evoalign.tasks.isolated import connection
+from evoalign.tasks.isolated import connection, memory
 from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
@@ -131,6 +131,17 @@ def leaves(completions, log, **kwargs):
     if bombed(completions):
         sys.exit(3)
     return [1.0 for _ in completions]
+
+def hoards(completions, log, **kwargs):
+    note(log[0])
+    kept = []
+    while bombed(completions):
+        kept.append(bytearray(1 << 24))
+    return [1.0 for _ in completions]
+
+def hoards_in_torch(completions, log, **kwargs):
+    import torch
+    return [float(len(torch.ones(1 << 28 if bombed(completions) else 1)) > 0) for _ in completions]
 
 def kills_itself(completions, log, **kwargs):
     note(log[0])
@@ -302,6 +313,32 @@ def test_what_gives_no_answer_stops_the_run(make: Make, log: Path, name: str, re
     assert task.rewards(["fine"], [row(log)]) == [1.0]  # a new worker
     task.close()
     assert_gone(pids(log))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
+@pytest.mark.first("fork", others="long")
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [("fork", "hoards"), ("fork", "hoards_in_torch"), ("fresh", "hoards"), ("fresh", "hoards_in_torch")],
+    indirect=["make"],
+)
+def test_memory_has_an_end(make: Make, log: Path, name: str) -> None:
+    """Half a GiB beyond what the worker starts with; torch itself fits."""
+    task = make(name, retries=0, memory_gib=0.5)
+    error = refused(task, ["a", "bomb it"], row(log))
+    assert f"reward function {name} " in str(error) and "the completion 'bomb it' does it alone" in str(error)
+    assert "fix it or raise grader.memory_gib" in str(error)
+    assert task.rewards(["fine"], [row(log)]) == [1.0]
+
+
+def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(memory, "GROUP_LIMIT", tmp_path / "memory.max")
+    assert memory.half() == whole // 2
+    memory.GROUP_LIMIT.write_text("max\n")
+    assert memory.half() == whole // 2
+    memory.GROUP_LIMIT.write_text(f"{1 << 20}\n")
+    assert memory.half() == 1 << 19
 
 
 @pytest.mark.last("raise-fresh", "garble-fresh")

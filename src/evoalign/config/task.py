@@ -84,3 +84,6 @@ class GraderConfig(Section):
     """Seconds that one call of the reward functions may take."""
     retries: Annotated[int, Field(ge=0)] = 2
     """How often a call that timed out, died or raised is made again before the run stops."""
+    memory_gib: Annotated[float | None, Field(gt=0, le=2**20)] = None
+    """GiB that the worker, and each process that it starts, may allocate beyond what it starts with; None is half of
+    the machine's memory. A call that needs more fails. Linux only."""

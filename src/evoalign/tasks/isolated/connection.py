@@ -96,8 +96,9 @@ class _Forked:
 class Worker:
     """One worker at a time: started when needed, killed with all that it has started, and then started again."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, memory_gib: float | None = None) -> None:
         self._task = task
+        self._memory_gib = memory_gib
         self._data: Data | None = None
         self._seed: int | None = None
         self._folder = Path.cwd()
@@ -177,7 +178,8 @@ class Worker:
             self._end, theirs = socket.socketpair()
             with theirs:
                 self._child = self._fresh(theirs) if self._task.from_config else self._fork(theirs)
-            self._end.sendall(worker.encode({"id": 0, "op": "start", "config": config, "seed": self._seed}))
+            start = {"op": "start", "config": config, "seed": self._seed, "memory_gib": self._memory_gib}
+            self._end.sendall(worker.encode({"id": 0, **start}))
         except OSError as error:  # no process to be had, no such folder any more, or gone already
             raise _died(described(error), None) from error
 

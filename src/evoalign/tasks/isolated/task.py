@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -27,6 +28,8 @@ from evoalign.types import Example, Prompt
 
 logger = logging.getLogger("evoalign.grader")
 
+NO_MEMORY = re.compile("MemoryError|allocate memory|killed by SIG(KILL|ABRT)")
+"""What is said where memory ran out: by Python, by torch, or by nobody any more."""
 SUPPORTED = hasattr(os, "fork")
 """Everywhere but on Windows."""
 
@@ -43,7 +46,7 @@ class Isolated(Task):
         self.task = task
         self.weighted = task.weighted
         self._grader = grader
-        self._worker = Worker(task)
+        self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()
         self._place: dict[int, tuple[str, int]] = {}
         weakref.finalize(self, self._worker.close)
@@ -190,6 +193,8 @@ class Isolated(Task):
         asked = texts if problem.function else ()
         failed = failure(problem.reason, problem.function or "worker", where, problem.trace, asked) | effort
         fix = " or raise grader.timeout" if problem.reason == "hung" else ""
+        if NO_MEMORY.search(str(problem)):
+            fix = " or raise grader.memory_gib"
         if not self.from_config:
             fix += ", or let it run in this process with grader.isolated: false"
         raise RewardError(f"{problem} ({tries}, {effort['seconds']:.0f} s waited){blame}; fix it{fix}", failed)

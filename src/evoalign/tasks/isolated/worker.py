@@ -30,6 +30,7 @@ from evoalign.plugins import FAILURES, described
 from evoalign.rewards.functions import failure, fresh
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
+from evoalign.tasks.isolated import memory
 from evoalign.types import Example
 
 Build: TypeAlias = Callable[[Mapping[str, Any]], tuple[Task, Data | None]]
@@ -99,6 +100,7 @@ class _Answers:
 
 
 def _start(started: list[tuple[Task, Data | None]], build: Build, request: Mapping[str, Any], answers: _Answers) -> int:
+    memory.bound(request["memory_gib"])
     task, data = build(request)
     if isinstance(task, Custom):
         task.calling = lambda name: answers.send({"calling": name})
