@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 
@@ -73,3 +74,24 @@ class CanaryError(EvoalignError):
 
 class NotFiniteError(EvoalignError):
     """A model's logits are not numbers: its weights, or the noise on them, leave nothing to answer with."""
+
+
+class _Short(reprlib.Repr):
+    """Values in messages: of any size and shape, a few words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxstring, self.maxlong, self.maxother = 3, 4, 100, 60, 100
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python itself refuses to write out more than 4,300 digits."""
+        return f"an integer of {x.bit_length():,} bits" if x.bit_length() > 2000 else super().repr_int(x, level)
+
+
+shown = _Short().repr
+"""A value as a message shows it: Python's repr, but short, whatever the value is."""
+
+
+def cut(text: str, most: int) -> str:
+    """A text, its end left out where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

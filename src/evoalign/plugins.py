@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from evoalign.config.secrets import redacted
 from evoalign.errors import ConfigError
 
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
@@ -27,8 +28,9 @@ a run as if the run were done."""
 
 
 def described(error: BaseException) -> str:
-    """An exception's type and text on one line, shortened."""
-    text = " ".join(str(error).split())
+    """An exception's type and text on one line, shortened, and without what looks like a secret: addresses that code
+    of the user's own asks are often in it."""
+    text = " ".join(redacted(str(error)).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 

@@ -15,6 +15,7 @@ from evoalign.baselines import settings
 from evoalign.config import Config, LoraConfig
 from evoalign.engines.transformers.engine import load_model
 from evoalign.errors import ConfigError
+from evoalign.rundir.directory import RunDir
 from evoalign.tasks import Data, Task
 from evoalign.tokens import Tokens
 
@@ -34,7 +35,7 @@ def make_trainer(
 
     from evoalign.baselines.trainer import Trainer
 
-    folder = Path(config.output_dir).expanduser().absolute() / "trainer"
+    folder = RunDir(Path(config.output_dir)).path / "trainer"
     arguments = _arguments(config, folder)
     settings.check_prompts(config, len(data.train), arguments.world_size)
     rows = [{"prompt": task.prompt(example), "row": i} for i, example in enumerate(data.train)]

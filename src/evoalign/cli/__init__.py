@@ -23,7 +23,7 @@ from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
 from evoalign.cli.sweep import sweep
 from evoalign.cli.train import train
-from evoalign.errors import EvoalignError, StoppedError
+from evoalign.errors import EvoalignError, StoppedError, cut
 
 app = typer.Typer(
     help="Evolution Strategies fine-tuning of language models: only inference, any Python reward.",
@@ -73,5 +73,5 @@ def main() -> None:
     except (EvoalignError, OSError) as error:  # the latter of a disk that is full, a folder that may not be written
         if "--debug" in sys.argv:
             traceback.print_exc()
-        say(f"error: {error}")
+        say(f"error: {error if isinstance(error, EvoalignError) else cut(str(error), 600)}")
         sys.exit(2)

@@ -45,8 +45,13 @@ def numbers(text: str | None, option: str = "--sigmas") -> list[float] | None:
 
 
 def say(message: object) -> None:
-    """On stderr, with control characters written out: a message may quote a file that came from anywhere."""
-    text = str(message)
+    """On stderr, with control characters written out: a message may quote a file that came from anywhere.
+
+    What looks like a secret is left out: it may quote what was typed, too.
+    """
+    from evoalign.config.secrets import redacted
+
+    text = redacted(str(message))
     if not text.replace("\n", "").isprintable():
         from evoalign.report.tables import visible
 

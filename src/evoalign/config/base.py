@@ -1,17 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sections of a config share."""
+"""What all sections of a config share, and the bounds of numbers: on both sides, where no sane use comes near.
+
+A number beyond them is a slip, or meant to hang or crash what reads a run from elsewhere.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 FORMAT_VERSION = 1
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("no path holds a NUL")
+    return text
+
+
+Place = Annotated[str, AfterValidator(_path)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Every = Annotated[int, Field(ge=0, le=10**9)]
+"""Generations between two of something; 0 is none."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(ge=1e-37, le=1e30, allow_inf_nan=False)]
+"""As float32 has it, with room for what is made of it."""
+Gib = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Modules = Annotated[list[str], Field(min_length=1)]
-Layers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Layers = Annotated[list[Annotated[int, Field(ge=0, le=10**6)]], Field(min_length=1)]
 
 
 class Section(BaseModel):

@@ -6,18 +6,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from evoalign.config.base import Section
+from evoalign.config.base import Count, Every, Section
+from evoalign.errors import shown
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < 1e-6:
+        raise ValueError("logits cannot be divided by that; 0 is greedy, and else it should be at least 0.000001")
+    return value
+
+
+AnySeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class SamplingConfig(Section):
     """How training's completions are drawn. What is not set here is as `evaluation` has it."""
 
-    max_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    max_tokens: Count = 128
+    temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False), AfterValidator(_temperature)] = 0.0
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts at which a completion ends, beside the model's own stop tokens; they are no part of it."""
 
@@ -28,15 +38,15 @@ class EvaluationConfig(SamplingConfig):
     `max_tokens` and `stop` that are not set here are as `sampling` has them; the temperature is 0 unless it is set.
     """
 
-    samples: PositiveInt = 1
-    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [0])
-    every: Annotated[int, Field(ge=0)] = 0
+    samples: Annotated[int, Field(ge=1, le=10**6)] = 1
+    seeds: Annotated[list[AnySeed], Field(min_length=1)] = Field(default_factory=lambda: [0])
+    every: Every = 0
     """Evaluate the mean on the test split each so many generations; 0: only before and after."""
 
     @model_validator(mode="after")
     def _draws(self) -> EvaluationConfig:
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"evaluation.seeds {self.seeds} names a seed twice")
+            raise ValueError(f"evaluation.seeds {shown(self.seeds)} names a seed twice")
         if self.temperature == 0 and (self.samples > 1 or len(self.seeds) > 1):
             raise ValueError("samples and seeds only repeat a greedy completion; set evaluation.temperature above 0")
         return self

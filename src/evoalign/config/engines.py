@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, GetJsonSchemaHandler, Serializ
 from pydantic_core import PydanticCustomError
 
 from evoalign.config.base import Section, named
+from evoalign.errors import shown
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def section_of(value: object) -> type[EngineSettings]:
     value = named({} if value is None else value)
     name = cast(Mapping[str, Any], value).get("name", DEFAULT) if isinstance(value, Mapping) else DEFAULT
     if not isinstance(name, str) or (":" not in name and name not in ENGINES):
-        told = f"unknown engine {name!r}; use {', '.join(ENGINES)} or package.module:Class"
+        told = f"unknown engine {shown(name)}; use {', '.join(ENGINES)} or package.module:Class"
         raise PydanticCustomError("unknown_engine", "{told}", {"told": told})
     return UnreadEngine if ":" in name else ENGINES[name]
 

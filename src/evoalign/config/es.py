@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from evoalign.config.base import PositiveFloat, Section, Share, named
+from evoalign.config.base import Count, Positive, Section, Share, named
 
 NO_ES = "missing setting es; es needs at least sigma or noise_multiplier"
 
@@ -19,14 +19,14 @@ class OptimizerConfig(Section):
     momentum: Share = 0.9
     beta1: Share = 0.9
     beta2: Share = 0.999
-    eps: PositiveFloat = 1e-8
+    eps: Positive = 1e-8
 
 
 class ScheduleConfig(Section):
     """A factor over the run, from 1 at generation 0 to `floor` at the last one."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    floor: Annotated[float, Field(ge=1e-12, le=1)] = 0.1
 
 
 Schedule = Annotated[ScheduleConfig, BeforeValidator(named)]
@@ -35,11 +35,11 @@ Schedule = Annotated[ScheduleConfig, BeforeValidator(named)]
 class EsConfig(Section):
     """The evolution strategy. Exactly one of `sigma` and `noise_multiplier` sets the width of the noise."""
 
-    num_generations: PositiveInt = 30
-    population_size: Annotated[int, Field(ge=2)] = 30
-    learning_rate: PositiveFloat = 0.0005
-    sigma: PositiveFloat | None = None
-    noise_multiplier: PositiveFloat | None = None
+    num_generations: Count = 30
+    population_size: Annotated[int, Field(ge=2, le=10**7)] = 30
+    learning_rate: Positive = 0.0005
+    sigma: Positive | None = None
+    noise_multiplier: Positive | None = None
     shaping: Literal["zscore", "centered", "ranks", "identity"] = "zscore"
     antithetic: bool = False
     optimizer: Annotated[OptimizerConfig, BeforeValidator(named)] = Field(default_factory=OptimizerConfig)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from evoalign.config.base import PositiveFloat, Section, Share
-from evoalign.errors import ConfigError
+from evoalign.config.base import Count, Positive, Section, Share
+from evoalign.errors import ConfigError, shown
 
 OF_TRL: dict[str, Any] = {
     "lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "optim": "adamw_torch", "weight_decay": 0.0,
@@ -50,7 +50,7 @@ def _of_trl(name: str, value: object) -> object:
     """A value of `OF_TRL`, numbers written as text read as such. Raises ValueError."""
     default = OF_TRL[name]
     if name in LATE and value not in LATE[name]:
-        raise ValueError(f"{name} is one of {', '.join(LATE[name])}, not {value!r}")
+        raise ValueError(f"{name} is one of {', '.join(LATE[name])}, not {shown(value)}")
     if value is None or isinstance(value, bool) or isinstance(default, bool | str | dict):
         return value
     try:
@@ -58,7 +58,7 @@ def _of_trl(name: str, value: object) -> object:
     except (TypeError, ValueError):
         number = -1
     if not 0 <= number < float("inf"):
-        raise ValueError(f"{name} is a number of 0 or more, not {value!r}")
+        raise ValueError(f"{name} is a number of 0 or more, not {shown(value)}")
     return number
 
 
@@ -77,26 +77,26 @@ class GrpoConfig(Section):
 
     tune: Literal["full", "lora"] = "full"
     """All weights, or an adapter as the section `lora` says (rank, alpha, target_layers, target_modules)."""
-    max_steps: PositiveInt = 100
+    max_steps: Count = 100
     """Optimizer steps."""
-    num_generations: Annotated[int, Field(ge=2), BeforeValidator(_group)] = 8
+    num_generations: Annotated[int, Field(ge=2, le=10**7), BeforeValidator(_group)] = 8
     """Completions of each prompt: the group that advantages are taken over."""
-    per_device_train_batch_size: PositiveInt = 8
+    per_device_train_batch_size: Count = 8
     """Completions in one forward and backward pass."""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Count = 1
     """Passes to an optimizer step. A step has this times the batch size (times the processes) completions."""
-    steps_per_generation: PositiveInt | None = None
+    steps_per_generation: Count | None = None
     """Passes that one round of completions lasts for; None: one optimizer step."""
-    num_iterations: PositiveInt = 1
+    num_iterations: Count = 1
     """How often each completion is trained on."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: Positive = 1e-6
     warmup_ratio: Share = 0.0
-    beta: Annotated[float, Field(ge=0)] = 0.0
+    beta: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Weight of the KL divergence from the base model in the loss. 0 keeps no reference model."""
-    temperature: PositiveFloat = 1.0
+    temperature: Positive = 1.0
     """Of the completions to train on; those of the evaluation are drawn as `evaluation` says."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    max_completion_length: PositiveInt | None = None
+    top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
+    max_completion_length: Count | None = None
     """None: `sampling.max_tokens`."""
     rollouts: Literal["trl", "engine", "es"] = "trl"
     """Where completions come from. `trl`: TRL's own generation, on transformers or (`trl: {use_vllm: true}`) vLLM.

@@ -12,12 +12,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
+from evoalign.config import source
 from evoalign.config.base import named
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import OF_TRL, in_place, place_of
 from evoalign.config.run import Config
-from evoalign.errors import ConfigError
+from evoalign.config.secrets import GONE, is_secret, redacted_pairs, refuse_secrets
+from evoalign.errors import ConfigError, cut, shown
+
+MOST_ERRORS = 10
+"""Wrong values that one message names."""
 
 
 def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
@@ -53,7 +58,9 @@ def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
     """Check a nested mapping. Raises ConfigError naming each wrong value.
 
     It has to say how it trains, with a section es or grpo, unless `needs_es` is false: a model is evaluated without.
+    Nothing in it may look like a secret, see `config.secrets`.
     """
+    refuse_secrets(tree)
     try:
         config = Config.model_validate(dict(tree))
     except ValidationError as error:
@@ -92,13 +99,16 @@ def to_yaml(config: Config) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}; `evoalign init DIR` writes one to start from") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; give the YAML file in it") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    except ValueError:  # a NUL in the path
+        raise ConfigError(f"no config file {shown(str(path))}") from None
+    tree: object = source.parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")
     return cast(dict[str, Any], tree)
@@ -112,12 +122,13 @@ def _in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {text!r}: expected key=value, such as es.sigma=0.003")
+    said = cut(f"{key}={GONE}" if is_secret(key, value) else redacted_pairs(text), 100)
+    if not equals or not all(key.split(".")) or key.count(".") > source.DEEPEST:
+        raise ConfigError(f"--set {said!r}: expected key=value, such as es.sigma=0.003")
     try:
-        leaf: object = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {text!r}: {value!r} is not a YAML value; quote it") from None
+        leaf: object = source.parse(value, "it")
+    except ConfigError as error:
+        raise ConfigError(f"--set {said!r}: {error}; quote it if it is a text") from None
     if isinstance(leaf, str):  # YAML 1.1 reads 1e-3 (no dot) as a string
         leaf = _number(leaf)
     for part in reversed(key.split(".")):
@@ -157,12 +168,14 @@ def _section(tree: Mapping[str, Any]) -> type[EngineSettings]:
 
 def _refused(errors: Sequence[Any], engine: type[EngineSettings], prefix: tuple[str | int, ...] = ()) -> ConfigError:
     """Each wrong value on a line of its own."""
-    return ConfigError("\n".join(_explain(error, engine, prefix) for error in errors))
+    lines = [cut(_explain(error, engine, prefix), 600) for error in errors[:MOST_ERRORS]]
+    more = len(errors) - len(lines)
+    return ConfigError("\n".join([*lines, *([f"and {more:,} more settings are wrong"] if more else [])]))
 
 
 def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tuple[str | int, ...]) -> str:
     where = (*prefix, *error["loc"])
-    location = ".".join(str(part) for part in where)
+    location = ".".join(cut(str(part), 60) for part in where)
     if error["type"] == "extra_forbidden":
         return f"unknown setting {location}{_nearest(where, engine)}"
     if error["type"] == "missing":
@@ -171,14 +184,14 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
         return f"{location}.name: {error['msg']}"
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
-    shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
-    return f"{location}: {message}{shown}" if location else message
+    said = "" if isinstance(given, dict | BaseModel) else f" (given: {shown(given)})"
+    return f"{location}: {message}{said}" if location else message
 
 
 def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> str:
     names = [*_names(Config, "", engine), *(f"grpo.{name}" for name in OF_TRL)]
     wanted = ".".join(str(part) for part in location)
-    leaf = str(location[-1])
+    leaf = cut(str(location[-1]), 200)
     siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
     near = difflib.get_close_matches(leaf, siblings, n=1)
     if near:

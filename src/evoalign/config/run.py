@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from evoalign.config.base import FORMAT_VERSION, Section, named
+from evoalign.config.base import FORMAT_VERSION, Count, Every, Place, Section, Seed, named
 from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import NO_ES, EsConfig
@@ -23,16 +23,16 @@ from evoalign.config.spaces import (
     SpaceSection,
 )
 from evoalign.config.task import GraderConfig, TaskConfig
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, shown
 
 
 class CheckpointConfig(Section):
     """What is saved on the way. The journal alone rebuilds the mean; a checkpoint makes that faster."""
 
-    every: Annotated[int, Field(ge=0)] | None = None
+    every: Every | None = None
     """Generations between checkpoints; 0: only at a stop and at the end. None: 10 where the mean is an adapter, as
     with `lora`, for it is small, and 0 with the other spaces."""
-    keep_last: PositiveInt = 2
+    keep_last: Count = 2
     """The latest so many stay."""
     keep_best: bool = True
     """The best mean by `evaluation.every` is saved and stays too."""
@@ -48,7 +48,7 @@ TRACKERS = {
 
 def _tracker(name: str) -> str:
     if name not in TRACKERS and ":" not in name:
-        raise ValueError(f"unknown tracker {name!r}; use {', '.join(TRACKERS)} or package.module:Class")
+        raise ValueError(f"unknown tracker {shown(name)}; use {', '.join(TRACKERS)} or package.module:Class")
     return name
 
 
@@ -60,21 +60,21 @@ class TrackingConfig(Section):
     project: str = "evoalign"
     name: str | None = None
     """The run's name there; None is the last part of `output_dir`."""
-    completions_every: Annotated[int, Field(ge=0)] = 10
+    completions_every: Every = 10
     """Generations between parquet files with the completions of the best, median and worst member; 0: none."""
 
 
 class ChecksConfig(Section):
     """What a run asks of itself while it trains."""
 
-    canary_every: Annotated[int, Field(ge=0)] = 25
+    canary_every: Every = 25
     """Generations between canaries, which prove that members differ; one runs at the start. 0: only that one."""
-    control_every: Annotated[int, Field(ge=0)] = 10
+    control_every: Every = 10
     """Generations between A/A controls, which score the unperturbed model twice: the noise floor. 0: none."""
-    kl_every: Annotated[int, Field(ge=0)] = 0
+    kl_every: Every = 0
     """Generations, or steps of GRPO, between measurements of the divergence from the base model. 0: none. It takes a
     second copy of the model."""
-    kl_prompts: PositiveInt = 32
+    kl_prompts: Count = 32
     """Prompts of the test split that such a measurement answers, at temperature 1."""
 
 
@@ -82,8 +82,8 @@ class Config(Section):
     """The whole of a run."""
 
     format_version: Literal[1] = FORMAT_VERSION
-    output_dir: str = "runs/evoalign"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    output_dir: Place = "runs/evoalign"
+    seed: Seed = 0
     deterministic: bool | None = None
     """None: true on the CPU, false on a GPU."""
     space: Annotated[SpaceConfig, BeforeValidator(named)] = Field(default_factory=SpaceConfig)

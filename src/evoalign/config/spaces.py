@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from evoalign.config.base import Layers, Modules, PositiveFloat, Section
+from evoalign.config.base import Count, Layers, Modules, Positive, Section
 from evoalign.config.es import EsConfig
+from evoalign.errors import shown
 
 SPACES = {
     "lora": "evoalign.spaces.lora:Lora",
@@ -28,7 +29,7 @@ class SpaceConfig(BaseModel):
     @model_validator(mode="after")
     def _known(self) -> SpaceConfig:
         if ":" not in self.name and self.name not in SPACES:
-            raise ValueError(f"unknown space {self.name!r}; use {', '.join(SPACES)} or package.module:Class")
+            raise ValueError(f"unknown space {shown(self.name)}; use {', '.join(SPACES)} or package.module:Class")
         if self.model_extra and self.name in SECTIONS:
             raise ValueError(f"{self.name} takes its settings in the section {self.name}: not under space")
         return self
@@ -59,13 +60,13 @@ class LoraConfig(SpaceSection):
     """Noise on the factors of a LoRA adapter, W + (alpha / rank) B A."""
 
     evolves_model = False
-    rank: PositiveInt = 1
-    alpha: PositiveFloat = 2.0
+    rank: Count = 1
+    alpha: Positive = 2.0
     target_layers: Layers | None = None
     target_modules: Modules | None = None
     """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
     evolve: Literal["b", "ab"] = "b"
-    init_scale: PositiveFloat = 1.0
+    init_scale: Positive = 1.0
     """`ab` only: the noise of generation 0 is this many times wider."""
 
     @property
@@ -85,7 +86,7 @@ class LoraConfig(SpaceSection):
 class LowrankConfig(SpaceSection):
     """Rank-r noise on the linear matrices themselves, W + (s / sqrt(r)) B A (EGGROLL, arXiv 2511.16652)."""
 
-    rank: PositiveInt = 1
+    rank: Count = 1
     target_layers: Layers | None = None
     target_modules: Modules | None = None
     """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from evoalign.config.base import PositiveFloat, Section, named
+from evoalign.config.base import Count, Place, Section, named
+
+Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 
 class ObjectiveConfig(BaseModel):
@@ -39,22 +41,22 @@ class TaskConfig(Section):
 
     model_config = ConfigDict(extra="allow")
     name: str = "conciseness"
-    train_data: str | None = None
-    test_data: str | None = None
+    train_data: Place | None = None
+    test_data: Place | None = None
     """A JSON, JSONL or parquet file, or (for `custom`) a hub data set as `hub:NAME` or `hub:NAME:SPLIT`."""
     split: Literal["seeded", "first_last"] = "seeded"
     """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
-    train_size: PositiveInt | None = None
-    test_size: PositiveInt | None = None
+    train_size: Count | None = None
+    test_size: Count | None = None
     prompt: Literal["raw", "chat", "short"] | None = None
     """The form of the prompt; None is the task's own default."""
-    batch_size: PositiveInt | None = None
+    batch_size: Count | None = None
     """Training examples a generation; None takes all of them."""
     strip: bool = True
     """Strip white space around a completion before it is scored."""
     rewards: list[str] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
-    reward_weights: list[float] | None = None
+    reward_weights: list[Weight] | None = None
     objective: Annotated[ObjectiveConfig | None, BeforeValidator(named)] = Field(
         default=None, exclude_if=lambda value: value is None
     )
@@ -80,9 +82,9 @@ class GraderConfig(Section):
 
     isolated: bool = True
     """In a worker process that can be killed. false: in this process, without a time limit."""
-    timeout: PositiveFloat = 60.0
+    timeout: Annotated[float, Field(ge=1e-3, le=1e7, allow_inf_nan=False)] = 60.0
     """Seconds that one call of the reward functions may take."""
-    retries: Annotated[int, Field(ge=0)] = 2
+    retries: Annotated[int, Field(ge=0, le=10**6)] = 2
     """How often a call that timed out, died or raised is made again before the run stops."""
     memory_gib: Annotated[float | None, Field(gt=0, le=2**20)] = None
     """GiB that the worker, and each process that it starts, may allocate beyond what it starts with; None is half of

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+from evoalign.config.secrets import redacted
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import FAILURES, described
 from evoalign.types import Example, Messages, Prompt
@@ -196,7 +197,7 @@ def failure(
         "prompt": prompt,
         "completion": completion,
         "example": None if example is None else {str(name): value for name, value in example.items()},
-        "traceback": trace,
+        "traceback": None if trace is None else redacted(trace),
         "attempts": 1,
         "seconds": None,
     }

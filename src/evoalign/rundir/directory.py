@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
-from evoalign.errors import DataError, RunExistsError
+from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.rundir import journal
 from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
@@ -33,7 +33,10 @@ class RunDir:
     """The paths of a run and the writing of its plain files."""
 
     def __init__(self, path: Path) -> None:
-        path = path.expanduser().absolute()  # a hook or a reward may change the working directory
+        try:
+            path = path.expanduser().absolute()  # a hook or a reward may change the working directory
+        except RuntimeError:
+            raise ConfigError(f"output_dir {path} names the home of nobody here") from None
         self.path = path
         self.config = path / "config.yaml"
         self.manifest = path / MANIFEST

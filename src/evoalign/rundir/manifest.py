@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from evoalign.config import Config
+from evoalign.config.secrets import redacted_command
 from evoalign.rundir.identity import config_hash
 from evoalign.rundir.method import Method
 from evoalign.version import __version__
@@ -67,5 +68,5 @@ def _run_git(*words: str) -> str:
 
 
 def command_line() -> list[str]:
-    """The command as it was typed."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+    """The command as it was typed, but for what looks like a secret."""
+    return redacted_command([Path(sys.argv[0]).name, *sys.argv[1:]])

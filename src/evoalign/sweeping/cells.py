@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 
 from evoalign import engines
-from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides
+from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides, source
 from evoalign.config.grpo import place_of
 from evoalign.config.reading import read_object
 from evoalign.errors import ConfigError, DataError
@@ -76,8 +76,8 @@ def axis(text: str) -> tuple[str, list[Any]]:
     """`es.sigma=0.001,0.003` as a setting and its values. Raises ConfigError."""
     key, sign, values = text.partition("=")
     try:
-        found: object = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError:
+        found: object = source.parse(f"[{values}]", "--grid")
+    except ConfigError:
         found = None
     if not (sign and key.strip() and isinstance(found, list) and found):
         raise ConfigError(f"--grid {text!r}: expected setting=value,value such as es.sigma=0.001,0.003")
@@ -87,11 +87,12 @@ def axis(text: str) -> tuple[str, list[Any]]:
 def read_cells(path: Path) -> list[Settings]:
     """A YAML list of cells, each a mapping from dotted names to values. Raises ConfigError."""
     try:
-        found: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--cells {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--cells {path} is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--cells {path} is not YAML: {error}") from None
+    found: object = source.parse(text, f"--cells {path}")
     if not isinstance(found, list) or not found or not all(_is_settings(cell) for cell in cast(list[object], found)):
         raise ConfigError(
             f"--cells {path}: expected a list of cells such as - {{es.sigma: 0.001, es.learning_rate: 5e-4}}"

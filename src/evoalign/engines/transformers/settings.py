@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field
 
-from evoalign.config.base import PositiveFloat
+from evoalign.config.base import Count, Gib
 from evoalign.config.engines import EngineSettings, Held
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ class TransformersConfig(EngineSettings):
     name: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
     device: str = "auto"
     """auto, cpu, cuda or cuda:K."""
-    memory_gib: PositiveFloat | None = None
+    memory_gib: Gib | None = None
     """Room for the cache and logits of one chunk of rows. None: 2; half the free memory on a GPU that is not
     `deterministic`."""
-    max_rows: PositiveInt | None = None
+    max_rows: Count | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads; None leaves torch's own choice."""
 
     path = "evoalign.engines.transformers.engine:TransformersEngine"

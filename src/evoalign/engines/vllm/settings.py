@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from evoalign.config.base import PositiveFloat
+from evoalign.config.base import Count, Gib
 from evoalign.config.engines import EngineSettings, Held
 
 if TYPE_CHECKING:
@@ -22,17 +22,17 @@ class VllmConfig(EngineSettings):
     """vLLM in this process, which all members share; needs the extra `vllm`. It takes the GPUs it finds."""
 
     name: Literal["vllm"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=4096)] = 1
     """GPUs over which each matrix is split."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, Field(ge=1e-3, le=1)] = 0.9
     """Share of a GPU's memory for the weights, the float32 master, the adapters and the cache together."""
-    kv_cache_gib: PositiveFloat | None = None
+    kv_cache_gib: Gib | None = None
     """Room for keys and values. None: what `gpu_memory_utilization` leaves; 1 on the CPU."""
-    max_num_seqs: PositiveInt = 1024
+    max_num_seqs: Count = 1024
     """At most this many sequences in one batch; more wait their turn."""
-    max_num_batched_tokens: PositiveInt | None = None
+    max_num_batched_tokens: Count | None = None
     """At most this many tokens in one step; None leaves vLLM's own choice."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Count | None = None
     """Longest prompt and completion together; None: as many positions as the model has."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """dummy: random weights of the model's shapes, to measure with."""
@@ -45,7 +45,7 @@ class VllmConfig(EngineSettings):
     population: Literal["auto", "deep", "generic", "stock"] = "auto"
     """How rows get their members' terms. `deep`: inside the kernels of norm, rotation and activation (Qwen2, Qwen3,
     Llama). `generic`: one kernel a layer, any model. `stock`: vLLM's own multi-LoRA. auto: the first that fits."""
-    members: PositiveInt | None = None
+    members: Count | None = None
     """Adapters on the GPU at once; None: the population. A larger population takes its turns."""
     master: Literal["device", "host"] = "device"
     """Where the float32 mean of `lowrank` and `full` lies; `host` frees 4 bytes a weight and makes updates slower."""

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs that were made to hang or crash whoever reads them, and slips that would pass unseen: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calling import caller
+from evoalign.config import Config, from_dict, load
+from evoalign.config.source import DEEPEST, MOST_CHARACTERS, parse
+from evoalign.errors import ConfigError, shown
+from evoalign.rundir.directory import RunDir
+from evoalign.training.resolve import of_run
+
+PLAIN = "es: {sigma: 0.1}\n"
+LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
+MAPS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{{','.join(f'k{j}: *a{i - 1}' for j in range(10))}}}\n" for i in range(1, 9)
+)
+FILES = {
+    "laughs as a value": (LISTS + PLAIN + "output_dir: *a8\n", "has more than 50,000 values"),
+    "laughs as unknown settings": (LISTS + PLAIN, "has more than 50,000 values"),
+    "laughs of mappings": (MAPS + PLAIN + "grpo: {trl: *a8}\n", "has more than 50,000 values"),
+    "a list that holds itself": (f"{PLAIN}output_dir: &a [*a]\n", "an alias stands for what it is in.*line 2"),
+    "a mapping that holds itself": ("&a es: *a\nes: &b {sigma: *b}\n", "an alias stands for what it is in"),
+    "brackets": ("output_dir: " + "[" * 3000, f"nests deeper than {DEEPEST}"),
+    "braces": ("output_dir: " + "{a: " * 3000, f"nests deeper than {DEEPEST}"),
+    "blocks": ("\n".join(" " * i + "- " for i in range(200)), f"nests deeper than {DEEPEST}"),
+    "size": (PLAIN + "# " + "x" * MOST_CHARACTERS, "settings take at most 524,288"),
+    "a day that is none": (f"{PLAIN}output_dir: 2020-13-45\n", "'2020-13-45' is no timestamp.*line 2"),
+    "a number without digits": (f"{PLAIN}seed: 0x_\n", "'0x_' is no int.*line 2"),
+    "5,000 digits": (f"{PLAIN}seed: {'9' * 5000}\n", r"'9+\.\.\.9+' is no int"),
+    "5,000 hexadecimal digits": (f"{PLAIN}seed: 0x{'9' * 5000}\n", "given: an integer of 20,000 bits"),
+    "a tag that does not fit": (f"{PLAIN}seed: !!bool abc\n", "'abc' is no bool"),
+    "a float that is none": (f"{PLAIN}seed: !!float abc\n", "'abc' is no float"),
+    "a key twice": ("seed: 1\nes: {sigma: 0.1}\nseed: 2\n", "the key 'seed' is on line 1 already; keep one.*line 3"),
+    "a section twice": (f"{PLAIN}es: {{sigma: 0.5}}\n", "the key 'es' is on line 1 already"),
+    "a key twice below": ("es: {sigma: 0.1, sigma: 0.2}\n", "the key 'sigma' is on line 1 already"),
+    "a key of any length": (PLAIN + "k" * 900 + ": 1\n", r"unknown setting k+ \.\.\.; known here"),
+    "thousands of unknown keys": (PLAIN + "".join(f"k{i}: 1\n" for i in range(500)), "and 490 more settings"),
+    "a value of any length": (f"{PLAIN}seed: {'x' * 100_000}\n", r"given: 'x+\.\.\.x+'"),
+    "a nul in the data's path": (f'{PLAIN}task: {{train_data: "a\\0b"}}\n', "task.train_data: no path holds a NUL"),
+    "a nul in a path": (f'{PLAIN}output_dir: "a\\0b"\n', "output_dir: no path holds a NUL"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_is_short_words(name: str, tmp_path: Path) -> None:
+    text, message = FILES[name]
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load([tmp_path / "config.yaml"])
+    said = str(caught.value)
+    assert len(said) < 3000 and said.count("\n") <= 10 and all(len(line) <= 700 for line in said.split("\n"))
+
+
+def test_a_strangers_run_is_read_in_the_same_way(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(LISTS + PLAIN + "output_dir: *a8\n")
+    with pytest.raises(ConfigError, match="has more than 50,000 values"):
+        of_run(tmp_path)
+
+
+def test_anchors_and_merges_that_help_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "lora: &layers {target_layers: [0, 1]}\nlowrank: {<<: *layers, rank: 2, target_layers: [3]}\nes: {sigma: 0.1}\n"
+    )
+    found = load([tmp_path / "c.yaml"])
+    assert found.lora.target_layers == [0, 1]
+    assert (found.lowrank.target_layers, found.lowrank.rank) == ([3], 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=2020-13-45", "'2020-13-45' is no timestamp"),
+        ("seed=" + "[" * 3000, "nests deeper"),
+        ("seed=&a [*a]", "stands for what it is in"),
+        (".".join("a" * 2000) + "=1", r"--set .* \.\.\.': expected key=value"),
+        ("a" * 10_000 + "=1", "unknown setting a"),
+        ("es={sigma: 1, sigma: 2}", "the key 'sigma' is on line 1 already"),
+    ],
+)
+def test_a_hostile_override_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load([], ["es.sigma=0.1", override])
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
+
+
+def test_a_path_of_any_length_is_a_short_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(PLAIN)
+    run = caller(monkeypatch, capsys)
+    done = run("train", tmp_path / "config.yaml", "--set", f"output_dir={'x/' * 3000}", "--dry-run")
+    assert done.code == 2 and "File name too long" in done.err and len(done.err) < 700
+
+
+def test_a_path_with_a_nul() -> None:
+    with pytest.raises(ConfigError, match=r"no config file 'a\\x00b'"):
+        load(["a\0b"])
+
+
+def test_nobodys_home() -> None:
+    with pytest.raises(ConfigError, match="output_dir ~nobody-of-that-name/x names the home of nobody here"):
+        RunDir(Path("~nobody-of-that-name/x"))
+
+
+def test_a_plain_value_is_shown_whole() -> None:
+    assert [shown(v) for v in ("abc", 12, 0.5, [1, 2], None)] == ["'abc'", "12", "0.5", "[1, 2]", "None"]
+    assert parse("{a: [1, b]}", "it") == {"a": [1, "b"]}
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def numbers(schema: object, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each number of a JSON schema, and where it stands."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number") and "const" not in schema:
+            yield place, schema
+        for name, value in schema.items():
+            yield from numbers(value, f"{place}.{name}")
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from numbers(value, f"{place}.{i}")
+
+
+def is_bounded(number: dict[str, Any]) -> bool:
+    return all({end, f"exclusive{end.capitalize()}"} & number.keys() for end in ("minimum", "maximum"))
+
+
+def test_every_number_has_bounds_on_both_sides() -> None:
+    found = list(numbers(Config.model_json_schema()))
+    assert len(found) > 50, "the walk finds the settings"
+    assert [place for place, number in found if not is_bounded(number)] == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.threads=18446744073709551616", "engine.memory_gib=1e300", "es.sigma=5e-324", "es.sigma=1e308",
+        "es.learning_rate=1e308", f"evaluation.seeds=[{2**200}]", "es.population_size=1000000000000",
+        "es.num_generations=1000000000000000000000000000000", "evaluation.max_tokens=1000000000000",
+        "evaluation.samples=1000000000", "lora.rank=100000000000", "lora.alpha=1e308", "lora.target_layers=[10000000]",
+        "grader.timeout=1e308", "grader.retries=1000000000000", "evaluation.temperature=1e308",
+        "evaluation.temperature=5e-324",
+        "sampling.top_p=5e-324",
+        "grpo.learning_rate=1e308", "grpo.beta=.inf", "checks.kl_prompts=10000000000000", "grpo.max_steps=10000000000",
+        "task.reward_weights=[.nan]",
+    ],
+)  # fmt: skip
+def test_a_number_beyond_sense_is_refused_with_its_bound(override: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"should be (less|greater) than|should be a (finite|valid)|at least"
+    ) as caught:
+        load([], ["es.sigma=0.1", override])
+    assert str(caught.value).startswith(override.partition("=")[0]) and "\n" not in str(caught.value)
+
+
+def test_what_some_use_is_within_the_bounds() -> None:
+    from_dict(
+        {
+            "es": {"sigma": 1e-9, "learning_rate": 1e-15, "population_size": 262_144, "num_generations": 10**6},
+            "engine": {"threads": 1024, "memory_gib": 2048, "max_rows": 10**6},
+            "evaluation": {"temperature": 2.0, "samples": 1024, "seeds": [0, 2**63 - 1], "max_tokens": 131_072},
+            "grader": {"timeout": 86_400},
+        }
+    )
