@@ -648,7 +648,10 @@ def _moved(model: Any) -> float:
     [
         ({"grpo": {"num_generations": 3}}, "8 x 1 passes is no multiple of grpo.num_generations 3"),
         ({"grpo": {"per_device_train_batch_size": 16}}, "takes 4 prompts, and the training split has 2"),
-        ({"grpo": {"trl": {"bta": 0.1}}}, r"grpo.trl.bta: TRL's GRPOConfig has no such field; beta\?"),
+        (
+            {"grpo": {"trl": {"bta": 0.1}}},
+            r"grpo.trl.bta: TRL has no such field, or none that a run takes; did you mean beta\?",
+        ),
         ({"grpo": {"trl": {"beta": 0.1}}}, "grpo.trl.beta has a place of its own: grpo.beta"),
         ({"grpo": {"trl": {"output_dir": "/"}}}, "grpo.trl.output_dir is set elsewhere here: by output_dir"),
         ({"grpo": {"rollouts": "es"}}, "missing setting es"),

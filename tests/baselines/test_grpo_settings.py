@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from evoalign.baselines.settings import arguments, fields_of
+from calling import caller
+from evoalign.baselines.settings import SET, arguments, check, fields_of
 from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml
 from evoalign.config.grpo import OF_TRL, GrpoConfig
+from evoalign.config.trl import ALLOWED, ASKED
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import config_hash, differences
 from evoalign.sweeping.cells import make_cells
+from evoalign.training.resolve import of_run
 
 REPOSITORY = Path(__file__).parents[2]
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))
@@ -110,3 +113,56 @@ def test_code_of_a_model_is_never_run_and_old_configs_that_say_so_load() -> None
     assert config_hash(es) == "93c0aefcc9fce28292041f7809b49980424b64acc2bb75bcfcb714cb61835f44", "as in old journals"
     with pytest.raises(ConfigError, match=r"^model.trust_remote_code cannot be set: .* never run$"):
         from_dict({"es": {"sigma": 1}, "model": {"trust_remote_code": True}})
+
+
+# --- what a run takes of TRL ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hub_model_id", "hub_strategy", "push_to_hub", "log_completions_hub_repo", "report_to", "output_dir",
+        "logging_dir", "resume_from_checkpoint", "trackio_space_id", "project", "do_train", "local_rank",
+        "restore_callback_states_from_checkpoint", "trust_remote_code", "model_init_kwargs", "loss_typ",
+    ],
+)  # fmt: skip
+def test_what_does_not_say_how_it_trains_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^grpo\.trl\.{name}(:| is set elsewhere here)"):
+        check(from_dict({"grpo": {"trl": {name: "x"}}}))
+
+
+def test_every_field_that_is_taken_is_one_of_trl_or_was() -> None:
+    trl = pytest.importorskip("trl")
+    gone = {"adafactor", "group_by_length", "max_prompt_length", "vllm_guided_decoding_regex"}
+    assert (ALLOWED | ASKED) - fields_of(trl.GRPOConfig).keys() <= gone
+    assert not ALLOWED & ASKED and OF_TRL.keys() <= ALLOWED
+    assert not (ALLOWED | ASKED) & (SET.keys() | GrpoConfig.model_fields.keys())
+    check(from_dict({"grpo": {"trl": {"deepspeed": {"zero_optimization": {"stage": 2}}, "min_p": 0.1}}}))
+
+
+@pytest.mark.parametrize("trl", [{"weight_decay": 1e308}, {"min_p": -1e300}, {"optim_args": {"a": [1, 2**200]}}])
+def test_numbers_of_trl_are_bounded(trl: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"beyond 1e\+12"):
+        from_dict({"grpo": {"trl": trl}})
+
+
+REACHING = {
+    "deepspeed": "/tmp/zero.json", "vllm_server_base_url": "http://elsewhere:8000", "vllm_server_host": "elsewhere",
+    "accelerator_config": "/tmp/accelerate.json", "generation_kwargs": {"custom_generate": "evil/code"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_a_run_from_elsewhere_does_not_reach_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user's own word for it is taken: the next thing in the way is what such a config asks for."""
+    (tmp_path / "config.yaml").write_text(to_yaml(from_dict({"grpo": {"trl": {name: REACHING[name]}}})))
+    (tmp_path / "manifest.json").write_text('{"method": "grpo"}')
+    run = caller(monkeypatch, capsys)
+    done = run("grpo", tmp_path, "--resume", "--dry-run")
+    assert done.code == 2 and f"sets grpo.trl.{name}, which is not done unasked" in done.err, done.err
+    assert f"evoalign grpo {tmp_path / 'config.yaml'} --resume" in done.err and done.err.count("\n") == 1
+    again = run("grpo", tmp_path / "config.yaml", "--resume", "--dry-run")
+    assert "unasked" not in again.err
+    of_run(tmp_path)  # it is read, as to evaluate it

@@ -157,9 +157,9 @@ def test_a_forged_journal_is_read(tmp_path: Path) -> None:
 
 
 HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a rank beyond memory": ("lora", {"config.lora.rank": 10**12}, r"lora.rank: 1000000000000 exceeds"),
-    "a rank beyond integers": ("lora", {"config.lora.rank": 10**30}, r"lora.rank: 10{30} exceeds"),
-    "a low rank beyond memory": ("lowrank", {"config.lowrank.rank": 10**12}, r"lowrank.rank: 1000000000000 exceeds"),
+    "a rank beyond memory": ("lora", {"config.lora.rank": 10**9}, r"lora.rank: 1000000000 exceeds"),
+    "a rank beyond integers": ("lora", {"config.lora.rank": 10**30}, r"lora.rank: Input should be less than or equal"),
+    "a low rank beyond memory": ("lowrank", {"config.lowrank.rank": 10**9}, r"lowrank.rank: 1000000000 exceeds"),
     "a config without es": ("lora", {"config": {}}, r"line 1 holds a config that cannot be: missing setting es"),
     "two wrong settings": ("lora", {"config.seed": -1, "config.lora.rank": 0}, r"cannot be: seed: .*; lora\.rank: "),
     "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "home of nobody"),
@@ -207,7 +207,7 @@ def test_a_hostile_update_is_one_line(name: str, run: Run, tmp_path: Path) -> No
 
 
 def test_settings_that_only_cost_are_not_taken_over(tmp_path: Path) -> None:
-    engine = {"name": "transformers", "device": "cuda:7", "threads": 10**9, "memory_gib": 1e9, "max_rows": 10**9}
+    engine = {"name": "transformers", "device": "cuda:7", "threads": 4096, "memory_gib": 1e6, "max_rows": 10**9}
     file = forge(tmp_path / "j", header={"config.engine": engine})
     config = replaying.config_of(journal.read(file))
     assert config.engine == type(config.engine)()

@@ -14,7 +14,8 @@ import torch
 
 from evoalign.config import Config, GrpoConfig
 from evoalign.config.reading import read_json
-from evoalign.errors import ConfigError, DataError
+from evoalign.config.trl import ALLOWED, ASKED
+from evoalign.errors import ConfigError, DataError, cut
 from evoalign.rewards.objective import Objective, refuse_whole_groups
 
 OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
@@ -45,6 +46,8 @@ SET = {
     "push_to_hub": "nothing: evoalign export makes the folder to upload",
     "model_init_kwargs": "model",
     "trust_remote_code": "nothing: it is not allowed",
+    "resume_from_checkpoint": "--resume",
+    "log_completions_hub_repo": "nothing: tracking.completions_every keeps them in the run",
     "use_transformers_paged": "grpo.rollouts",
 }
 """Fields of TRL that other settings of evoalign decide."""
@@ -86,6 +89,10 @@ def check(config: Config) -> None:
             raise ConfigError(f"grpo.trl.{name} is set elsewhere here: by {SET[name]}; take it out of grpo.trl")
         if name in GrpoConfig.model_fields:
             raise ConfigError(f"grpo.trl.{name} has a place of its own: grpo.{name}")
+        if name not in ALLOWED | ASKED:
+            near = difflib.get_close_matches(name, [*ALLOWED, *ASKED, *GrpoConfig.model_fields], n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else "the guide on GRPO says which it has"
+            raise ConfigError(f"grpo.trl.{cut(name, 60)}: TRL has no such field, or none that a run takes; {hint}")
     if config.sampling.stop:
         raise ConfigError("sampling.stop: GRPO's completions end at the model's stop tokens alone; take it out")
     if _splits_weights(config.grpo.trl):

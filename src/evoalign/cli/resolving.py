@@ -44,15 +44,25 @@ def resolved(
     if config.is_dir():
         if resume and not (config / "config.yaml").is_file():
             raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
-        from evoalign.training.resolve import of_run
-
         if moved is not None:
-            of_run(config, f"give its config itself: evoalign {COMMANDS[method]} {config / 'config.yaml'} --resume")
+            _refuse_unasked(
+                config, f"give its config itself: evoalign {COMMANDS[method]} {config / 'config.yaml'} --resume"
+            )
         config = config / "config.yaml" if resume else config
     found = load([config, *more], sets)
     if moved is not None and not any(text.startswith("output_dir=") for text in sets):
         found = found.model_copy(update={"output_dir": str(moved)})
     return found
+
+
+def _refuse_unasked(run: Path, fix: str) -> None:
+    """Raise ConfigError where the config of a run that may come from anywhere names code, or TRL is to reach out."""
+    from evoalign.config.grpo import asked
+    from evoalign.training.resolve import of_run
+
+    names = asked(of_run(run, fix).grpo)
+    if names:
+        raise ConfigError(f"{run} sets {', '.join(names)}, which is not done unasked; if you trust it, {fix}")
 
 
 def _run_of(config: Path) -> Path | None:

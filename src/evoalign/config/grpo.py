@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from evoalign.config.base import Count, Positive, Section, Share
-from evoalign.errors import ConfigError, shown
+from evoalign.config.trl import ASKED, MOST, too_large
+from evoalign.errors import ConfigError, cut, shown
 
 OF_TRL: dict[str, Any] = {
     "lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "optim": "adamw_torch", "weight_decay": 0.0,
@@ -44,6 +45,11 @@ def place_of(setting: str) -> str:
     """Where the config has a dotted setting: `grpo.loss_type` is `grpo.trl.loss_type`."""
     section, _, name = setting.partition(".")
     return f"grpo.trl.{name}" if section == "grpo" and name in OF_TRL else setting
+
+
+def asked(grpo: GrpoConfig) -> list[str]:
+    """The settings that a run from elsewhere may not bring along, see `evoalign.config.trl`."""
+    return [f"grpo.trl.{name}" for name, value in grpo.trl.items() if name in ASKED and value]
 
 
 def _of_trl(name: str, value: object) -> object:
@@ -107,9 +113,9 @@ class GrpoConfig(Section):
     """With `rollouts: es`: `clip` takes the member's own probabilities for the old ones of PPO's clipped ratio, `none`
     takes the completions for the policy's own."""
     trl: dict[str, Any] = Field(default_factory=dict)
-    """Any other field of TRL's GRPOConfig by its name there, such as `lr_scheduler_type`, `loss_type`, `use_vllm` or
-    `deepspeed`. Three have another default than TRL's: `optim: adamw_torch`, `gradient_checkpointing: false`, and
-    `bf16`, which is true on a GPU with float32 weights."""
+    """Any other field of TRL's GRPOConfig that says how it trains, by its name there, such as `lr_scheduler_type`,
+    `loss_type`, `use_vllm` or `deepspeed`; `evoalign.config.trl` has them all. Three have another default than TRL's:
+    `optim: adamw_torch`, `gradient_checkpointing: false`, and `bf16`, which is true on a GPU with float32 weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,7 +125,12 @@ class GrpoConfig(Section):
     @field_validator("trl")
     @classmethod
     def _read(cls, trl: dict[str, Any]) -> dict[str, Any]:
-        return {name: _of_trl(name, value) if name in OF_TRL else value for name, value in trl.items()}
+        read = {name: _of_trl(name, value) if name in OF_TRL else value for name, value in trl.items()}
+        for name, value in read.items():
+            number = too_large(value)
+            if number is not None:
+                raise ValueError(f"{cut(name, 60)} has a number beyond {MOST:g}: {shown(number)}")
+        return read
 
     @property
     def by_name(self) -> dict[str, Any]:

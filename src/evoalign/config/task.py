@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from evoalign.config.base import Count, Place, Section, named
+from evoalign.config.base import Count, Gib, Place, Section, named
 
 Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
@@ -86,6 +86,6 @@ class GraderConfig(Section):
     """Seconds that one call of the reward functions may take."""
     retries: Annotated[int, Field(ge=0, le=10**6)] = 2
     """How often a call that timed out, died or raised is made again before the run stops."""
-    memory_gib: Annotated[float | None, Field(gt=0, le=2**20)] = None
+    memory_gib: Gib | None = None
     """GiB that the worker, and each process that it starts, may allocate beyond what it starts with; None is half of
     the machine's memory. A call that needs more fails. Linux only."""

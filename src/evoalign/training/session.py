@@ -21,6 +21,7 @@ from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.config import Config, code_of
+from evoalign.config.grpo import asked
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.errors import EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
@@ -304,8 +305,9 @@ class Session:
 
 
 def how_to_resume(session: Session) -> str:
-    """Names the run itself, or, where it names code, the config in it."""
+    """Names the run itself, or, where it names code or reaches out, the config in it."""
     run, method = session.run, session.labels.method
     if session.given is not None:
         return f"resume with {COMMANDS[method]}(..., {session.given}=..., resume=True)"
-    return f"resume with: {resume_command(run.config if code_of(session.config) else run.path, method)}"
+    own = code_of(session.config) or asked(session.config.grpo)
+    return f"resume with: {resume_command(run.config if own else run.path, method)}"
