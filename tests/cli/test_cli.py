@@ -344,7 +344,7 @@ def test_a_config_that_is_none(name: str, message: str, run: Run, folder: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "say the task with --task or --config"),
+        (["nowhere"], "does not exist; give a run directory, or a model's folder or hub name"),
         (["./nowhere", "--task", "conciseness"], "no folder ./nowhere"),
         (["tiny", "--task", "concisness"], "did you mean conciseness?"),
         (["tiny", "--task", "conciseness", "--split", "dev"], "use test or train"),

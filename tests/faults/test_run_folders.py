@@ -22,11 +22,21 @@ from rich.console import Console
 import evoalign
 import killing
 from calling import Run, caller
-from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ResumeError, RunExistsError, RunGoneError
+from evoalign.errors import (
+    CheckpointError,
+    ConfigError,
+    EvoalignError,
+    ModelError,
+    ResumeError,
+    RunExistsError,
+    RunGoneError,
+)
+from evoalign.exporting.export import export
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.training import replay as replaying
+from evoalign.training import stop as stopping
 
 
 def quiet() -> Console:
@@ -525,3 +535,90 @@ def test_another_process_lock_and_run_are_left_alone(tmp_path: Path) -> None:
         RunDir(tmp_path / "run").lock()
     assert theirs.manifest.is_file()
     theirs.release()
+
+
+# --- a run that goes on while it is read -----------------------------------------------------------------------------
+
+
+def pruned(monkeypatch: pytest.MonkeyPatch, run: Path, times: int) -> list[Path]:
+    """The latest saved mean is replaced by a later one, so many times, each just after it was verified."""
+    inner, gone = checkpoint.verify, list[Path]()
+
+    def verify(folder: Path) -> checkpoint.Mark:
+        found = inner(folder)
+        if len(gone) < times and folder.parent.parent == run:
+            number = len(gone) + 7
+            shutil.copytree(folder, folder.with_name(f"generation_{number:04d}"))
+            shutil.rmtree(folder)
+            gone.append(folder)
+        return found
+
+    monkeypatch.setattr(checkpoint, "verify", verify)
+    return gone
+
+
+def test_a_saved_mean_that_is_pruned_meanwhile_is_read_anew(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = evoalign.evaluate(copy).measures
+    for read in (lambda: evoalign.evaluate(copy).measures, lambda: export(copy, tmp_path / "to") and wanted):
+        gone = pruned(monkeypatch, copy, 1)
+        assert read() == wanted and len(gone) == 1
+        monkeypatch.undo()
+        (copy / "loras/generation_0007").rename(copy / "loras/generation_0006")
+    pruned(monkeypatch, copy, 99)
+    with pytest.raises(ModelError, match=r"was deleted while it was read: the run goes on.*checkpoint\.keep_last"):
+        export(copy, tmp_path / "again")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "to"]
+
+
+def test_an_export_takes_away_what_a_killed_one_left(copy: Path, tmp_path: Path) -> None:
+    for name in (".to.tmp/half", ".to.rebuilt.tmp/mean/half"):
+        (tmp_path / name).mkdir(parents=True)
+    export(copy, tmp_path / "to")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "to"]
+
+
+@pytest.mark.parametrize(
+    ("signals", "raises"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), SystemExit), ((signal.SIGINT, signal.SIGTERM), SystemExit),
+        ((signal.SIGTERM, signal.SIGINT), KeyboardInterrupt),
+    ],
+)  # fmt: skip
+def test_a_second_signal_stops_at_once(
+    signals: tuple[int, int], raises: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "SAME_SECONDS", 0.0)
+    with pytest.raises(raises) as raised, stopping.Stop() as stop:
+        signal.raise_signal(signals[0])
+        assert stop.asked == signals[0]
+        signal.raise_signal(signals[1])
+    assert raises is KeyboardInterrupt or raised.value.code == 128 + signal.SIGTERM  # type: ignore[union-attr]
+
+
+def test_a_pair_of_signals_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "SAME_SECONDS", 3600.0)
+    with stopping.Stop() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked == signal.SIGTERM
+
+
+# --- said in words ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_said_to_be_not_there(tmp_path: Path, cli: Run) -> None:
+    (tmp_path / "folder").mkdir()
+    assert "nope does not exist; give a run directory, or a model's folder or hub name" in cli("eval", "nope").err
+    assert "folder is no run directory (config.yaml, and journal.jsonl" in cli("eval", "folder").err
+
+
+def test_an_export_passes_no_words_of_python_on(copy: Path, tmp_path: Path, cli: Run) -> None:
+    done = cli("export", copy, "--to", copy / "config.yaml/to")
+    assert done.code == 2 and f"to: Not a directory: {copy / 'config.yaml'}" in done.err and "Errno" not in done.err
+    (copy / "results/evaluation.json").write_text(
+        json.dumps({"weights_hash": json.loads((copy / "results/evaluation.json").read_text())["weights_hash"]})
+    )
+    done = cli("export", copy, "--to", tmp_path / "to")
+    assert done.code == 2 and "is not as it should be (KeyError: 'settings'); --debug shows where" in done.err

@@ -121,11 +121,14 @@ class Steps(TrainerCallback):
             self._keep(session, fresh)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The trainer's own state is on disk: say so, and save the policy as others load it."""
+        """The trainer's own state is on disk: save the policy as others load it, and only then say so.
+
+        A run that dies in between resumes from the state before, and saves this policy again.
+        """
         self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.session is not None:
-            self.policy.mark_state(self.session.run, int(state.global_step))
             self.session.save()
+            self.policy.mark_state(self.session.run, int(state.global_step))
 
     def _is_evaluated(self, session: Session) -> bool:
         """Whether the policy is evaluated after this step; after the last one the session does."""

@@ -30,6 +30,7 @@ from evoalign.evaluation import Evaluation
 from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
+from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.training import saving
@@ -260,8 +261,10 @@ class _Grpo:
         self.policy.close()
 
     def _train(self) -> None:
+        folder = Path(self.trainer.args.output_dir)
         try:
-            self.trainer.train(resume_from_checkpoint=None if self.state is None else str(self.state))
+            with as_os_errors(folder):  # which a disk that is full is not, in what saves the trainer's state
+                self.trainer.train(resume_from_checkpoint=None if self.state is None else str(self.state))
         except (EvoalignError, torch.OutOfMemoryError):
             raise
         except Exception as error:

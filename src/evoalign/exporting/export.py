@@ -18,7 +18,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from evoalign.exporting import card
 from evoalign.exporting.public import private_paths, public
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import ADAPTER, Mark
-from evoalign.rundir.directory import generation_of, saved_folders
+from evoalign.rundir.directory import again_if_pruned, generation_of, saved_folders
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import task_and_data
@@ -102,6 +101,16 @@ def export(
     """
     run, to = Path(run), Path(to).absolute()
     _refuse(run, to, push, shard_size)
+    again_if_pruned(run, lambda: _write(run, to, generation, merge, push, shard_size, model))
+    if push is not None:
+        _push(to, push, private)
+    return to
+
+
+def _write(
+    run: Path, to: Path, generation: int | None, merge: bool, push: str | None, shard_size: str, model: str | None
+) -> None:
+    """All of the folder, or nothing."""
     with _source(run, to, generation, model) as source:
         if merge and not source.is_adapter:
             how = f"space {source.config.space.name}" if source.log is not None else "grpo.tune full"
@@ -111,11 +120,13 @@ def export(
                 _fill(folder, source, to, merge, push, shard_size)
         except EvoalignError:
             raise
-        except Exception as error:  # of the disk, or one of the kinds that the model library has
-            raise ModelError(f"nothing was exported to {to}: {_one_line(error)}") from error
-    if push is not None:
-        _push(to, push, private)
-    return to
+        except OSError as error:
+            raise ModelError(f"nothing was exported to {to}: {_of_the_disk(error)}") from error
+        except Exception as error:  # one of the kinds that the model library has, or a file that says something else
+            raise ModelError(
+                f"nothing was exported to {to}: {run} or its base model is not as it should be "
+                f"({type(error).__name__}: {_one_line(error)}); --debug shows where"
+            ) from error
 
 
 def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
@@ -141,6 +152,9 @@ def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
 @contextmanager
 def _source(run: Path, to: Path, generation: int | None, model: str | None) -> Generator[_Source, None, None]:
     """The saved mean, checked, or one that is rebuilt beside `to` for the time being."""
+    if _scratch(to).is_dir():
+        with files.scratch(_scratch(to)):  # of an export that was killed
+            pass
     own, manifest = load([run / "config.yaml"]), _read_json(run / "manifest.json") or {}
     base = own.model if model is None else own.model.model_copy(update={"name": model, "revision": None})
     saved = saved_folders(run)
@@ -156,11 +170,15 @@ def _source(run: Path, to: Path, generation: int | None, model: str | None) -> G
     if folder is not None:
         yield _Source(run, own, base, log, folder, _verified(folder, log), manifest)
         return
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as temporary:
-        rebuilt = Path(temporary) / "mean"
+    with files.scratch(_scratch(to)) as temporary:
+        rebuilt = temporary / "mean"
         replay(run, generation=generation, to=rebuilt, model=model)
         yield _Source(run, own, base, log, rebuilt, _verified(rebuilt, log), manifest)
+
+
+def _scratch(to: Path) -> Path:
+    """Where a mean is rebuilt."""
+    return to.with_name(f".{to.name}.rebuilt.tmp")
 
 
 def _saved_policy(run: Path, saved: Sequence[Path], generation: int | None) -> Path:
@@ -368,6 +386,10 @@ def _push(folder: Path, name: str, private: bool) -> None:
             f"--push {name} failed: {_one_line(error)} The export is whole in {folder}; log in with `hf auth login` if "
             f"that is what is missing, then: hf upload {name} {folder}"
         ) from error
+
+
+def _of_the_disk(error: OSError) -> str:
+    return f"{error.strerror}: {error.filename}" if error.strerror and error.filename else _one_line(error)
 
 
 def _one_line(error: Exception) -> str:

@@ -7,14 +7,14 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from evoalign.config import Config, to_yaml
 from evoalign.config.reading import MissingError, check_regular, parse, read_bytes, read_object
-from evoalign.errors import ConfigError, DataError, RunExistsError
+from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, RunExistsError
 from evoalign.rundir import journal
 from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
@@ -27,6 +27,10 @@ all the others are known to be of a run."""
 FOLDERS = ("results", "results/completions", "figures", "logs")
 EARLY = (LOCK, FAILED_COMPLETION, MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet")
 """The files that a run may have left before its first generation, beside config.yaml."""
+
+
+PRUNED_TRIES = 5
+_T = TypeVar("_T")
 
 
 class RunDir:
@@ -226,10 +230,9 @@ class RunDir:
     def _has_manifest(self) -> bool:
         """Whether there is one, and it is ours."""
         try:
-            found = json.loads(self.manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            return "format_version" in read_object(self.manifest)
+        except DataError:
             return False
-        return isinstance(found, dict) and "format_version" in found
 
     def has_progress(self) -> bool:
         """Whether generations have left anything beside the journal."""
@@ -305,3 +308,26 @@ def saved_folders(path: Path) -> list[Path]:
     """The saved means of a run, the latest last."""
     found = [*path.glob("loras/generation_*"), *path.glob("checkpoints/generation_*")]
     return sorted((f for f in found if f.name.removeprefix("generation_").isdecimal()), key=generation_of)
+
+
+def again_if_pruned(path: Path, read: Callable[[], _T], known: Sequence[Path] | None = None) -> _T:
+    """`read` the latest saved mean of a run; once more where the run, which goes on, has deleted it meanwhile.
+
+    `known`: the saved means that were there when the first one to read was chosen, where that was before. Raises
+    ModelError where it is deleted again and again.
+    """
+    for left in reversed(range(PRUNED_TRIES)):
+        known = saved_folders(path) if known is None else known
+        try:
+            return read()
+        except (EvoalignError, OSError) as error:
+            gone = [folder for folder in known if not folder.is_dir()]
+            if not gone:
+                raise
+            if not left:
+                raise ModelError(
+                    f"{gone[-1]} was deleted while it was read: the run goes on and keeps the latest alone; raise "
+                    "checkpoint.keep_last, or wait until it is done"
+                ) from error
+            known = None
+    raise AssertionError

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -13,15 +13,17 @@ import torch
 from evoalign import engines, evaluation, tokens
 from evoalign.config import Config, code_of, from_dict, load
 from evoalign.config.reading import read_object
+from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint, journal
-from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.directory import again_if_pruned, saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Task
+from evoalign.tokens import Tokens
 from evoalign.training import saving
-from evoalign.types import Example, Layout
+from evoalign.types import Layout
 
 NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
 """Settings of PEFT that change what an adapter means."""
@@ -41,17 +43,30 @@ def evaluate(
     A run brings its own config; for a model, `config` says the task (its `model` section is replaced by `target`).
     `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds.
     """
-    config, adapter = resolve_target(target, config)
-    if task is None and reward is None:
-        refuse_lost_task(Path(target))
-    settings = {**config.evaluation.model_dump(), **(overrides or {})}
-    config = from_dict({**config.model_dump(), "evaluation": settings}, needs_es=False)
-    chosen, data = task_and_data(config, task, reward)
+
+    def resolve() -> tuple[Config, Path | None]:
+        found, adapter = resolve_target(target, config)
+        if task is None and reward is None:
+            refuse_lost_task(Path(target))
+        settings = {**found.evaluation.model_dump(), **(overrides or {})}
+        return from_dict({**found.model_dump(), "evaluation": settings}, needs_es=False), adapter
+
+    there = saved_folders(Path(target))
+    resolved = [again_if_pruned(Path(target), resolve)]
+
+    def load() -> tuple[Config, Tokens, Engine]:
+        return _loaded(*(resolved.pop() if resolved else resolve()))  # anew where the saved mean has been deleted since
+
+    chosen, data = task_and_data(resolved[0][0], task, reward)
     with closing(chosen):
-        return _evaluate(config, adapter, chosen, data.test if split == "test" else data.train)
+        found, tokens_, engine = again_if_pruned(Path(target), load, there)
+        with closing(engine):
+            examples = data.test if split == "test" else data.train
+            return evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
 
 
-def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequence[Example]) -> Evaluation:
+def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:
+    """An engine that answers with the weights, and its tokens. Raises ModelError."""
     tokens_ = tokens.load(config.model)
     engine = engines.create(config, tokens_)
     try:
@@ -60,9 +75,10 @@ def _evaluate(config: Config, adapter: Path | None, task: Task, examples: Sequen
             if space.evolves_model:
                 raise ModelError(f"{adapter} is an adapter and the config's space is {space.name}")
             engine.load(checked_adapter(adapter, layout))
-        return evaluation.evaluate(engine, tokens_, task, examples, config.evaluation)
-    finally:
+    except BaseException:
         engine.close()
+        raise
+    return config, tokens_, engine
 
 
 def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Config, Path | None]:
@@ -79,7 +95,15 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
             saving.checked(saved, journal.read(path / "journal.jsonl").whole())
         return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
     if config is None:
-        raise ConfigError(f"{target} is no run directory; say the task with --task or --config")
+        if not path.exists():
+            raise ConfigError(
+                f"{target} does not exist; give a run directory, or a model's folder or hub name and its task (--task "
+                "or --config)"
+            )
+        raise ConfigError(
+            f"{target} is no run directory (config.yaml, and journal.jsonl or manifest.json); if it is a model, say "
+            "the task with --task or --config"
+        )
     own = as_config(config, needs_es=False)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")

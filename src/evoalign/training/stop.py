@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first SIGINT or SIGTERM asks for an orderly stop; a second SIGINT stops at once."""
+"""The first SIGINT or SIGTERM asks for an orderly stop; a second one stops at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 TELL = b"\nstopping after this generation; once more to stop at once\n"
 NOW = b"\nstopped at once; --resume continues after the last whole generation\n"
+SAME_SECONDS = 0.02
+"""A SIGTERM that follows so soon is the same one: `timeout` sends it to the process and to its group."""
 
 
 class Stop:
-    """While entered, `asked` becomes the number of the signal that came. Only the main thread can hear signals."""
+    """While entered, `asked` becomes the number of the signal that came. A second one raises KeyboardInterrupt, or for
+    SIGTERM SystemExit. Only the main thread can hear signals."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -31,8 +36,12 @@ class Stop:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None and number == signal.SIGINT:
+        if self.asked is not None:
+            if number == signal.SIGTERM and time.monotonic() - self._since < SAME_SECONDS:
+                return
             os.write(2, NOW)
+            if number == signal.SIGTERM:
+                raise SystemExit(128 + number)
             raise KeyboardInterrupt
-        self.asked = number
+        self.asked, self._since = number, time.monotonic()
         os.write(2, TELL)  # a console may be in the middle of a line of its own
