@@ -150,8 +150,10 @@ def test_the_list_has_all_that_is_imported_from_vllm():
     assert not {(m, name) for m, name in found if (m, name) not in modules and name not in places}
 
 
-def test_the_list_names_nothing_twice():
+def test_the_list_names_nothing_twice_and_is_as_long_as_the_guide_says():
     assert len({(i.module, i.owner, i.name) for i in INSIDES}) == len(INSIDES) > 200
+    guide = FOLDER.parents[3] / "docs" / "guides" / "vllm.md"
+    assert f"list of {len(INSIDES)} names" in guide.read_text(encoding="utf-8")
 
 
 def test_every_replacement_goes_by_the_check():
