@@ -54,6 +54,9 @@ class TaskConfig(Section):
     """Training examples a generation; None takes all of them."""
     strip: bool = True
     """Strip white space around a completion before it is scored."""
+    grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
+    """For `countdown`: how an answer may be written. `strict` is what the published graders read; `lenient` reads other
+    signs, LaTeX, markdown and a result after `=`, too. Written down only where it is lenient."""
     rewards: list[str] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
     reward_weights: list[Weight] | None = None

@@ -42,11 +42,15 @@ class Task(ABC):
     settings: ClassVar[type[BaseModel] | None] = None
     """A pydantic model of the settings that only this task has, which `options` then is one of; None takes all as they
     are, in a dict."""
+    gradings: ClassVar[tuple[str, ...]] = ("strict",)
+    """What `task.grading` may be."""
     weighted: WeightedSum = WeightedSum()
     """What a completion's columns come to: the `reward` of an evaluation, and the objective where no other is set."""
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
+        if config.grading not in self.gradings:
+            raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
         self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
 
     @classmethod

@@ -5,7 +5,8 @@
 
 The rules are those of the published graders, computed without regular expressions that back-track and without
 running what the model wrote. Two deviations, both on purpose: `**`, `//` and signs are refused (the published graders
-paid for `3**4` and `7//2`), and negative or fractional targets are graded as any other.
+paid for `3**4` and `7//2`), and negative or fractional targets are graded as any other. With `task.grading: lenient` an
+answer may be written as models write, too; the numbers and the value count as before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 from evoalign.errors import DataError
 from evoalign.rewards.arithmetic import ExpressionError, evaluate
+from evoalign.rewards.notation import evaluate_written
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
@@ -59,6 +61,7 @@ class Countdown(Task):
     """
 
     name = "countdown"
+    gradings = ("strict", "lenient")
     max_reward = FORMAT_WEIGHT * 1.0 + 1.0
 
     def load_data(self, seed: int) -> Data:
@@ -99,7 +102,9 @@ class Countdown(Task):
         if len(text) > MAX_RESPONSE:
             return 0.0, 0.0
         opening = THINK if self._opened(example) else ""
-        return format_reward(opening + text), answer_reward(text, example["numbers"], example["target"])
+        return format_reward(opening + text), answer_reward(
+            text, example["numbers"], example["target"], lenient=self.config.grading == "lenient"
+        )
 
     def _opened(self, example: Example) -> bool:
         """Whether the prompt has opened the think block already."""
@@ -128,13 +133,16 @@ def format_reward(response: str) -> float:
     return 0.1 * _has_block(response, THINK, END_THINK) + 0.5 * _has_block(response, ANSWER, END_ANSWER)
 
 
-def answer_reward(response: str, numbers: Sequence[int], target: str | int | float) -> float:
-    """1.0 where the last answer block uses each number exactly once and comes to the target, else 0.0."""
+def answer_reward(response: str, numbers: Sequence[int], target: str | int | float, *, lenient: bool = False) -> float:
+    """1.0 where the last answer block uses each number exactly once and comes to the target, else 0.0.
+
+    `lenient` reads what `rewards.notation` reads: other signs, LaTeX, markdown, a result after `=`.
+    """
     answer = last_answer(response)
     if answer is None:
         return 0.0
     try:
-        expression = evaluate(answer)
+        expression = (evaluate_written if lenient else evaluate)(answer)
     except ExpressionError:
         return 0.0
     correct = expression.numbers == tuple(sorted(numbers)) and abs(expression.value - Fraction(str(target))) < TOLERANCE
