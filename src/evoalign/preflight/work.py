@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
+from evoalign.cost import rounding
+from evoalign.engines import Engine
 from evoalign.errors import EvoalignError
 from evoalign.preflight.case import Case, Finding, need
 from evoalign.rewards.objective import score
 from evoalign.rollouts import collect, group_of
-from evoalign.types import Example, Plan, Rollout, population
+from evoalign.types import Example, Layout, Plan, Rollout, population
 
 PROMPT = "Solve: 3 + 5 ="
 """What the canary asks where there is no task."""
@@ -36,7 +38,19 @@ def check_engine(case: Case) -> Finding:
     ready = seconds_text(time.perf_counter() - began)
     note = f"; {facts.note}" if facts.note else ""
     detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}{note}"
-    return Finding("engine", "ok", detail)
+    rounded = _rounding(case, case.engine, case.served[1])
+    if rounded.startswith("warning: "):
+        told, _, fix = rounded.removeprefix("warning: ").rpartition("; ")
+        return Finding("engine", "warning", f"{detail}; {told}", fix)
+    return Finding("engine", "ok", "; ".join(filter(None, (detail, rounded))))
+
+
+def _rounding(case: Case, engine: Engine, layout: Layout) -> str:
+    """What rounding leaves of the noise, as a training says it; empty where nothing is rounded."""
+    if case.config.es_ is None:
+        return ""
+    weights = rounding.weights_of_engine(engine, layout)
+    return "".join(rounding.rounding_lines(case.config, layout, engine.dtype, weights))
 
 
 def check_canary(case: Case) -> Finding:

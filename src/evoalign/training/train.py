@@ -19,7 +19,7 @@ from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
 from evoalign.checks.divergence import Divergence, Reference
 from evoalign.config import NO_ES, Config, from_dict
-from evoalign.cost import estimate
+from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
@@ -77,7 +77,10 @@ def train(
 
 
 def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False) -> list[str]:
-    """What a config would do: eta, effective sigma, memory, rollouts and tokens. Loads no weights, writes nothing."""
+    """What a config would do: eta, effective sigma, memory, rollouts and tokens. Writes nothing.
+
+    Loads no weights; where members are rounded, it reads a few of each tensor, if their files lie here.
+    """
     config = as_config(config)
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
@@ -98,7 +101,10 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         return [*estimate.step_lines(config, None), *work, f"memory: not estimated; {error}"]
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
-    return [*estimate.step_lines(config, known), *work, *estimate.memory_lines(config, specs, layout, dtype)]
+    weights = () if known is None else rounding.weights_of_files(config.model, layout)
+    rounded = rounding.rounding_lines(config, layout, dtype, weights)
+    step = [*estimate.step_lines(config, known), *rounded]
+    return [*step, *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 
 def _place(config: Config, *, resume: bool) -> RunDir:
@@ -163,9 +169,16 @@ class _EvolutionStrategies:
         """Say what is going to run, and ask the canary."""
         parts = self.parts
         note = [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
-        for line in [*note, *gold_lines(self.task, self.data), *estimate.step_lines(self.config, parts.layout)]:
+        step = [*estimate.step_lines(self.config, parts.layout), *self._rounding()]
+        for line in [*note, *gold_lines(self.task, self.data), *step]:
             session.tell(line)
         self._check_canary(session.done)
+
+    def _rounding(self) -> list[str]:
+        layout, dtype = self.parts.layout, self.parts.engine.dtype
+        return rounding.rounding_lines(
+            self.config, layout, dtype, rounding.weights_of_engine(self.parts.engine, layout)
+        )
 
     def facts(self) -> dict[str, Any]:
         task = {"name": self.task.name, "given_as": self.given}
