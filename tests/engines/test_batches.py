@@ -70,6 +70,82 @@ def test_samples_of_a_prompt_share_its_prefill_and_differ(folder: Path) -> None:
         assert cells[member.index, 5].token_ids == alone[member.index, 5].token_ids
 
 
+@contextmanager
+def rows_through(module: Any) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of everything that goes through a module."""
+    seen: list[tuple[int, int]] = []
+    handle = module.register_forward_pre_hook(lambda _module, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def test_a_prefix_takes_no_logits(folder: Path) -> None:
+    with Bench(small(folder), stop_ids=[]) as bench, rows_through(bench.model.lm_head) as seen:
+        bench.ask(bench.plan(), requests(PROMPTS["shared"], Sampling(2)))
+    assert seen == [(6, 0), (18, 1), (18, 1)]
+
+
+def test_layers_below_what_evolves_read_a_prompt_once_and_not_once_a_member(folder: Path) -> None:
+    config = small(folder, lora={"target_layers": [1]})
+    with Bench(config, stop_ids=[]) as bench:
+        below, above = (bench.model.model.layers[i].self_attn.q_proj for i in (0, 1))
+        with rows_through(below) as once, rows_through(above) as each:
+            bench.ask(bench.plan(), requests(PROMPTS["shared"], Sampling(2)))
+            bench.ask(MEAN_PLAN, requests(PROMPTS["apart"][:1], Sampling(1)))
+        assert once == [(1, len(PREFIX)), (3, 9), (18, 1), (1, 5)]
+        assert each == [(6, len(PREFIX)), (18, 9), (18, 1), (1, 5)]
+        assert not any("forward" in vars(block) for block in bench.model.model.layers)
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mpt", "mistral"])
+def test_what_members_share_is_what_each_would_compute(family: str, prompts: str, tmp_path: Path) -> None:
+    """Log-probabilities with the first layer computed once a prompt, and once a member."""
+    found: list[torch.Tensor] = []
+    for shares in (True, False):
+        config = small(build(family, tmp_path), lora={"target_layers": [1]})
+        with Bench(config, stop_ids=[]) as bench:
+            forward = bench.engine._decoder.forward  # type: ignore[attr-defined]
+            assert len(forward.trunk) == len(forward.crown) == 1
+            forward.trunk = forward.trunk if shares else ()
+            cells = bench.ask(bench.plan(), requests(PROMPTS[prompts], Sampling(4), logprobs=True))
+        found.append(torch.tensor([cells[key].logprobs for key in sorted(cells)]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
+
+
+@contextmanager
+def masks(bench: Bench) -> Iterator[list[torch.Tensor]]:
+    """The mask that each forward is given."""
+    seen: list[torch.Tensor] = []
+    note = lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"])  # noqa: E731
+    handle = bench.model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("family", "once"),
+    [("qwen2", True), ("opt", True), ("gpt_neox", True), ("mistral", False), ("qwen2_windows", False), ("mpt", False)],
+)
+def test_a_mask_is_made_once_where_all_that_it_tells_is_the_padding(family: str, once: bool, tmp_path: Path) -> None:
+    """The library makes one of each step where a window or ALiBi counts columns. Answers are the same to the bit."""
+    said: list[list[Rollout]] = []
+    for own in (once, False):
+        with Bench(small(build(family, tmp_path)), stop_ids=[]) as bench, masks(bench) as seen:
+            forward = bench.engine._decoder.forward  # type: ignore[attr-defined]
+            assert forward._takes_masks == once
+            forward._takes_masks = own
+            asked = requests(PROMPTS["apart"], Sampling(4), logprobs=True)
+            said.append(list(bench.engine.rollout(bench.plan(), asked)))
+        assert [mask.dim() for mask in seen] == [2, *[4 if own else 2] * 3]
+        assert len({mask.untyped_storage().data_ptr() for mask in seen[1:]}) == 1
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("space", SPACES)
 def test_one_token_costs_one_forward(space: str, folder: Path) -> None:
     with Bench(small(folder, space), stop_ids=[]) as bench, forwards(bench) as seen:

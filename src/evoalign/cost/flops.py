@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evoalign.engines.transformers.decode import shared_prefix
+from evoalign.engines.transformers.prefill import shared_prefix
 from evoalign.errors import ModelError
 from evoalign.spaces import Space
 from evoalign.types import Layout, TensorSpec
@@ -163,7 +163,7 @@ def rollout_flops(
     shared = shared_prefix(distinct) if len(distinct) > 1 else 0
     if len(set(map(len, distinct))) > 1 and (room or 0) > shape.reach:
         shared = 0
-    flops = sequence_flops(shape, 0, shared, 1, adapted) if shared else 0
+    flops = sequence_flops(shape, 0, shared, 0, adapted) if shared else 0
     flops += sum(sequence_flops(shape, shared, len(p) - shared, 1, adapted) for p in distinct)
     answers = Counter((len(p), n - 1) for p, n in zip(prompts, generated, strict=True) if n > 1)
     return flops + sum(k * sequence_flops(shape, p, n, n, adapted) for (p, n), k in answers.items())

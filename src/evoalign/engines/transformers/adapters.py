@@ -61,7 +61,7 @@ class _Layer:
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         adapter = self._adapter
-        if adapter is None:
+        if adapter is None or not output.numel():
             return
         if self._version != self._owner.version:
             self._arrange(adapter, self._owner.rows)

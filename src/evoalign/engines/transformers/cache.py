@@ -10,7 +10,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class RoomLayer(CacheLayerMixin):
-    """Keys and values [rows, heads, room, head_dim], of which the first `length` columns are filled."""
+    """Keys and values [rows, heads, room, head_dim], of which the first `length` columns are filled.
+
+    While it is `open`, what comes is of some of the rows.
+    """
 
     is_sliding = False
 
@@ -18,11 +21,21 @@ class RoomLayer(CacheLayerMixin):
         super().__init__()
         self.room = room
         self.length = 0
+        self._rows, self._total = slice(None), 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (s.new_empty(*s.shape[:2], self.room, s.shape[3]) for s in (key_states, value_states))
+        shapes = ((self._total or s.shape[0], s.shape[1], self.room, s.shape[3]) for s in (key_states, value_states))
+        self.keys, self.values = (key_states.new_empty(shape) for shape in shapes)
         self.is_initialized = True
+
+    def open(self, rows: slice, total: int, length: int) -> None:
+        """The next columns, behind the first `length`, are of these rows of `total`."""
+        self._rows, self._total, self.length = rows, total, length
+
+    def close(self, length: int) -> None:
+        """All rows have the first `length` columns."""
+        self._rows, self._total, self.length = slice(None), 0, length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -31,10 +44,11 @@ class RoomLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         end = self.length + key_states.shape[2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        keys, values = self.keys[self._rows], self.values[self._rows]
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return keys[:, :, :end], values[:, :, :end]
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep, drop or repeat rows; only the filled columns are copied."""
@@ -66,8 +80,23 @@ class RoomCache(Cache):
     def __init__(self, layers: int, room: int) -> None:
         super().__init__(layers=[RoomLayer(room) for _ in range(layers)])
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep, drop or repeat rows in every layer."""
-        for layer in self.layers:
-            assert isinstance(layer, RoomLayer)
-            layer.select(rows)
+    @property
+    def _rooms(self) -> list[RoomLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RoomLayer)]
+
+    def open(self, rows: range, total: int, length: int) -> None:
+        """What comes next is of these rows of `total`, behind the first `length` columns."""
+        for layer in self._rooms:
+            layer.open(slice(rows.start, rows.stop), total, length)
+
+    def close(self, length: int) -> None:
+        """All rows of all layers have the first `length` columns."""
+        for layer in self._rooms:
+            layer.close(length)
+
+    def select(self, rows: torch.Tensor, layers: range | None = None) -> None:
+        """Keep, drop or repeat rows, in every layer or some; those that have none yet stay so."""
+        for index in range(len(self.layers)) if layers is None else layers:
+            layer = self._rooms[index]
+            if layer.is_initialized:
+                layer.select(rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -34,6 +35,15 @@ Asked: TypeAlias = Sequence[tuple[Member, Request]]
 T = TypeVar("T")
 CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer whose whole past is keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """At most so many `rows` at once; a `row`'s cache and logits, and the `room` for all, in bytes."""
+
+    rows: int
+    row: int
+    room: float
 
 
 class TransformersEngine(KeepsMean):
@@ -76,7 +86,9 @@ class TransformersEngine(KeepsMean):
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         if space.carrier == "adapter":
             names = dict.fromkeys(t.module for t in layout.tensors)
-            self._adapters = Adapters({n: self.model.get_submodule(n.removesuffix(".weight")) for n in names})
+            modules = {n: self.model.get_submodule(n.removesuffix(".weight")) for n in names}
+            self._adapters = Adapters(modules)
+            self._decoder.forward.share(modules)
         return Facts(
             engine="transformers",
             device=str(self.device),
@@ -101,25 +113,25 @@ class TransformersEngine(KeepsMean):
 
     def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One member after the other, each straight from the mean."""
-        most = self.rows_per_chunk(requests)
+        chunk = self._chunk(requests)
         try:
             for member in plan.members:
                 asked = pairs_of([member], requests)
                 if asked:
                     self._serve(plan, member)
-                for part in _pieces(asked, most):
-                    yield from self._answer([member], part)
+                for part in _pieces(asked, chunk.rows):
+                    yield from self._answer([member], part, chunk)
         finally:  # also where the rollout fails or is left half-way
             self._serve(plan, None)
 
     def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Chunks of members with all their requests, or of requests where one member's alone fill a chunk."""
-        most = self.rows_per_chunk(requests)
-        for members, parts in _chunks(plan.members, requests, most):
+        chunk = self._chunk(requests)
+        for members, parts in _chunks(plan.members, requests, chunk.rows):
             self._put_adapters(plan, members)
             try:
                 for part in parts:
-                    yield from self._answer(members, part)
+                    yield from self._answer(members, part, chunk)
             finally:  # whoever else calls the model gets the model
                 self._clear_adapters()
 
@@ -135,24 +147,24 @@ class TransformersEngine(KeepsMean):
                 )
 
     def rows_per_chunk(self, requests: Sequence[Request]) -> int:
-        """Rows whose cache and logits fit the memory: from the config and the prompts alone when `deterministic`."""
-        config, text = self._settings, self.model.config.get_text_config()
+        """Rows that fit the memory: from the config and the prompts alone when `deterministic`."""
+        return self._chunk(requests).rows
+
+    def _chunk(self, requests: Sequence[Request]) -> _Chunk:
+        """Rows whose cache and logits fit, with room for the activations of a prefill of few at a time."""
+        footprint, room = self._decoder.footprint, self._room()
         tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        cache = 2 * text.num_hidden_layers * heads * head_dim * tokens * self.dtype.itemsize
-        # Greedy takes the logits and a copy; sampling sorts them in float64 with their indices (measured).
-        logits = (12 if requests[0].sampling.temperature == 0 else 40) * text.vocab_size
-        rows = max(1, int(self._room() / (cache + logits)))
-        return min(rows, config.max_rows) if config.max_rows else rows
+        row = footprint.row(tokens, greedy=requests[0].sampling.temperature == 0)
+        rows = max(1, int((room - footprint.least(max(len(r.prompt_ids) for r in requests))) / row))
+        return _Chunk(min(rows, self._settings.max_rows or rows), row, room)
 
     def _room(self) -> float:
-        """Bytes for the cache and logits of one chunk."""
+        """Bytes for the cache, the logits and the activations of one chunk."""
         room = self._settings.memory_gib
         if room is not None:
             return room * 2**30
         if self.device.type == "cuda" and not self.deterministic:
-            return 0.5 * torch.cuda.mem_get_info(self.device)[0]  # the rest is for activations
+            return 0.5 * torch.cuda.mem_get_info(self.device)[0]  # the rest is the library's
         return DEFAULT_MEMORY_GIB * 2**30
 
     def close(self) -> None:
@@ -183,10 +195,11 @@ class TransformersEngine(KeepsMean):
         for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
             self._adapters.set(module, None)
 
-    def _answer(self, members: Sequence[Member], asked: Sequence[tuple[Member, Request]]) -> Iterator[Rollout]:
+    def _answer(self, members: Sequence[Member], asked: Asked, chunk: _Chunk) -> Iterator[Rollout]:
         """One batch; `members` have the slots in which their adapters lie."""
         slot = {member: i for i, member in enumerate(members)}
-        completions = self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters)
+        spare = chunk.room - len(asked) * chunk.row
+        completions = self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters, spare)
         for (member, request), completion in zip(asked, completions, strict=True):
             yield self._rollout(member, request, completion)
 

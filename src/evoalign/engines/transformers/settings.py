@@ -27,8 +27,8 @@ class TransformersConfig(EngineSettings):
     device: str = "auto"
     """auto, cpu, cuda or cuda:K."""
     memory_gib: Gib | None = None
-    """Room for the cache and logits of one chunk of rows. None: 2; half the free memory on a GPU that is not
-    `deterministic`."""
+    """Room for the cache, the logits and the activations of one chunk of rows. None: 2; half the free memory on a GPU
+    that is not `deterministic`."""
     max_rows: Count | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None

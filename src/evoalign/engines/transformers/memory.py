@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a chunk of rows takes, by formula: from the model's shapes and the lengths alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+PREFILL_TOKENS = 1024
+"""A prefill has room for so many tokens at least, for few at a time leave a GPU idle."""
+_IN_LAYER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a model takes: bytes of a token in the cache, of its activations, and of a pair of a query and a key.
+
+    Activations are those of one layer, for no more are alive at once: 4 numbers for each of the widest matrix and 6
+    for each of the hidden size. tests/engines/test_memory.py holds them to the tensors that live in a forward.
+    """
+
+    cache: int
+    activations: int
+    pair: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: Any) -> Footprint:
+        """Of a causal language model as it is served."""
+        text, size = model.config.get_text_config(), model.dtype.itemsize
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        experts = getattr(text, "num_experts_per_tok", None) or 1
+        # A mask of booleans and what a kernel makes of it; without a kernel the scores, also in float32.
+        kernel = getattr(model.config, "_attn_implementation", None) != "eager"
+        return cls(
+            cache=2 * text.num_hidden_layers * heads * head_dim * size,
+            activations=(4 * _widest(model) * experts + 6 * text.hidden_size) * size,
+            pair=1 + size if kernel else 12 * text.num_attention_heads + size,
+            vocabulary=text.vocab_size,
+        )
+
+    def row(self, tokens: int, *, greedy: bool) -> int:
+        """Of one row while it is decoded: its cache and its logits."""
+        # Greedy takes the logits and a copy; sampling sorts them in float64 with their indices (measured).
+        return self.cache * tokens + (12 if greedy else 40) * self.vocabulary
+
+    def prefill(self, width: int, columns: int) -> int:
+        """Of one row of `width` tokens while it is read, beside its cache of `columns` by then."""
+        return width * (self.activations + self.pair * columns)
+
+    def least(self, tokens: int) -> int:
+        """What has to stay free beside the rows: a prefill of one row, or of `PREFILL_TOKENS` in short ones."""
+        return max(1, PREFILL_TOKENS // tokens) * self.prefill(tokens, tokens)
+
+
+def _widest(model: nn.Module) -> int:
+    """The longest side of a matrix in a layer."""
+    sides = [max(p.shape[-2:]) for n, p in model.named_parameters() if p.dim() > 1 and _IN_LAYER.search(n)]
+    return max(sides, default=torch.iinfo(torch.int16).max)

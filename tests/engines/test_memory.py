@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout keeps to `engine.memory_gib`: cache, logits, and what lives while prompts are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from evoalign.engines.transformers.cache import RoomCache
+from evoalign.engines.transformers.memory import Footprint
+from evoalign.types import Sampling
+from families import FAMILIES, Bench, build, ids, make_config, requests
+from live_memory import LiveMemory
+
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("footprints")
+    return {family: build(family, place / family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_formula_bounds_what_lives_in_a_prefill(
+    family: str, padded: bool, dtype: str, folders: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folders[family]), dtype=getattr(torch, dtype)).eval()
+    rows, width, cache = 4, 120, RoomCache(2, 120)
+    mask = torch.ones(rows, width, dtype=torch.int64)
+    mask[0, : 9 * padded] = 0
+    positions = torch.arange(width).expand(rows, -1)
+    with torch.inference_mode(), LiveMemory() as live:
+        model(
+            input_ids=torch.full((rows, width), 31), attention_mask=mask if padded else None, position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+    footprint = Footprint.of(model)
+    kept = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))  # type: ignore[union-attr]
+    assert kept == rows * width * footprint.cache
+    lived, told = (live.peak - kept) / rows, footprint.prefill(width, width)
+    assert told / 5 < lived < told
+
+
+def peak(folder: Path, space: str, limit: float | None, temperature: float, target: list[int] | None = None) -> int:
+    """Most bytes that live in a rollout of members on long prompts of several lengths."""
+    section = {} if space == "full" else {space: {"target_layers": target}}
+    config = make_config(
+        folder, space, es={"population_size": 4}, engine={"name": "transformers", "memory_gib": limit}, **section
+    )
+    with Bench(config, stop_ids=[]) as bench:
+        asked = requests([ids(LONG - i % 3, i) for i in range(12)], Sampling(2, temperature))
+        noise = sum(2 * p.numel() * p.element_size() for p in bench.model.parameters()) if space == "full" else 0
+        with LiveMemory() as live:
+            bench.ask(bench.plan(), asked)
+    return live.peak - noise
+
+
+@pytest.mark.parametrize(
+    ("space", "target", "temperature"),
+    [("lora", None, 0.0), ("lora", None, 1.0), ("lora", [1], 0.0), ("full", None, 0.0)],
+)
+def test_a_rollout_keeps_to_its_limit(
+    space: str, target: list[int] | None, temperature: float, folders: dict[str, Path]
+) -> None:
+    free = peak(folders["qwen2"], space, 1.0, temperature, target)
+    limit = free / 2
+    assert peak(folders["qwen2"], space, limit / 2**30, temperature, target) < limit
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_members_answer_alike_whatever_the_pieces(family: str, folders: dict[str, Path]) -> None:
+    """Prompts read in one piece, in a few, and one by one, with a shared beginning and padding."""
+    start, firsts = ids(20, 1), []
+    prompts = [start + ids(3 + i % 3, 2 + i) for i in range(5)]
+    for limit in (1.0, 2.5e-3, 1e-5):
+        config = make_config(
+            folders[family], es={"population_size": 6}, engine={"name": "transformers", "memory_gib": limit}
+        )
+        with Bench(config, stop_ids=[]) as bench:
+            cells = bench.ask(bench.plan(), requests(prompts, Sampling(3), logprobs=True))
+        firsts.append(torch.tensor([cells[key].logprobs[:1] for key in sorted(cells)]))  # type: ignore[index]
+    for other in firsts[1:]:
+        torch.testing.assert_close(other, firsts[0], atol=1e-4, rtol=0)
