@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from evoalign.errors import EngineError, ModelError
 
 OLDEST, NEWEST = (0, 26), (0, 32)
-"""The releases of vLLM whose insides this package knows, both ends tested."""
+"""The releases of vLLM whose insides this package knows; docs/guides/vllm.md has what was run of each."""
 
 Where = Literal["", "cpu", "gpu"]
 
