@@ -99,6 +99,7 @@ def test_layers_below_what_evolves_read_a_prompt_once_and_not_once_a_member(fold
         assert not any("forward" in vars(block) for block in bench.model.model.layers)
 
 
+@pytest.mark.first("qwen2-shared", "mpt-apart")
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "mpt", "mistral"])
 def test_what_members_share_is_what_each_would_compute(family: str, prompts: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def masks(bench: Bench) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
+@pytest.mark.first("qwen2-True", "mistral-False")
 @pytest.mark.parametrize(
     ("family", "once"),
     [("qwen2", True), ("opt", True), ("gpt_neox", True), ("mistral", False), ("qwen2_windows", False), ("mpt", False)],

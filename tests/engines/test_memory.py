@@ -23,6 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: build(family, place / family) for family in FAMILIES}
 
 
+@pytest.mark.first("qwen2-True-float32", "gemma2-True-bfloat16", "gpt_neox-False-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +53,7 @@ def peak(folder: Path, space: str, limit: float | None, temperature: float, targ
     """Most bytes that live in a rollout of members on long prompts of several lengths."""
     section = {} if space == "full" else {space: {"target_layers": target}}
     config = make_config(
-        folder, space, es={"population_size": 4}, engine={"name": "transformers", "memory_gib": limit}, **section
+        folder, space, es={"population_size": 2}, engine={"name": "transformers", "memory_gib": limit}, **section
     )
     with Bench(config, stop_ids=[]) as bench:
         asked = requests([ids(LONG - i % 3, i) for i in range(12)], Sampling(2, temperature))
@@ -62,6 +63,7 @@ def peak(folder: Path, space: str, limit: float | None, temperature: float, targ
     return live.peak - noise
 
 
+@pytest.mark.first("lora-None-0.0", "full-None-0.0")
 @pytest.mark.parametrize(
     ("space", "target", "temperature"),
     [("lora", None, 0.0), ("lora", None, 1.0), ("lora", [1], 0.0), ("full", None, 0.0)],
@@ -74,6 +76,7 @@ def test_a_rollout_keeps_to_its_limit(
     assert peak(folders["qwen2"], space, limit / 2**30, temperature, target) < limit
 
 
+@pytest.mark.first("qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_members_answer_alike_whatever_the_pieces(family: str, folders: dict[str, Path]) -> None:
     """Prompts read in one piece, in a few, and one by one, with a shared beginning and padding."""
