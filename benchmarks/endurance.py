@@ -2,6 +2,7 @@
 """Runs killed at every instant, and runs damaged at random: what the README says they withstand.
 
     OMP_NUM_THREADS=1 python benchmarks/endurance.py killing                   # 120 kills, 0 mismatches
+    OMP_NUM_THREADS=1 python benchmarks/endurance.py kills --count 200         # any command, any phase, at random
     OMP_NUM_THREADS=1 python benchmarks/endurance.py corrupting --count 1000   # 1,000 corruptions
 
 The harness is that of the tests.
@@ -15,6 +16,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    if len(sys.argv) < 2 or sys.argv[1] not in ("killing", "corrupting"):
+    if len(sys.argv) < 2 or sys.argv[1] not in ("killing", "kills", "corrupting"):
         sys.exit(__doc__)
     importlib.import_module(sys.argv.pop(1)).main()

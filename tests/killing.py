@@ -32,10 +32,9 @@ GENERATIONS = 4
 # Forks of a process that has imported what a run needs and run nothing: a fork of the tests' own could crash for its
 # threads.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["evoalign.training.train", "evoalign.engines.transformers", "matplotlib.figure", "peft", "pyarrow.parquet",
-     "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
-)  # fmt: skip
+PRELOADED = ["evoalign.training.train", "evoalign.engines.transformers", "matplotlib.figure", "peft", "pyarrow.parquet",
+             "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]  # fmt: skip
+PROCESSES.set_forkserver_preload(PRELOADED)
 Patch = Callable[[int], None]
 
 

@@ -79,6 +79,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_run_resumes(whole: T
 
 
 @pytest.mark.slow
+@pytest.mark.last("manifest", "before", "metrics", "evolution", "budget")
 @pytest.mark.parametrize(
     "name",
     ["run/journal.jsonl", "run/.manifest.json", "run/results/completions/.before.parquet", "run/.metrics.jsonl",
@@ -101,6 +102,7 @@ def test_any_file_that_does_not_fit_is_one_line_and_the_run_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.last("lora")
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
     tune: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
