@@ -9,7 +9,7 @@ from pathlib import Path
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.rundir.method import method_of
-from evoalign.training.resolve import last_saved, of_run, refuse_lost_task
+from evoalign.training.resolve import check_saved, last_saved, of_run, refuse_lost_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ def locate(name: str, config: Config | None) -> Target:
         return Target(name, path, config, None)
     weights = last_saved(run) if run == path else path
     own = of_run(run) if config is None else config
+    check_saved(run, weights, own)
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=weights.parent.name == "loras", own_engine=config is None)
     return Target(name, weights, own, run)

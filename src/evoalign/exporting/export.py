@@ -40,6 +40,7 @@ from evoalign.rundir.method import method_of
 from evoalign.setup import task_and_data
 from evoalign.tasks.data import HUB, locate
 from evoalign.tokens import Tokens
+from evoalign.training import weights
 from evoalign.training.replay import replay
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -160,7 +161,7 @@ def _source(run: Path, to: Path, generation: int | None, model: str | None) -> G
     saved = saved_folders(run)
     if method_of(run) == "grpo":
         folder = _saved_policy(run, saved, generation)
-        yield _Source(run, own, base, None, folder, checkpoint.verify_policy(folder), manifest)
+        yield _Source(run, own, base, None, folder, _sound(folder, checkpoint.verify_policy(folder), own), manifest)
         return
     if generation is None and not saved:
         raise ModelError(f"{run} saved no weights yet; name a generation of its journal with --generation")
@@ -168,7 +169,7 @@ def _source(run: Path, to: Path, generation: int | None, model: str | None) -> G
     count = generation if folder is None else generation_of(folder)
     log = journal.read(run / "journal.jsonl").whole(count)
     if folder is not None:
-        yield _Source(run, own, base, log, folder, _verified(folder, log), manifest)
+        yield _Source(run, own, base, log, folder, _sound(folder, _verified(folder, log), own), manifest)
         return
     with files.scratch(_scratch(to)) as temporary:
         rebuilt = temporary / "mean"
@@ -200,6 +201,12 @@ def _verified(folder: Path, log: Log) -> Mark:
     mark = checkpoint.verify(folder)
     if mark.generation > log.sealed or mark.weights_hash != _recorded(log, mark.generation):
         raise CheckpointError(f"{folder} is not the mean that {log.path} records for generation {mark.generation}")
+    return mark
+
+
+def _sound(folder: Path, mark: Mark, config: Config) -> Mark:
+    """The mark of a saved mean whose tensors have its hash. Raises CheckpointError."""
+    weights.check(folder, mark, None if ":" in config.space.name else config)
     return mark
 
 

@@ -17,12 +17,13 @@ from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
-from evoalign.training import saving
+from evoalign.training import saving, weights
 from evoalign.types import Layout
 
 NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
@@ -88,11 +89,9 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     if method is not None:
         own = of_run(path) if config is None else as_config(config, needs_es=False)
         saved = last_saved(path)
+        check_saved(path, saved, own)
         if method == "grpo":
-            checkpoint.verify_policy(saved)
             own = own.as_policy(adapter=saved.parent.name == "loras", own_engine=config is None)
-        else:
-            saving.checked(saved, journal.read(path / "journal.jsonl").whole())
         return (own, saved) if saved.parent.name == "loras" else (_with_model(own, saved), None)
     if config is None:
         if not path.exists():
@@ -105,6 +104,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
             "the task with --task or --config"
         )
     own = as_config(config, needs_es=False)
+    weights.check_folder(path, own)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
         layers = peft.get("layers_to_transform")
@@ -114,6 +114,20 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
         model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
         return from_dict({**tree, "model": model}, needs_es=False), path
     return _with_model(own, str(target)), None
+
+
+def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
+    """What a saved mean says of itself. Raises CheckpointError where it is damaged, altered or not of the run.
+
+    `config`, which may name code, takes the place of the run's own where that does.
+    """
+    if method_of(run) == "grpo":
+        mark = checkpoint.verify_policy(saved)
+    else:
+        mark = saving.checked(saved, journal.read(run / "journal.jsonl").whole())
+    made = load([run / "config.yaml"])
+    weights.check(saved, mark, config if ":" in made.space.name else made)
+    return mark
 
 
 def of_run(path: Path, fix: str | None = None) -> Config:

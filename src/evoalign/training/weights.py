@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the tensors of a saved mean are those of its `weights_hash`: the record beside them may have been made anew.
+
+One pass over the weights, a tensor in memory at a time. The hash does not cover what did not evolve, such as the
+embeddings in a checkpoint of `lowrank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evoalign import spaces
+from evoalign.config import Config
+from evoalign.engines import weights_hash
+from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
+from evoalign.engines.specs import specs_of_config
+from evoalign.errors import CheckpointError, EvoalignError
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
+from evoalign.setup import layout_of
+
+Row = tuple[str, tuple[int, ...], int]
+MODEL = "model*.safetensors"
+
+
+def check(folder: Path, mark: Mark, config: Config | None) -> None:
+    """Raise CheckpointError where a saved mean, which is verified, does not hold the weights of its hash.
+
+    `config` names the space of the run, which says what evolves; None where that is code that may not be imported: then
+    a checkpoint whose space evolves a part of the model, and which has no mean beside it, passes.
+    """
+    mean, plain = _sums(folder.glob(MEAN)), sorted(folder.glob(MODEL))
+    if (folder / ADAPTER).is_file():
+        right = mark.weights_hash in hashes_of_adapter(folder)
+    elif mean:
+        right = weights_hash_of_sums(mean) == mark.weights_hash
+        _check_rounded(folder, plain)
+    else:
+        right = _is_checkpoint_of(folder, _sums(plain), mark, config)
+    if not right:
+        raise CheckpointError(
+            f"{folder} does not hold the weights of its weights_hash {mark.weights_hash[:12]}: they were altered, and "
+            "its record made anew; put it back from a copy, or take another that was saved"
+        )
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """`check` of what is no run's latest mean: one that was saved with its record, or an adapter with its journal."""
+    if (folder / RECORD).is_file():
+        check(folder, checkpoint.verify(folder), config)
+    elif (folder / "run" / "journal.jsonl").is_file() and (folder / ADAPTER).is_file():
+        log = journal.read(folder / "run" / "journal.jsonl").whole()
+        sealed = {log.header.weights_hash, *(g.weights_hash for g in log.generations)}
+        if not sealed & hashes_of_adapter(folder):
+            raise CheckpointError(f"{folder} does not hold the weights of any generation of {log.path}; export it anew")
+
+
+def hashes_of_adapter(folder: Path) -> set[str]:
+    """`weights_hash` of a PEFT adapter under the names of ES, and under those of GRPO, whose adapter is `default`."""
+    rows = _sums([folder / ADAPTER])
+    return {_hash(rows, lambda name: name.removeprefix(PEFT_PREFIX)), _hash(rows, _live_name)}
+
+
+def _live_name(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+
+
+def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Config | None) -> bool:
+    """Whether all tensors of a checkpoint have the hash, or those that evolve, or the model that is made of them."""
+    if weights_hash_of_sums(rows) == mark.weights_hash:
+        return True
+    if config is None:
+        return True
+    here = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder), "revision": None})})
+    specs = specs_of_config(here)
+    try:
+        layout = layout_of(spaces.create(config), specs, torch.float32)
+        evolving = {t.name for t in (*layout.tensors, *layout.frozen)}
+    except EvoalignError:  # of a run of GRPO, whose section of the space may be anything
+        evolving = set[str]()
+    if evolving and weights_hash_of_sums(row for row in rows if row[0] in evolving) == mark.weights_hash:
+        return True
+    if {spec.name for spec in specs} == {name for name, _, _ in rows}:
+        return False
+    return _hash_of_model(folder) == mark.weights_hash  # its files have names of their own
+
+
+def _hash_of_model(folder: Path) -> str:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} does not load: {str(error).strip().splitlines()[0]}") from error
+    return weights_hash(model.named_parameters())
+
+
+def _check_rounded(folder: Path, plain: Iterable[Path]) -> None:
+    """Raise CheckpointError where what is served is not the float32 mean beside it, rounded."""
+    mean = {name: (file, tensor) for file in folder.glob(MEAN) for name, tensor in _lazily(file).items()}
+    for file in plain:
+        for name, served in _lazily(file).items():
+            if name in mean and not torch.equal(found := served(), mean[name][1]().to(found.dtype)):
+                raise CheckpointError(f"{file} does not hold the mean of {mean[name][0].name}: {name} differs")
+
+
+def _hash(rows: Iterable[Row], named: Callable[[str], str]) -> str:
+    return weights_hash_of_sums((named(name), shape, total) for name, shape, total in rows)
+
+
+def _sums(files: Iterable[Path]) -> list[Row]:
+    return list(_each(files))
+
+
+def _each(files: Iterable[Path]) -> Iterator[Row]:
+    for file in sorted(files):
+        for name, read in _lazily(file).items():
+            tensor = read()
+            yield name, tuple(tensor.shape), tensor_sum(tensor)
+
+
+def _lazily(file: Path) -> Mapping[str, Callable[[], torch.Tensor]]:
+    """How each tensor of a file is read. Raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened: Any = safe_open(file, framework="pt")
+        return {name: lambda name=name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} does not load: {error}") from error
