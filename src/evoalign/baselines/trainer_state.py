@@ -7,7 +7,6 @@ to other weights. So the marker, written last, has the SHA-256 of each file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -16,15 +15,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from evoalign.config.reading import check_regular, read_json
+from evoalign.config.reading import read_json
 from evoalign.errors import DataError, ResumeError
 from evoalign.rundir.checkpoint import Hash
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import digest_of, write_text
 
 STATE = "whole.json"
 """In a folder of the trainer's state: it was written to its end."""
-MOST_BYTES = 2**44
 MEND = "put it back from a copy, or begin anew with --overwrite, which moves the run aside"
 
 
@@ -45,7 +43,7 @@ def states(run: RunDir) -> Path:
 def mark(run: RunDir, done: int) -> None:
     """The trainer's state after so many steps is whole on disk. Only now may the others go."""
     whole = states(run) / f"checkpoint-{done}"
-    files = {name: _digest(file) for name, file in _files(whole).items()}
+    files = {name: digest_of(file) for name, file in _files(whole).items()}
     write_text(whole / STATE, json.dumps({"step": done, "files": files}, indent=2) + "\n")
     for folder in states(run).glob("checkpoint-*"):
         if folder != whole:
@@ -103,7 +101,7 @@ def _check(folder: Path, step: int) -> bool:
     for name, digest in marker.files.items():
         if name not in here:
             raise DataError(f"{folder / name} is missing")
-        if _digest(here[name]) != digest:
+        if digest_of(here[name]) != digest:
             raise DataError(f"{folder / name} was altered")
     for name in here.keys() - marker.files.keys():
         raise DataError(f"{folder / name} does not belong there")
@@ -115,12 +113,3 @@ def _files(folder: Path) -> dict[str, Path]:
     entries = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     found = {path.relative_to(folder).as_posix(): path for path in sorted(entries)}
     return {name: path for name, path in found.items() if name not in (STATE, f".{STATE}.tmp")}
-
-
-def _digest(file: Path) -> str:
-    check_regular(file, MOST_BYTES)
-    try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read ({error.strerror})") from None

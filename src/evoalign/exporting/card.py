@@ -24,6 +24,10 @@ WHAT = {
 TAGS: dict[Method, list[str]] = {"es": ["evolution-strategies", "gradient-free"], "grpo": ["grpo", "trl"]}
 RECORDS = "run"
 """Folder of the export that holds config.yaml and, of ES, journal.jsonl. On top they would make it look like a run."""
+NOT_SEALED = (
+    "These numbers are **not sealed**: the run that wrote them was of an earlier release, went on since, or its seal "
+    "was taken away, so that nothing shows whether they were changed."
+)
 ASK_TEXT = ['inputs = tokenizer("What is 3 + 5?", return_tensors="pt")']
 ASK_CHAT = [
     'messages = [{"role": "user", "content": "What is 3 + 5?"}]',
@@ -179,7 +183,8 @@ def _change(facts: Facts) -> str:
         f"{settings['max_tokens']} tokens. Intervals are of the mean paired difference over examples (95 %, BCa "
         "bootstrap).\n\n| measure | before | after | change | 95 % interval |\n|---|---:|---:|---:|---:|"
     )
-    return "\n".join([head, *(_row(found, name) for name in found["before"] if name in found["after"])])
+    rows = [_row(found, name) for name in found["before"] if name in found["after"]]
+    return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
 
 def _row(found: Mapping[str, Any], name: str) -> str:

@@ -32,7 +32,7 @@ from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
 from evoalign.exporting.public import private_paths, public
-from evoalign.rundir import checkpoint, files, journal
+from evoalign.rundir import checkpoint, files, journal, sealing
 from evoalign.rundir.checkpoint import ADAPTER, Mark
 from evoalign.rundir.directory import again_if_pruned, generation_of, saved_folders
 from evoalign.rundir.journal import Log
@@ -338,8 +338,10 @@ def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: s
 
 def _evaluation(source: _Source) -> dict[str, Any] | None:
     """The comparison of this very mean; a run that went on has one of another mean."""
-    found = _read_json(source.run / "results" / "evaluation.json")
-    return found if found is not None and found.get("weights_hash") == source.mark.weights_hash else None
+    found = _read_json(source.run / sealing.EVALUATION)
+    if found is None or found.get("weights_hash") != source.mark.weights_hash:
+        return None
+    return {**found, "sealed": sealing.is_sealed(source.run, sealing.EVALUATION)}
 
 
 def _shown(model: ModelConfig) -> str:

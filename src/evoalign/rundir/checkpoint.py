@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import check_regular, parse, read_bytes
 from evoalign.errors import CheckpointError, DataError, ModelError
-from evoalign.rundir.files import filled
+from evoalign.rundir.files import digest_of, filled
 from evoalign.types import Layout
 
 PEFT_PREFIX = "base_model.model."
@@ -112,7 +112,7 @@ def verify(folder: Path) -> Mark:
     for name, digest in digests.items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing")
-        if _file_digest(folder / name) != digest:
+        if digest_of(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
     return Mark(record.generation, record.weights_hash, record.journal, record.reward, record.objective or {})
 
@@ -252,7 +252,7 @@ def _write_mean(folder: Path, state: State) -> None:
 
 def seal(folder: Path, mark: Mark) -> None:
     """Write down what is in a folder, last of all."""
-    files = {file.name: _file_digest(file) for file in sorted(folder.iterdir())}
+    files = {file.name: digest_of(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
     if not mark.objective:
         del record["objective"]
@@ -263,11 +263,6 @@ def _record_text(record: Mapping[str, Any]) -> str:
     """The one way to write a record down, with its own hash."""
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     return json.dumps({**record, "hash": digest}, indent=2, sort_keys=True) + "\n"
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _save_file(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
@@ -283,7 +278,5 @@ def _load_file(file: Path) -> dict[str, torch.Tensor]:
     try:
         check_regular(file, MOST_BYTES)  # a pipe would be waited for
         return load_file(file)
-    except DataError as error:
-        raise CheckpointError(str(error)) from error
-    except (OSError, SafetensorError) as error:
+    except (DataError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} does not load: {error}") from error

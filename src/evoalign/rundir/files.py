@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -11,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from evoalign.errors import RunExistsError, RunGoneError
+from evoalign.config.reading import check_regular
+from evoalign.errors import DataError, RunExistsError, RunGoneError
+
+MOST_BYTES = 2**44
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,6 +38,16 @@ def replacing(path: Path) -> Generator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. Raises DataError for what is no plain file, or cannot be read."""
+    check_regular(path, MOST_BYTES)
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -104,7 +104,7 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
             "the task with --task or --config"
         )
     own = as_config(config, needs_es=False)
-    weights.check_folder(path, own)
+    weights.check_folder(path)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
         layers = peft.get("layers_to_transform")

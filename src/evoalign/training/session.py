@@ -24,9 +24,10 @@ from evoalign.config import Config, code_of
 from evoalign.config.grpo import asked
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
-from evoalign.errors import EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
+from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report.rows import Row
+from evoalign.rundir import sealing
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
@@ -217,6 +218,7 @@ class Session:
         self.algorithm.check_resume(self)
         self.recorder.evaluations = budget.read_evaluation(self.run.budget)
         before = self._read_before()
+        self._unseal()
         self.run.sweep()
         missed = self.algorithm.resume(self)
         self.run.resume(self.config, self._manifest({}))
@@ -226,6 +228,14 @@ class Session:
 
     def _manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         return make_manifest(self.config, facts, command_line(), self.labels.method)
+
+    def _unseal(self) -> None:
+        """The results change as the run goes on; it says so where they had been changed by others."""
+        try:
+            sealing.is_sealed(self.run.path)
+        except DataError as error:
+            self.tell(f"warning: {error}")
+        sealing.unseal(self.run.path)
 
     def _read_before(self) -> Evaluation:
         """The evaluation of the start, where the mean is now: as it was written, or else made again."""
@@ -249,6 +259,7 @@ class Session:
         self.run.check()
         mean = {"generation": self.total, "weights_hash": self.algorithm.fingerprint(), **moved}
         conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
+        sealing.seal(self.run.path)
         for line in self.algorithm.summary():
             self.tell(line)
         self.recorder.finish(before, after, moved["divergence"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from evoalign import spaces
-from evoalign.config import Config
+from evoalign.config import Config, load
 from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
@@ -30,7 +30,7 @@ MODEL = "model*.safetensors"
 def check(folder: Path, mark: Mark, config: Config | None) -> None:
     """Raise CheckpointError where a saved mean, which is verified, does not hold the weights of its hash.
 
-    `config` names the space of the run, which says what evolves; None where that is code that may not be imported: then
+    `config` names the space of the run, which says what evolves; None where that is not known, or code of its own: then
     a checkpoint whose space evolves a part of the model, and which has no mean beside it, passes.
     """
     mean, plain = _sums(folder.glob(MEAN)), sorted(folder.glob(MODEL))
@@ -48,10 +48,12 @@ def check(folder: Path, mark: Mark, config: Config | None) -> None:
         )
 
 
-def check_folder(folder: Path, config: Config) -> None:
+def check_folder(folder: Path) -> None:
     """`check` of what is no run's latest mean: one that was saved with its record, or an adapter with its journal."""
     if (folder / RECORD).is_file():
-        check(folder, checkpoint.verify(folder), config)
+        made = folder.parent.parent / "config.yaml"
+        own = load([made]) if made.is_file() else None
+        check(folder, checkpoint.verify(folder), None if own is None or ":" in own.space.name else own)
     elif (folder / "run" / "journal.jsonl").is_file() and (folder / ADAPTER).is_file():
         log = journal.read(folder / "run" / "journal.jsonl").whole()
         sealed = {log.header.weights_hash, *(g.weights_hash for g in log.generations)}

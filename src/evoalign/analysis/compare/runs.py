@@ -25,6 +25,7 @@ from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
+from evoalign.rundir.sealing import is_sealed
 
 CONFIG_BYTES = 2**18
 CONFIG_DEPTH = 50
@@ -70,6 +71,8 @@ class Run:
     hardware: str | None
     task: str
     """Name of the task, and what it was given as, where that was a Python object."""
+    sealed: bool
+    """Whether its results have a seal, which fits them."""
     questions: str | None
     """SHA-256 over the prompts and targets of the test split."""
 
@@ -113,6 +116,7 @@ def _is_readable(path: Path) -> bool:
 
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
+    sealed = is_sealed(path)
     manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
@@ -139,6 +143,7 @@ def read(path: Path) -> Run:
         shares_after=_shares(after),
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
+        sealed=sealed,
         questions=_questions(before or after),
     )
 

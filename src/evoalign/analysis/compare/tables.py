@@ -74,6 +74,8 @@ def end_grid(comparison: Comparison) -> Grid:
     """One column a group: measures, text, divergence and costs of its finished runs, as means over them."""
     ends = {group.label: [run for run in group.runs if run.finished] for group in comparison.groups}
     rows = [("seeds", *(str(len(runs)) for runs in ends.values()))]
+    loose = [sum(not run.sealed for run in runs) for runs in ends.values()]
+    rows += [("not sealed", *map(str, loose))] if any(loose) else []
     rows += [(f"{name} [95 %]", *(_at_end(name, runs) for runs in ends.values())) for name in comparison.measures]
     for name, (value, shown, pick) in _quantities().items():
         rows.append((name, *(_averaged([value(run) for run in runs], shown, pick) for runs in ends.values())))
