@@ -48,12 +48,18 @@ def check(folder: Path, mark: Mark, config: Config | None) -> None:
         )
 
 
+def without_code(folder: Path, mark: Mark, config: Config | None) -> Mark:
+    """`check`, for which no code that the config names is imported; the mark. Raises CheckpointError."""
+    check(folder, mark, None if config is None or ":" in config.space.name else config)
+    return mark
+
+
 def check_folder(folder: Path) -> None:
     """`check` of what is no run's latest mean: one that was saved with its record, or an adapter with its journal."""
     if (folder / RECORD).is_file():
         made = folder.parent.parent / "config.yaml"
         own = load([made]) if made.is_file() else None
-        check(folder, checkpoint.verify(folder), None if own is None or ":" in own.space.name else own)
+        without_code(folder, checkpoint.verify(folder), own)
     elif (folder / "run" / "journal.jsonl").is_file() and (folder / ADAPTER).is_file():
         log = journal.read(folder / "run" / "journal.jsonl").whole()
         sealed = {log.header.weights_hash, *(g.weights_hash for g in log.generations)}
