@@ -2,6 +2,7 @@
 """Reading rows and splitting them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,11 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "neither parquet nor UTF-8"),
         (b"PAR1 and no more", "damaged parquet"),
         (b"[" * 200_000, "not readable as JSON"),
+        (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
+        (b'{"n": "a\\ud800b"}', r"line 1: 'n' holds half a surrogate pair, \\ud800, which is no text"),
+        (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' holds half a surrogate pair, \\udfff"),
+        (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* holds half a surrogate pair"),
+        (b'{"n": "' + b"a" * (1 << 24) + b'b"}', "a text of 'n' has 16,777,217 characters; at most 16,777,216"),
         (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"),
         (b"prompt,answer\n1,2\n", "line 1: not JSON"),
     ],
@@ -155,8 +161,33 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -
 def test_a_missing_file_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data file .*; set task.train_data"):
         data.read(str(tmp_path / "none.json"))
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="is not a file; give a JSON, JSONL or parquet file"):
         data.read(str(tmp_path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="is not a file"):
+        data.read(str(tmp_path / "pipe.jsonl"))
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.timestamp("ms")])
+def test_a_time_beyond_pythons_is_named(kind: pa.DataType, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"prompt": ["Hi"], "t": pa.array([2**52], kind)}), path)
+    with pytest.raises(
+        DataError, match=r"rows.parquet holds a value that Python cannot: .*; write it as text"
+    ) as error:
+        data.read(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_rows_are_held_to_the_same_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"prompt": ["Hi", "a" * (data.MAX_TEXT + 1)]}), path)
+    with pytest.raises(DataError, match="row 2: a text of 'prompt' has"):
+        data.read(str(path))
 
 
 def test_shipped_paths_work_from_any_folder_and_give_way_to_ones_own(

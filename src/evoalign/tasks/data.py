@@ -7,6 +7,7 @@ A file is read by what it holds, not by its extension: parquet, a JSON list of o
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -14,7 +15,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from evoalign.config import TaskConfig
+from evoalign.config.reading import DEPTH, MissingError, read_bytes
 from evoalign.errors import ConfigError, DataError
+from evoalign.rewards.functions import shown
 from evoalign.tasks.base import Data
 from evoalign.types import Example
 
@@ -24,6 +27,8 @@ Check: TypeAlias = Callable[[str, dict[str, Any]], Example]
 """Turns a row into an example, or raises DataError with the place it was given."""
 
 HUB = "hub:"
+MAX_TEXT = 1 << 24
+"""Characters of one text, some million tokens: a longer one fits into no model, and takes all memory before."""
 
 
 def locate(source: str) -> Path:
@@ -118,13 +123,11 @@ def read(source: str) -> list[Row]:
 
 def _read_file(path: Path) -> list[Row]:
     try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+        content = read_bytes(path, sys.maxsize, "give a JSON, JSONL or parquet file")
+    except MissingError:
         raise DataError(
             f"no data file {path} (looked from {Path.cwd()}); set task.train_data or task.test_data"
         ) from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; give a JSON, JSONL or parquet file") from None
     if content[:4] == b"PAR1":
         return _read_parquet(path, content)
     try:
@@ -151,14 +154,47 @@ def _parse(text: str, where: str) -> object:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise DataError(f"{where}: not JSON at {place}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets by the thousand
+    except RecursionError:
+        raise DataError(f"{where}: not readable as JSON: it is nested deeper than {DEPTH} levels") from None
+    except ValueError as error:  # an integer of thousands of digits
         raise DataError(f"{where}: not readable as JSON: {error}") from None
 
 
 def _columns(row: object, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected an object such as {{...}}, found {str(row)[:60]!r}")
-    return cast("dict[str, Any]", row)
+        raise DataError(f"{where}: expected an object such as {{...}}, found {shown(row)}")
+    row = cast("dict[str, Any]", row)
+    _check_sound(row, where)
+    return row
+
+
+def _check_sound(row: dict[str, Any], where: str) -> None:
+    """That tokenizers, rewards in another process and files can take what a row holds. Raises DataError."""
+    for name, column in row.items():
+        below: list[tuple[Any, int]] = [(name, 0), (column, 0)]
+        while below:
+            value, depth = below.pop()
+            if isinstance(value, str):
+                _check_text(value, name, where)
+            elif isinstance(value, dict | list | tuple):
+                if depth == DEPTH:
+                    raise DataError(f"{where}: {shown(name)} is nested deeper than {DEPTH} levels; make it flatter")
+                inner = cast("Any", [*value.keys(), *value.values()] if isinstance(value, dict) else value)
+                below += [(item, depth + 1) for item in inner]
+
+
+def _check_text(text: str, name: str, where: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise DataError(f"{where}: a text of {shown(name)} has {len(text):,} characters; at most {MAX_TEXT:,} are read")
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {shown(name)} holds half a surrogate pair, \\u{ord(text[error.start]):x}, which is no text; "
+            "write the whole character"
+        ) from None
 
 
 def _read_parquet(path: Path, content: bytes) -> list[Row]:
@@ -168,8 +204,14 @@ def _read_parquet(path: Path, content: bytes) -> list[Row]:
     try:
         rows = parquet.read_table(pa.BufferReader(content)).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is a damaged parquet file: {error}") from None
-    return [(f"{path}, row {i}", row) for i, row in enumerate(rows, 1)]
+        raise DataError(f"{path} is a damaged parquet file: {_line(error)}") from None
+    except (ValueError, OverflowError, ImportError) as error:  # a time that Python has no date for, text that is none
+        raise DataError(f"{path} holds a value that Python cannot: {_line(error)}; write it as text") from None
+    return [(where, _columns(row, where)) for i, row in enumerate(rows, 1) for where in (f"{path}, row {i}",)]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _read_hub(source: str) -> list[Row]:
