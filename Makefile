@@ -76,7 +76,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/grader.py
 
 # Made again when what is installed changes, or when a torch is asked for by name.
-$(STAMP): pyproject.toml requirements/test.lock scripts/install.sh $(if $(TORCH),FORCE)
+$(STAMP): pyproject.toml hatch_build.py src/evoalign/kernels/compiled.c requirements/test.lock scripts/install.sh $(if $(TORCH),FORCE)
 	PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/install.sh .venv
 	@touch $@
 

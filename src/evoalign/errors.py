@@ -60,6 +60,10 @@ class ResumeError(EvoalignError):
     """A run cannot be resumed as asked: other settings, another base model, or weights that come out otherwise."""
 
 
+class MachineError(ResumeError):
+    """A journal's weights come out otherwise on this machine, and it was made in a way whose bits depend on that."""
+
+
 class StoppedError(EvoalignError):
     """A run was asked to stop and did, after a whole generation. `signal` is the number of the signal."""
 

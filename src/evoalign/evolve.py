@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def evolve(
         group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation)
         scores_MP = score(objective, group)
         clock.mark("score")
-        update = update_of(config, plan, shaping.shape(scores_MP, es.shaping))
+        update = replace(update_of(config, plan, shaping.shape(scores_MP, es.shaping)), summation=journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
         journal.append(update, fitness_M, objective.state)
         engine.apply(update)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -26,9 +26,10 @@ import torch
 
 from evoalign import kernels
 from evoalign.errors import EvoalignError
+from evoalign.kernels import compiled
+from evoalign.kernels.lines import NORMALS_PER_BLOCK
 from evoalign.types import Slices
 
-NORMALS_PER_BLOCK = 8
 TABLE_SHA256 = "6621a18f629e82396c088501c1095eae46f6d8033b42db7b4158e0f4cf34a0ce"
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -73,7 +74,7 @@ def normals(
 
     `members` are the last counter word (`Member.noise`). A slice gives exactly the bits of that part of the whole.
     """
-    if kernels.available(device):
+    if _kernel(device) is not None:
         return scaled(key, shape, generation, members, (1.0,) * len(members), slices=slices, device=device)
     return _normals(key, tuple(shape), generation, members, slices, device)
 
@@ -95,23 +96,31 @@ def scaled(
 
     `widths` are rounded once to float32; a member's sign is that of its width. `mean` is that part of a tensor. `out`
     takes the numbers in its own dtype, whatever its strides; without it they come in `dtype`. `device` is needed where
-    neither is given. A GPU needs one launch and no temporary.
+    neither is given. A GPU needs one launch and no temporary, a CPU with the compiled library one pass.
     """
     bounds = bounds_of(tuple(shape), slices)
     given = mean if out is None else out
     where = torch.device(device or "cpu") if given is None else given.device
-    if kernels.available(where):
-        from evoalign.kernels.noise import scaled as launch
-
+    draw = _kernel(where)
+    if draw is not None:
         if out is None:
             out = torch.empty(len(members), *(b - a for a, b in bounds), dtype=dtype, device=where)
-        launch(key, table(where), shape, bounds, generation, members, widths, mean, out)
+        draw(key, table(where), shape, bounds, generation, members, widths, mean, out)
         return out
     drawn = _normals(key, tuple(shape), generation, members, slices, where)
     drawn.mul_(kernels.factors(tuple(widths), where).view(-1, *(1 for _ in bounds)))
     if mean is not None:
         drawn.add_(mean)
     return drawn.to(dtype) if out is None else out.copy_(drawn)
+
+
+def _kernel(device: torch.device | str) -> Callable[..., None] | None:
+    """`scaled` into `out` in one pass, where there is such a kernel for the device."""
+    if kernels.available(device):
+        from evoalign.kernels.noise import scaled as launch
+
+        return launch
+    return compiled.scaled if compiled.available(device) else None
 
 
 def _normals(

@@ -118,13 +118,20 @@ class Rollout:
     logprobs: tuple[float, ...] | None = None
 
 
+Summation: TypeAlias = Literal["ordered", "library", "own"]
+"""How the terms of an update are added: `ordered`, one after another, which has the same bits on every machine;
+`library`, in `lowrank` as the library's matrix product adds them, which journals of before were made with on a CPU;
+`own`, as a space of one's own does. The last two may have other bits on another machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """How the mean moves: it decays towards the start, then `+= step * scale * (1/N) * sum_i c_i sign_i noise_i`.
 
     `index` counts updates; `step` is eta times the sigma of generation 0, so with `sigma` it is the paper's alpha
     (Qiu et al., arXiv 2509.24372, algorithm 1). `sigma` is the one the members were evaluated with.
-    `decay` is the share of the distance to the starting weights that is taken back.
+    `decay` is the share of the distance to the starting weights that is taken back, `summation` how the terms of the
+    sum are added.
     """
 
     index: int
@@ -134,6 +141,7 @@ class Update:
     sigma: float
     step: float
     decay: float = 0.0
+    summation: Summation = "ordered"
 
 
 TensorKind: TypeAlias = Literal["linear", "embedding", "norm", "bias", "other"]

@@ -22,11 +22,19 @@ import evoalign
 import killing
 from evoalign.config import from_dict
 from evoalign.engines.vllm.settings import VllmConfig
-from evoalign.errors import CheckpointError, ConfigError, JournalError, ResumeError, RunExistsError, StoppedError
+from evoalign.errors import (
+    CheckpointError,
+    ConfigError,
+    JournalError,
+    ResumeError,
+    RunExistsError,
+    StoppedError,
+)
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.training import replay as replaying
+from repeating import skipped_elsewhere
 
 Traces = dict[str, Any]
 
@@ -414,8 +422,10 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.jsonl"))
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_journals_of_every_release_replay(path: Path) -> None:
-    assert replaying.replay(path) == journal.read(path).generations[-1].weights_hash
+    with skipped_elsewhere(path):
+        assert replaying.replay(path) == journal.read(path).generations[-1].weights_hash
 
 
 def test_there_are_golden_journals_of_this_format() -> None:
-    assert {path.stem for path in GOLDEN} >= set(killing.SPACES)
+    for folder in ("0.1.0", "ordered"):
+        assert {path.stem for path in GOLDEN if path.parent.name == folder} >= set(killing.SPACES)

@@ -23,7 +23,10 @@ from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
 from evoalign.cli.sweep import sweep
 from evoalign.cli.train import train
-from evoalign.errors import EvoalignError, StoppedError, cut
+from evoalign.errors import EvoalignError, MachineError, StoppedError, cut
+
+OTHER_MACHINE = 3
+"""Exit code where a journal's weights come out otherwise on this machine, as it could not promise they would not."""
 
 app = typer.Typer(
     help="Evolution Strategies fine-tuning of language models: only inference, any Python reward.",
@@ -70,6 +73,9 @@ def main() -> None:
     except StoppedError as stopped:  # after a whole generation, with the exit code that shells give a signal
         say(stopped)
         sys.exit(128 + stopped.signal)
+    except MachineError as error:  # nothing is damaged, and nothing is claimed
+        say(f"error: {error}")
+        sys.exit(OTHER_MACHINE)
     except (EvoalignError, OSError) as error:  # the latter of a disk that is full, a folder that may not be written
         if "--debug" in sys.argv:
             traceback.print_exc()

@@ -45,6 +45,8 @@ class SpaceSection(Section):
 
     evolves_model: ClassVar[bool] = True
     """Whether the mean is the model itself; otherwise it lies beside it, as an adapter does."""
+    took_library_sums: ClassVar[bool] = True
+    """Whether journals that do not say so may have added their updates by a library's matrix product."""
 
     @property
     def has_pairs(self) -> bool:
@@ -60,6 +62,7 @@ class LoraConfig(SpaceSection):
     """Noise on the factors of a LoRA adapter, W + (alpha / rank) B A."""
 
     evolves_model = False
+    took_library_sums = False
     rank: Count = 1
     alpha: Positive = 2.0
     target_layers: Layers | None = None
@@ -98,6 +101,7 @@ class LowrankConfig(SpaceSection):
 class FullConfig(SpaceSection):
     """Dense Gaussian noise on all tensors (Qiu et al., arXiv 2509.24372)."""
 
+    took_library_sums = False
     exclude: list[str] | None = None
     """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
 

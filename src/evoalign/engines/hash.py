@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from evoalign import kernels
+from evoalign.kernels import compiled
 from evoalign.noise import bounds_of, runs
 from evoalign.types import Slices
 
@@ -50,6 +51,8 @@ def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None
         from evoalign.kernels import hash as kernel
 
         return kernel.tensor_sum(tensor.detach(), shape, bounds_of(shape, slices))
+    if compiled.available(tensor.device):
+        return compiled.tensor_sum(tensor.detach().to(torch.float32), shape, bounds_of(shape, slices))
     flat = tensor.detach().to(torch.float32).contiguous().view(-1).view(torch.int32)
     starts, width, _ = runs(shape, slices)
     first = torch.tensor(starts, device=flat.device)

@@ -128,11 +128,12 @@ class Master:
 
     def apply(self, update: Update) -> None:
         """Move the mean and serve it: served weights equal round(master)."""
-        if self._move is not None:
+        ordered = update.summation != "library"
+        if self._move is not None and ordered:
             self._move(update)
             return
         for part in self.moving:
-            for here, slices in self._blocks(part):
+            for here, slices in self._blocks(part, whole=ordered):
                 self._accumulate(part, here, slices, update)
 
     def _accumulate(self, part: Part, here: Slices, slices: Slices, update: Update) -> None:
@@ -145,14 +146,14 @@ class Master:
         if away:
             master.copy_(on_device)
 
-    def _blocks(self, part: Part) -> Iterator[tuple[Slices, Slices]]:
+    def _blocks(self, part: Part, *, whole: bool = True) -> Iterator[tuple[Slices, Slices]]:
         """Pieces of a part, as they lie in it and in the whole tensor.
 
-        An optimizer with state takes it whole, and so does an update without temporaries. Of a mean in host memory
-        small ones, since each is on the device for a moment.
+        An optimizer with state takes it whole, and so does an update without temporaries, unless `whole` is False. Of a
+        mean in host memory small ones, since each is on the device for a moment.
         """
         here = part.master.device.type == self.device.type
-        if self.optimizer is not None or (here and self.space.fused(self.device)):
+        if self.optimizer is not None or (whole and here and self.space.fused(self.device)):
             yield _all(part.master.shape), part.slices
             return
         for here in noise.row_blocks(part.master.shape):

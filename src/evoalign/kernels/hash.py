@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from evoalign.kernels import on
-from evoalign.kernels.noise import lines
+from evoalign.kernels.lines import lines
 
 _BLOCK = 4096
 

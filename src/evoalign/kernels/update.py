@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 
 from evoalign.kernels import factors, interpreted, on
+from evoalign.kernels.lines import NORMALS_PER_BLOCK, lines
 from evoalign.kernels.noise import (
     _INT32,
-    NORMALS_PER_BLOCK,
     Tuning,
     address,
     addresses,
     eight,
-    lines,
     places,
     pointer,
     rounded,

@@ -6,13 +6,16 @@ depends on time, so two runs of one config and seed on one machine have identica
 resolved config, so that the base model and this one file rebuild the mean of any generation.
 
     {"type": "header", format_version, versions, device, dtype, config, given_as, space, evolved_parameters,
-     hashes of config, noise table, tokenizer, data, model and the starting mean}
+     hashes of config, noise table, tokenizer, data, model and the starting mean, machine, summation}
     {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective}
     {"type": "seal", index, weights_hash}
 
 `objective` is the state of the objective after the generation. It is there only where an objective has a state, which
 no earlier release could have: journals without one are what they always were, and readers of before refuse such a line
 by name. So the format is still version 1. Weights do not depend on it.
+
+`summation` is how products of factors are added in an update (`evoalign.types.Summation`), `machine` what a library's
+product may depend on: the CPU's instructions, the threads. A journal of before has neither: see `Header.sums`.
 
 A line is canonical JSON: keys sorted, no white space, ASCII, floats as Python's `repr` has them.
 """
@@ -34,10 +37,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from evoalign.config import FORMAT_VERSION
 from evoalign.config.reading import MissingError, read_bytes
+from evoalign.config.spaces import SECTIONS, SpaceSection
 from evoalign.errors import DataError, JournalError
 from evoalign.rundir.checkpoint import Hash
 from evoalign.rundir.files import check_at, sync_folder
-from evoalign.types import Member, Update
+from evoalign.types import Member, Summation, Update
 
 GENESIS = "0" * 64
 MOST_BYTES = 2**36
@@ -79,6 +83,23 @@ class Header(_Line):
     model_hash: Hash
     weights_hash: Hash
     """Of the mean before the first update."""
+    machine: dict[str, str] | None = None
+    """What the last bits of a library's results may depend on, beside the versions: `capability` and `threads`."""
+    summation: Summation | None = None
+
+    @property
+    def sums(self) -> Summation:
+        """How the terms of an update were added.
+
+        Where a journal of before does not say: in order, but for `lowrank` (or a space of one's own) on a CPU or with
+        an optimizer, which took a library's matrix product.
+        """
+        if self.summation is not None or not SECTIONS.get(self.space, SpaceSection).took_library_sums:
+            return self.summation or "ordered"
+        es: Any = self.config.get("es")
+        optimizer: Any = es.get("optimizer") if isinstance(es, dict) else None
+        plain = not isinstance(optimizer, dict) or optimizer.get("name", "sgd") == "sgd"
+        return "ordered" if plain and not self.device.startswith("cpu") else "library"
 
     @model_validator(mode="after")
     def _hash_of_config(self) -> Header:
@@ -176,6 +197,7 @@ class Journal:
         """A new journal. Raises FileExistsError."""
         self._path, self._file = path, path.open("xb")
         self._previous = GENESIS
+        self.summation: Summation = header.get("summation") or "ordered"
         sync_folder(path.parent)
         self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
 
@@ -185,6 +207,7 @@ class Journal:
         self = cls.__new__(cls)
         self._path, self._file = log.path, log.path.open("r+b")
         self._previous = log.last_hash
+        self.summation = log.header.sums
         self._file.truncate(log.size)
         self._file.seek(log.size)
         return self
@@ -258,7 +281,7 @@ def read(path: Path) -> Log:
     for number, text in enumerate(lines[1:], 2):
         try:
             line, digest = _parse(text, last)
-            _follow(generations, line, digest)
+            _follow(generations, line, digest, header.sums)
         except _BadLineError as error:
             cut = number == len(lines) and not text.endswith(b"\n")
             damage = Damage(number, cut, f"{path}, line {number} {error}; {_up_to(generations)}")
@@ -281,12 +304,12 @@ def _header(lines: Sequence[bytes]) -> tuple[Header, str]:
     return _model(Header, found), digest
 
 
-def _follow(generations: list[Recorded], line: Mapping[str, Any], digest: str) -> None:
+def _follow(generations: list[Recorded], line: Mapping[str, Any], digest: str, sums: Summation) -> None:
     """Take in one more line. Raises _BadLineError for one that does not belong there."""
     count, sealed = len(generations), _sealed(generations)
     if line.get("type") == "update" and count == sealed and line.get("index") == count:
         update = _model(_Updated, line)
-        generations.append(Recorded(_update(update), tuple(update.scores), None, digest, update.objective or {}))
+        generations.append(Recorded(_update(update, sums), tuple(update.scores), None, digest, update.objective or {}))
     elif line.get("type") == "seal" and count > sealed and line.get("index") == count - 1:
         weights_hash = _model(_Sealed, line).weights_hash
         generations[-1] = replace(generations[-1], weights_hash=weights_hash, hash=digest)
@@ -298,7 +321,7 @@ def _sealed(generations: Sequence[Recorded]) -> int:
     return len(generations) - bool(generations and generations[-1].weights_hash is None)
 
 
-def _update(line: _Updated) -> Update:
+def _update(line: _Updated, sums: Summation) -> Update:
     members = tuple(Member(i, n, s) for i, (n, s) in enumerate(zip(line.members, line.signs, strict=True)))
     return Update(
         index=line.index,
@@ -308,6 +331,7 @@ def _update(line: _Updated) -> Update:
         sigma=line.sigma,
         step=line.step,
         decay=line.decay,
+        summation=sums,
     )
 
 

@@ -25,9 +25,10 @@ from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import Config, EsConfig, SpaceSection
 from evoalign.errors import ConfigError
+from evoalign.kernels import compiled
 from evoalign.optimizer import Optimizer
 from evoalign.plugins import own_settings
-from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
+from evoalign.types import Layout, Member, Plan, Slices, Summation, TensorSpec, Update
 
 Carrier = Literal["adapter", "dense"]
 Master = Callable[[str], torch.Tensor]
@@ -121,9 +122,18 @@ class Space(ABC):
         return self.carrier == "adapter"
 
     @property
+    def summation(self) -> Summation:
+        """How the terms of an update are added: those of one's own `gradient` or `accumulate` in a way of its own."""
+        kept = type(self).gradient is Space.gradient and type(self).accumulate is Space.accumulate
+        return "ordered" if kept else "own"
+
+    @property
     def default_save_every(self) -> int:
-        """Generations between checkpoints where `checkpoint.every` is None; 0: none, for they are large."""
-        return 0 if self.evolves_model else 10
+        """Generations between checkpoints where `checkpoint.every` is None.
+
+        0, none, where they are as large as the model, unless the journal may repeat the run on this machine only.
+        """
+        return 0 if self.evolves_model and self.summation == "ordered" else 10
 
     def refusal(self, es: EsConfig) -> str | None:
         """What of the section `es` this space cannot do, as a sentence for the user; None where that is nothing."""
@@ -303,7 +313,7 @@ class Space(ABC):
         """
         if not moves(update, start):
             return
-        if optimizer is None and self.fused(master.device):
+        if optimizer is None and update.summation != "library" and self.fused(master.device):
             self._accumulate_fused(layout, master, name, slices, update, start, served)
             return
         gradient = self.gradient(layout, name, update, slices, master.device)
@@ -317,7 +327,8 @@ class Space(ABC):
     def fused(self, device: torch.device | str) -> bool:
         """Whether `accumulate` needs one pass and no temporary there, without an optimizer: parts can be large then."""
         own = type(self)
-        return kernels.available(device) and own.noise is Space.noise and own.gradient is Space.gradient
+        has_kernel = kernels.available(device) or compiled.available(device)
+        return has_kernel and own.noise is Space.noise and own.gradient is Space.gradient
 
     def _accumulate_fused(
         self,
@@ -329,7 +340,10 @@ class Space(ABC):
         start: torch.Tensor | None,
         served: torch.Tensor | None,
     ) -> None:
-        from evoalign.kernels.update import dense
+        if kernels.available(master.device):
+            from evoalign.kernels.update import dense
+        else:
+            from evoalign.kernels.compiled import dense
 
         tensor = layout[name]
         dense(

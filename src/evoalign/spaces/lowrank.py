@@ -19,6 +19,7 @@ import torch
 from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import LowrankConfig
+from evoalign.kernels import products
 from evoalign.spaces.base import (
     Adapter,
     Factors,
@@ -33,7 +34,7 @@ from evoalign.spaces.base import (
     signed,
 )
 from evoalign.spaces.targets import check_rank, evolved, scales, targets
-from evoalign.types import Layout, Member, Plan, Slices, TensorSpec, Update
+from evoalign.types import Layout, Member, Plan, Slices, Summation, TensorSpec, Update
 
 if TYPE_CHECKING:
     from evoalign.kernels.noise import Job, Jobs
@@ -69,6 +70,11 @@ class LowRank(Space):
     @property
     def rank(self) -> int:
         return self.section.rank
+
+    @property
+    def summation(self) -> Summation:
+        kept = type(self).gradient is LowRank.gradient and type(self).accumulate is Space.accumulate
+        return "ordered" if kept else "own"
 
     @property
     def has_mean_adapter(self) -> bool:
@@ -130,21 +136,30 @@ class LowRank(Space):
         return self._served(layout, module, plan.generation, plan.sigma, streams, signs, slices, device, out)
 
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
-        """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width: one GEMM over N * r.
+        """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width.
 
         Rounding is symmetric, so the members of an antithetic pair share one product and cancel exactly.
         """
-        rows, columns = (s.stop - s.start for s in slices)
-        total = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+        total = torch.zeros([s.stop - s.start for s in slices], dtype=torch.float32, device=device)
+        if update.summation == "library":
+            return self._library_sum(layout, name, update, slices, total).mul_(1 / len(update.members))
+        self._add_products(layout, total, name, slices, update, None, None, 1.0, 0.0)
+        return total
+
+    def _library_sum(
+        self, layout: Layout, name: str, update: Update, slices: Slices, total: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum as a library's matrix product adds it, whose bits depend on the machine: for journals made so."""
+        rows, columns = total.shape
         weights = self._weights(layout, name, update)
         for streams in batched(list(weights), 256):
-            factors = self._of_streams(layout, name, update, streams, slices, device)
+            factors = self._of_streams(layout, name, update, streams, slices, total.device)
             weight = kernels.factors(tuple(weights[s] for s in streams), factors.b.device)
             b = factors.b.to(torch.float32).mul_(weight[:, None, None])
             left = b.permute(1, 0, 2).reshape(rows, -1)
             right = factors.a.to(torch.float32).reshape(-1, columns)
             total.addmm_(left, right)
-        return total.mul_(1 / len(update.members))
+        return total
 
     def _weights(self, layout: Layout, name: str, update: Update) -> dict[int, float]:
         """Of each stream's product of served factors, which carry the width; none where noise has no width."""
@@ -157,8 +172,8 @@ class LowRank(Space):
         return self._served(layout, name, update.generation, update.sigma, streams, [1] * len(streams), slices, device)
 
     def fused(self, device: torch.device | str) -> bool:
-        """On GPUs: products of the factors are added in order there, so a shard gets the bits of the whole."""
-        return kernels.available(device) and type(self).gradient is LowRank.gradient
+        """Everywhere: products of the factors are added in order, so a part gets the bits of the whole."""
+        return type(self).gradient is LowRank.gradient
 
     def _accumulate_fused(
         self,
@@ -170,18 +185,30 @@ class LowRank(Space):
         start: torch.Tensor | None,
         served: torch.Tensor | None,
     ) -> None:
-        from evoalign.kernels.update import Matrix, Products, room, split
-
-        weights = self._weights(layout, name, update)
-        factors = self._of_streams(layout, name, update, list(weights), slices, master.device)
-        terms, shapes = len(weights) * layout.rank, [(master.shape[0], master.shape[1])]
-        memory = torch.empty(room(terms, shapes), dtype=torch.float32, device=master.device)
-        left, right = split(memory, terms, shapes)[0]
-        weight = kernels.factors(tuple(weights.values()), master.device)[:, None, None]
-        torch.mul(factors.b.to(torch.float32).mT, weight, out=left.view(-1, layout.rank, master.shape[0]))
-        right.view_as(factors.a).copy_(factors.a)
         step = update.step * layout[name].scale
-        Products([Matrix(master, served, start, left, right)]).move(terms, len(update.members), [step], update.decay)
+        self._add_products(layout, master, name, slices, update, start, served, step, update.decay)
+
+    def _add_products(
+        self,
+        layout: Layout,
+        master: torch.Tensor,
+        name: str,
+        slices: Slices,
+        update: Update,
+        start: torch.Tensor | None,
+        served: torch.Tensor | None,
+        step: float,
+        decay: float,
+    ) -> None:
+        """Move a part of a matrix by step / N times the ordered sum of weighted products of served factors."""
+        weights, device, (rows, columns) = self._weights(layout, name, update), master.device, master.shape
+        factors = self._of_streams(layout, name, update, list(weights), slices, device)
+        weight = kernels.factors(tuple(weights.values()), device)[:, None, None]
+        terms, count = len(weights) * layout.rank, len(update.members)
+        left, right = products.factors(terms, rows, columns, device)
+        torch.mul(factors.b.to(torch.float32).mT, weight, out=left.view(-1, layout.rank, rows))
+        right.view_as(factors.a).copy_(factors.a)
+        products.move(master, served, start, left, right, count, step, decay)
 
     def writer(
         self, layout: Layout, master: Master, slots: Sequence[Slots]
@@ -205,7 +232,7 @@ class LowRank(Space):
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
         """On a GPU, factors and products by a launch for each shape; the factors' memory is kept."""
-        fused = all(self.fused(p.master.device) for p in parts)
+        fused = all(kernels.available(p.master.device) and self.fused(p.master.device) for p in parts)
         if not (parts and fused and self._has("accumulate", "noise")):
             return None
         made: dict[int, list[_Batch]] = {}

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from evoalign.config import Config, from_dict
-from evoalign.errors import ConfigError, JournalError, RunExistsError
-from evoalign.rundir import journal
+from evoalign.engines.base import sampled_places
+from evoalign.errors import ConfigError, JournalError, MachineError, RunExistsError
+from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
 from evoalign.training import saving
+from evoalign.types import Layout, Summation
 
 Progress = Callable[[int, int], None]
+_PROBED = 1 << 16
+"""Numbers of the mean that are compared where it cannot be repeated exactly."""
 
 
 def log_of(run: str | Path) -> Log:
@@ -42,7 +50,8 @@ def replay(
 
     `model` takes the place of the base model's name or folder, where that has moved; its weights have to be the same.
     `to` is a new folder: a PEFT adapter or a Hugging Face checkpoint. Returns the weights_hash. Raises JournalError
-    for a journal that is damaged before that generation, ResumeError where the weights come out otherwise.
+    for a journal that is damaged before that generation, ResumeError where the weights come out otherwise, and of that
+    MachineError where the journal was made in a way whose bits depend on the machine: then it says how far they are.
     """
     if (
         to is not None
@@ -51,17 +60,55 @@ def replay(
     ):
         raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
     log = log_of(run)
-    with rebuilt(log, generation=generation, model=model, progress=progress) as (served, mark):
-        if to is not None:
-            saving.save(served, Path(to), mark, replace=False)
-        return mark.weights_hash
+    try:
+        with rebuilt(log, generation=generation, model=model, progress=progress) as (served, mark):
+            if to is not None:
+                saving.save(served, Path(to), mark, replace=False)
+            return mark.weights_hash
+    except MachineError as error:
+        count = log.sealed if generation is None else generation
+        raise MachineError(f"{error}; {_deviation(Path(run), log, count, model)}") from error
+
+
+def _deviation(run: Path, log: Log, count: int, model: str | None) -> str:
+    """In words, how far the weights come out here from what the run saved, or what the order of a sum moves here."""
+    saved = [f for f in saved_folders(run) if generation_of(f) <= count] if run.is_dir() else []
+    if saved:
+        count = generation_of(saved[-1])
+
+    def probed(generation: int, summation: Summation | None = None) -> tuple[torch.Tensor, Layout]:
+        with rebuilt(log, generation=generation, model=model, check=False, summation=summation) as (served, _):
+            return served.engine.probe_weights(_PROBED), served.layout
+
+    here, layout = probed(count)
+    if saved:
+        state, _ = checkpoint.load(saved[-1], layout)
+        there = torch.cat([state[name].float().flatten()[at] for name, at in sampled_places(layout, _PROBED)])
+    else:
+        there, _ = probed(count, "ordered")
+    apart, moved = here - there, (here - probed(0)[0]).norm()
+    than = f"that which the run saved in {saved[-1].name}" if saved else "what the same updates add up to in order"
+    return (
+        f"the mean after {count} generations is not claimed to be the run's: of {len(here):,} numbers compared, "
+        f"{int((apart != 0).sum()):,} differ here from {than}, by at most {float(apart.abs().max()):.2g}, in all "
+        f"{float(apart.norm() / moved) if moved else 0.0:.2g} of the distance moved"
+    )
 
 
 @contextmanager
 def rebuilt(
-    log: Log, *, generation: int | None = None, model: str | None = None, progress: Progress | None = None
+    log: Log,
+    *,
+    generation: int | None = None,
+    model: str | None = None,
+    progress: Progress | None = None,
+    check: bool = True,
+    summation: Summation | None = None,
 ) -> Generator[tuple[Served, Mark]]:
-    """An engine whose mean is that of a generation of the journal, and where that stands in it."""
+    """An engine whose mean is that of a generation of the journal, and where that stands in it.
+
+    Without `check` whatever the updates come to here, with their terms added as `summation` says.
+    """
     log = log.whole(generation)
     count = log.sealed if generation is None else generation
     if not 0 <= count <= log.sealed:
@@ -71,6 +118,9 @@ def rebuilt(
         saving.check_start(served, log.header)
         found, place, state = log.header.weights_hash, journal.GENESIS, dict[str, float]()
         for done, recorded in enumerate(log.generations[:count], 1):
+            if not check:
+                served.engine.apply(replace(recorded.update, summation=summation or recorded.update.summation))
+                continue
             found, place = saving.apply(served.engine, log, recorded), recorded.hash
             state = dict(recorded.objective)
             if progress is not None:

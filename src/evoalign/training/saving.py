@@ -15,7 +15,7 @@ import torch
 from evoalign import noise, spaces, tokens
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
-from evoalign.errors import CheckpointError, ResumeError
+from evoalign.errors import CheckpointError, MachineError, ResumeError
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir, saved_folders
@@ -25,6 +25,9 @@ from evoalign.rundir.journal import Header, Log, Recorded
 from evoalign.rundir.manifest import versions
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
+from evoalign.types import Summation
+
+_WAYS = {"library": "by a library's matrix product", "own": "in its space's own way"}
 
 
 def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
@@ -37,7 +40,14 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "given_as": given_as,
         "space": parts.space.name,
         "evolved_parameters": parts.layout.parameters,
+        "machine": machine(),
+        "summation": parts.space.summation,
     }
+
+
+def machine() -> dict[str, str]:
+    """What the last bits of a library's results may depend on, beside its version."""
+    return {"capability": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
 
 
 def _facts(served: Served) -> dict[str, Any]:
@@ -63,10 +73,12 @@ def data_hash(data: Data) -> str:
     return digest.hexdigest()
 
 
-def every(config: Config) -> int:
-    """Generations between checkpoints; 0 is never."""
+def every(config: Config, summation: Summation = "ordered") -> int:
+    """Generations between checkpoints; 0 is never. By default 10 where the journal repeats the run here alone."""
     set_ = config.checkpoint.every
-    return set_ if set_ is not None else spaces.create(config).default_save_every
+    if set_ is not None:
+        return set_
+    return spaces.create(config).default_save_every or (0 if summation == "ordered" else 10)
 
 
 def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> Path:
@@ -143,9 +155,13 @@ def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
     engine.apply(recorded.update)
     found = engine.fingerprint()
     if recorded.weights_hash not in (None, found):
-        raise ResumeError(
-            f"{log.path}: generation {recorded.update.generation + 1} comes out as {found[:12]} and was "
-            f"{str(recorded.weights_hash)[:12]}; {elsewhere(log.header)}"
+        where = f"{log.path}: generation {recorded.update.generation + 1} comes out as {found[:12]} and was "
+        where += f"{str(recorded.weights_hash)[:12]}"
+        if log.header.sums == "ordered":
+            raise ResumeError(f"{where}, though it should not depend on the machine; {elsewhere(log.header)}")
+        raise MachineError(
+            f"{where}: its updates were added {_WAYS[log.header.sums]}, whose last bits depend on the machine; "
+            f"{elsewhere(log.header)}"
         )
     return found
 
@@ -159,7 +175,11 @@ def elsewhere(recorded: Header) -> str:
     """Where a journal was made, as far as it differs from here."""
     ours = versions()
     odd = [f"{k} {v} (here {ours.get(k, 'none')})" for k, v in recorded.versions.items() if ours.get(k) != v]
-    made = f"it was made on {recorded.device}"
+    there, here = recorded.machine or {}, machine()
+    what = [f"{name} {value} (here {here.get(name)})" for name, value in there.items() if here.get(name) != value]
+    if recorded.machine is None and recorded.sums != "ordered":
+        what = [f"whose capability it does not say (here {here['capability']}, {here['threads']} threads)"]
+    made = f"it was made on {recorded.device}{', '.join(['', *what])}"
     return f"{made} with {', '.join(odd)}; use those versions" if odd else f"{made} with the same versions"
 
 

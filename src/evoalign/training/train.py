@@ -312,7 +312,7 @@ class _EvolutionStrategies:
 
     def _save_if_due(self, session: Session) -> None:
         """Save the mean where that is a checkpoint, or the best by its evaluation."""
-        every, reward = saving.every(self.config), session.reward()
+        every, reward = saving.every(self.config, self.journal.summation), session.reward()
         is_best = False
         if self.config.checkpoint.keep_best and reward is not None:
             best = saving.best_saved(session.run)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a CPU from compiled C (`compiled.c`), bit for bit those of plain torch, which stands in for it.
+
+The library is built where evoalign is installed, if there is a C compiler (`hatch_build.py`), and lies beside this
+file. EVOALIGN_COMPILED=0 leaves it out. Work is shared by `torch.get_num_threads()` threads; what each number comes
+to does not depend on them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evoalign.kernels.lines import Lines, lines
+
+LIBRARY, SOURCE = Path(__file__).with_name("_compiled.so"), Path(__file__).with_name("compiled.c")
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_PIECE = 1 << 18
+"""Numbers times members that a thread is worth starting for."""
+_CHUNK = 256
+"""Normals that the library draws at once."""
+
+
+def available(device: torch.device | str) -> bool:
+    """Whether these run there."""
+    return torch.device(device).type == "cpu" and os.environ.get("EVOALIGN_COMPILED") != "0" and _library() is not None
+
+
+@cache
+def _library() -> Any:
+    """The library; None where there is none, or one of another source, or for another machine."""
+    try:
+        found, source = ctypes.CDLL(str(LIBRARY)), SOURCE.read_bytes()
+        found.evoalign_source.restype = ctypes.c_uint32
+        ours = found.evoalign_source() == int(hashlib.sha256(source).hexdigest()[:8], 16)
+        return _declared(found) if ours else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _declared(library: Any) -> Any:
+    number, word, pointer, kind = ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int
+    key = (pointer, word, word, word, pointer, pointer)
+    library.evoalign_scaled.argtypes = (*key, *[number] * 5, pointer, *[number] * 2, pointer, *[number] * 3, kind)
+    library.evoalign_dense.argtypes = (*key, *[number] * 5, pointer)
+    library.evoalign_product.argtypes = (pointer, pointer, *[number] * 5, pointer)
+    library.evoalign_sum.argtypes = (pointer, *[number] * 6)
+    library.evoalign_scaled.restype = library.evoalign_dense.restype = library.evoalign_product.restype = None
+    library.evoalign_sum.restype = ctypes.c_uint64
+    return library
+
+
+class _Mean(ctypes.Structure):
+    """`Mean` of compiled.c."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p), ("master_row", ctypes.c_int64), ("master_column", ctypes.c_int64),
+        ("served", ctypes.c_void_p), ("served_row", ctypes.c_int64), ("served_column", ctypes.c_int64),
+        ("start", ctypes.c_void_p), ("start_row", ctypes.c_int64), ("start_column", ctypes.c_int64),
+        ("share", ctypes.c_float), ("step", ctypes.c_float), ("decay", ctypes.c_float), ("dtype", ctypes.c_int),
+    )  # fmt: skip
+
+
+def scaled(
+    key: tuple[int, int],
+    table: torch.Tensor,
+    shape: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    generation: int,
+    members: Sequence[int],
+    widths: Sequence[float],
+    mean: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
+
+    Members of the same stream that follow one another share its draw.
+    """
+    if out.dtype not in _TYPES:
+        drawn = torch.empty(out.shape, dtype=torch.float32)
+        scaled(key, table, shape, bounds, generation, members, widths, mean, drawn)
+        out.copy_(drawn)
+        return
+    mean = None if mean is None else mean.to(torch.float32)
+    streams, factors = _words(members), _floats(widths)
+    for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
+        into, centre = part.views[0], part.views[1] if mean is not None else None
+        if not part.flat and part.joined and part.columns < _CHUNK:  # rows shorter than what is drawn at once
+            dense = torch.empty(into.shape, dtype=torch.float32)
+            flat = None if centre is None else centre.contiguous()
+            found = Lines(part.base, part.pitch, (dense,) if flat is None else (dense, flat))
+            _scaled(found, key, table, generation, streams, factors, dense, flat)
+            into.copy_(dense)
+        else:
+            _scaled(part, key, table, generation, streams, factors, into, centre)
+
+
+def _scaled(
+    part: Lines,
+    key: tuple[int, int],
+    table: torch.Tensor,
+    generation: int,
+    streams: Any,
+    widths: Any,
+    out: torch.Tensor,
+    mean: torch.Tensor | None,
+) -> None:
+    def draw(base: int, runs: int, length: int, row: int, column: int) -> None:
+        _library().evoalign_scaled(
+            table.data_ptr(), *key, generation, streams, widths, len(streams), base, part.pitch, runs, length,
+            None if mean is None else _at(mean, row, column), *((0, 0) if mean is None else mean.stride()[-2:]),
+            _at(out, row, column), out.stride(0), *out.stride()[-2:], _TYPES[out.dtype],
+        )  # fmt: skip
+
+    _share(draw, part, len(streams))
+
+
+def dense(
+    master: torch.Tensor,
+    served: torch.Tensor | None,
+    start: torch.Tensor | None,
+    key: tuple[int, int],
+    table: torch.Tensor,
+    shape: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    generation: int,
+    weights: dict[int, float],
+    count: int,
+    step: float,
+    decay: float,
+) -> None:
+    """Move a part of the mean by dense noise, as `evoalign.kernels.update.dense` does on a GPU."""
+    direct = served if served is None or served.dtype in _TYPES else None
+    streams, factors, numbers = _words(list(weights)), _floats(list(weights.values())), (1 / count, step, decay)
+    for part in lines(shape, bounds, [t for t in (master, direct, start) if t is not None]):
+        views = iter(part.views)
+        mean, out = next(views), None if direct is None else next(views)
+        _dense(
+            part, mean, out, None if start is None else next(views), key, table, generation, streams, factors, numbers
+        )
+    if served is not direct and served is not None:
+        served.copy_(master)
+
+
+def _dense(
+    part: Lines,
+    mean: torch.Tensor,
+    served: torch.Tensor | None,
+    start: torch.Tensor | None,
+    key: tuple[int, int],
+    table: torch.Tensor,
+    generation: int,
+    streams: Any,
+    weights: Any,
+    numbers: tuple[float, float, float],
+) -> None:
+    def move(base: int, runs: int, length: int, row: int, column: int) -> None:
+        of = _mean(mean, served, start, numbers, row, column)
+        _library().evoalign_dense(
+            table.data_ptr(), *key, generation, streams, weights, len(streams), base, part.pitch, runs, length,
+            ctypes.byref(of),
+        )  # fmt: skip
+
+    _share(move, part, len(streams))
+
+
+def product(
+    master: torch.Tensor,
+    served: torch.Tensor | None,
+    start: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    count: int,
+    step: float,
+    decay: float,
+) -> None:
+    """Move a matrix by step / count times sum_k left[k] right[k], added in order, and decay.
+
+    As `evoalign.kernels.update.Products.move` on a GPU. `left` [K, rows] and `right` [K, columns] are float32.
+    """
+    left, right = left.contiguous(), right.contiguous()
+    (terms, rows), columns = left.shape, right.shape[1]
+    direct = served if served is None or served.dtype in _TYPES else None
+    mean = _mean(master, direct, start, (1 / count, step, decay), 0, 0)
+
+    def move(first: int, last: int) -> None:
+        _library().evoalign_product(
+            left.data_ptr(), right.data_ptr(), terms, rows, columns, first, last, ctypes.byref(mean)
+        )
+
+    _run(move, list(_pieces(rows, columns * max(1, terms // 8), 4)))
+    if served is not direct and served is not None:
+        served.copy_(master)
+
+
+def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> int:
+    """`evoalign.engines.hash.tensor_sum` of a part of a tensor of `shape`, modulo 2^64 and signed."""
+    total = 0
+    for part in lines(shape, bounds, [tensor]):
+
+        def add(base: int, runs: int, length: int, row: int, column: int, part: Lines = part) -> int:
+            view = part.views[0]
+            return _library().evoalign_sum(_at(view, row, column), *view.stride(), base, part.pitch, runs, length)
+
+        total += sum(_share(add, part, 1))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _mean(
+    master: torch.Tensor,
+    served: torch.Tensor | None,
+    start: torch.Tensor | None,
+    numbers: tuple[float, float, float],
+    row: int,
+    column: int,
+) -> _Mean:
+    """Of a part that begins at a row and a column of these matrices. `start` counts only where there is a decay."""
+    anchor = start if numbers[2] else None
+    fields: list[Any] = []
+    for tensor in (master, served, anchor):
+        fields += [None, 0, 0] if tensor is None else [_at(tensor, row, column), *tensor.stride()]
+    return _Mean(*fields, *numbers, 0 if served is None else _TYPES[served.dtype])
+
+
+def _at(tensor: torch.Tensor, row: int, column: int) -> int:
+    """Address of an element of a matrix, or of the first of several matrices."""
+    return tensor.data_ptr() + (row * tensor.stride(-2) + column * tensor.stride(-1)) * tensor.element_size()
+
+
+def _share(work: Callable[[int, int, int, int, int], Any], part: Lines, members: int) -> list[Any]:
+    """Do a part in pieces: of its rows, or of the one run that they are, each `(base, runs, length, row, column)`."""
+    if part.flat and part.rows > 1:
+        part = Lines(part.base, part.rows * part.columns, tuple(_flat(v) for v in part.views))
+    if part.rows == 1:
+        pieces = _pieces(part.columns, members, _CHUNK)
+        return _run(work, [(part.base + a, 1, b - a, 0, a) for a, b in pieces])
+    pieces = _pieces(part.rows, part.columns * members, 1)
+    return _run(work, [(part.base + a * part.pitch, b - a, part.columns, a, 0) for a, b in pieces])
+
+
+def _flat(view: torch.Tensor) -> torch.Tensor:
+    return view.flatten(-2).unsqueeze(-2)
+
+
+def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:
+    """Ranges of `total` things, each of some cost: no more than there are threads, none too small for one."""
+    count = max(1, min(torch.get_num_threads(), total * cost // _PIECE))
+    step = -(-total // count // grain) * grain
+    yield from ((a, min(a + step, total)) for a in range(0, total, max(1, step)))
+
+
+def _run(work: Callable[..., Any], pieces: Sequence[tuple[int, ...]]) -> list[Any]:
+    if len(pieces) == 1:
+        return [work(*pieces[0])]
+    with ThreadPoolExecutor(len(pieces)) as pool:  # made anew: one that is kept would not live through a fork
+        return list(pool.map(work, *zip(*pieces, strict=True)))
+
+
+def _words(members: Sequence[int]) -> Any:
+    return (ctypes.c_uint32 * len(members))(*members)
+
+
+def _floats(values: Sequence[float]) -> Any:
+    """Rounded once to float32, as torch rounds."""
+    return (ctypes.c_float * len(values))(*values)

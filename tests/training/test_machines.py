@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A journal on another machine: what it says of the one it was made on, and what replay says where bits differ."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import evoalign
+from evoalign import cli
+from evoalign.config import from_dict
+from evoalign.errors import MachineError, ResumeError
+from evoalign.kernels import compiled
+from evoalign.rundir import journal
+from evoalign.spaces.base import Space
+from evoalign.spaces.lowrank import LowRank
+from evoalign.training import replay as replaying
+from evoalign.training import saving
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+OLD = GOLDEN / "0.1.0" / "lowrank.jsonl"
+
+
+def config(folder, space="lowrank", generations=2, **more):
+    return {
+        "seed": 5, "output_dir": str(folder), "space": space, "task": {"name": "conciseness", "batch_size": 1},
+        "model": {"name": "tiny"}, "engine": {"threads": 1, "device": "cpu"}, "sampling": {"max_tokens": 2},
+        "evaluation": {"max_tokens": 1}, "lowrank": {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
+        "checks": {"canary_every": 0, "control_every": 0}, "tracking": {"completions_every": 0},
+        "es": {"num_generations": generations, "population_size": 3, "antithetic": False, "sigma": 0.05,
+               "learning_rate": 0.05}, **more,
+    }  # fmt: skip
+
+
+def train(folder, **more):
+    evoalign.train(config(folder, **more), console=Console(quiet=True), resume=folder.exists())
+    return folder
+
+
+def rewritten(path, to, change):
+    """A journal with another header, its hashes made anew."""
+    previous, lines = journal.GENESIS, []
+    for number, text in enumerate(path.read_text().splitlines()):
+        line = {k: v for k, v in json.loads(text).items() if k != "hash"} | {"previous": previous}
+        if number == 0:
+            change(line)
+        previous = journal._digest(line)
+        lines.append(journal._dump(line | {"hash": previous}).decode())
+    to.write_text("\n".join(lines) + "\n")
+    return to
+
+
+def as_before(header):
+    """As releases wrote it that knew neither machine nor summation."""
+    del header["machine"], header["summation"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("machines") / "run", checkpoint={"every": 1, "keep_last": 9})
+
+
+def test_the_header_names_the_sum_and_the_machine(run):
+    header = journal.read(run / "journal.jsonl").header
+    assert header.summation == header.sums == "ordered"
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert header.machine == {"capability": capability, "threads": "1"}
+    assert header.versions["torch"] == torch.__version__
+
+
+def test_an_old_journal_keeps_its_sum_also_for_what_is_added_to_it():
+    log = journal.read(OLD)
+    assert {r.update.summation for r in log.generations} == {log.header.sums} == {"library"}
+    for space in ("lora", "full"):  # whose terms have always been added in order
+        assert journal.read(OLD.with_name(f"{space}.jsonl")).header.sums == "ordered"
+
+
+@pytest.mark.parametrize(("device", "optimizer", "sums"), [
+    ("cpu x86_64", "sgd", "library"), ("NVIDIA H200", "sgd", "ordered"), ("NVIDIA H200", "adam", "library"),
+])  # fmt: skip
+def test_which_sum_a_journal_had_that_does_not_say(tmp_path, device, optimizer, sums):
+    def change(header):
+        header["device"] = device
+        header["config"]["es"]["optimizer"]["name"] = optimizer
+        header["config_hash"] = journal.hashlib.sha256(
+            json.dumps(header["config"], sort_keys=True).encode()
+        ).hexdigest()
+
+    assert journal.read(rewritten(OLD, tmp_path / "journal.jsonl", change)).header.sums == sums
+
+
+def test_a_run_of_before_is_resumed_with_its_own_sum(tmp_path, monkeypatch):
+    """And saved as it goes: its journal brings it back on this kind of machine alone."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    with monkeypatch.context() as patch:
+        patch.setattr(LowRank, "summation", "library")
+        train(run)
+        train(whole, generations=11)
+    for folder in (run, whole):
+        rewritten(folder / "journal.jsonl", folder / "journal.jsonl", as_before)
+        for saved in (folder / "checkpoints").glob("*"):
+            for file in saved.iterdir():
+                file.unlink()
+            saved.rmdir()
+    train(run, generations=11)
+    got, want = (journal.read(folder / "journal.jsonl").generations for folder in (run, whole))
+    assert [g.weights_hash for g in got] == [g.weights_hash for g in want]
+    assert {g.update.summation for g in got} == {"library"}
+    assert [f.name for f in (run / "checkpoints").iterdir() if f.name.endswith("10")]
+
+
+@pytest.mark.parametrize("summation", ["library", "own"])
+def test_what_may_be_lost_with_its_machine_is_saved_by_default(summation):
+    for space, always in (("lora", 10), ("lowrank", 0), ("full", 0)):
+        made = from_dict(config("runs/none", space))
+        assert saving.every(made) == always and saving.every(made, summation) == 10
+        assert saving.every(from_dict(config("runs/none", space, checkpoint={"every": 0})), summation) == 0
+
+
+def test_a_space_with_a_sum_of_its_own_says_so():
+    class Own(LowRank):
+        def gradient(self, *args):
+            return super().gradient(*args).round(decimals=3)
+
+    class Dense(Space):
+        layout = None
+
+        def accumulate(self, *args, **more):
+            """Moves nothing."""
+
+    made = from_dict(config("runs/none"))
+    assert Own(made).summation == Dense(made).summation == "own"
+    assert Own(made).default_save_every == 10
+
+
+@pytest.fixture
+def elsewhere(run, tmp_path, monkeypatch):
+    """A journal with a library's sum, on a machine whose library adds in another order."""
+    with monkeypatch.context() as patch:
+        patch.setattr(LowRank, "summation", "library")
+        made = train(tmp_path / "made", checkpoint={"every": 1, "keep_last": 9})
+    assert replaying.replay(made) == journal.read(made / "journal.jsonl").generations[-1].weights_hash
+
+    def other(self, layout, name, update, slices, total):
+        for streams in reversed(list(self._weights(layout, name, update))):
+            factors = self._of_streams(layout, name, update, [streams], slices, total.device)
+            weight = self._weights(layout, name, update)[streams]
+            total.add_((factors.b[0] * weight) @ factors.a[0])
+        return total
+
+    monkeypatch.setattr(LowRank, "_library_sum", other)
+    return made
+
+
+def test_a_sum_that_depends_on_the_machine_is_named_and_no_hash_claimed(elsewhere, tmp_path, monkeypatch, capsys):
+    to = tmp_path / "to"
+    for target in (elsewhere, elsewhere / "journal.jsonl"):
+        monkeypatch.setattr(sys, "argv", ["evoalign", "replay", str(target), "--to", str(to)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        assert ended.value.code == cli.OTHER_MACHINE == 3
+        assert "added by a library's matrix product, whose last bits depend on the machine" in said.err
+        assert "is not claimed to be the run's" in said.err and "of the distance moved" in said.err
+        assert ("that which the run saved in generation_" if target.is_dir() else "add up to in order") in said.err
+        assert "weights_hash" not in said.out and not to.exists()
+
+
+def test_the_deviation_is_that_of_the_last_bits(elsewhere):
+    with pytest.raises(MachineError) as error:
+        replaying.replay(elsewhere)
+    share = float(str(error.value).split("in all ")[1].split(" of the distance")[0])
+    assert 0 < share < 1e-5
+
+
+def test_a_sum_that_may_not_depend_on_the_machine_is_another_error(run, monkeypatch):
+    monkeypatch.setattr(compiled, "product", lambda *args: None)
+    monkeypatch.setenv("EVOALIGN_COMPILED", "1")
+    monkeypatch.setattr(compiled, "available", lambda device: True)
+    with pytest.raises(ResumeError, match="though it should not depend on the machine") as error:
+        replaying.replay(run)
+    assert not isinstance(error.value, MachineError)
+
+
+SETTINGS = (
+    {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "EVOALIGN_COMPILED": "0",
+        "OMP_NUM_THREADS": "2",
+    },
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=["least", "avx2"])
+def test_other_instructions_come_to_the_same_weights(run, settings):
+    program = "import sys\nfrom evoalign.training.replay import replay\nprint(replay(sys.argv[1]))"
+    command = [sys.executable, "-c", program, str(run / "journal.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings})
+    assert done.stdout.strip() == journal.read(run / "journal.jsonl").generations[-1].weights_hash, done.stderr
