@@ -6,14 +6,15 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from evoalign.config import ModelConfig
 from evoalign.config.reading import read_object
-from evoalign.errors import DataError, ModelError
-from evoalign.models import tiny
+from evoalign.errors import DataError, ModelError, shown
+from evoalign.models import templates, tiny
 from evoalign.types import Prompt, text_of
 
 
@@ -33,10 +34,11 @@ def model_path(config: ModelConfig) -> str:
 
 
 class Tokens:
-    """A tokenizer, its chat template and its stop tokens."""
+    """A tokenizer, its chat template and its stop tokens. `guarded`: the template is that of somebody else."""
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], *, guarded: bool = False) -> None:
         self.tokenizer = tokenizer
+        self._render = templates.Renderer(tokenizer) if guarded else partial(templates.render, tokenizer)
         self.stop_ids = tuple(sorted(set(stop_ids)))
         pad = tokenizer.pad_token_id
         self.pad_id: int = int(pad) if pad is not None else (self.stop_ids[0] if self.stop_ids else 0)
@@ -46,12 +48,10 @@ class Tokens:
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt)["input_ids"]
         elif self.tokenizer.chat_template:
-            # A last assistant message is a beginning for the model to resume from.
-            opened = prompt[-1]["role"] == "assistant"
             try:
-                text = self.tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=not opened, continue_final_message=opened
-                )
+                text = self._render(prompt)
+            except ModelError:
+                raise
             except Exception as error:  # of jinja2, or whatever the template calls
                 raise ModelError(
                     f"the model's chat template refuses the prompt {str(prompt)[:80]}: {_one_line(error)}; "
@@ -83,7 +83,7 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 def load(config: ModelConfig) -> Tokens:
     """The tokenizer of a model and its stop tokens. Raises ModelError."""
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer
 
     path = model_path(config)
     try:
@@ -97,20 +97,75 @@ def load(config: ModelConfig) -> Tokens:
         raise ModelError(
             f"model {config.name} has no tokenizer: put its tokenizer files, such as tokenizer.json, into the folder"
         )
-    stop: set[int] = set()
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return Tokens(tokenizer, [*_stops(config.name, path, config.revision), *own], guarded=config.name != "tiny")
+
+
+def _stops(name: str, path: str, revision: str | None) -> list[int]:
+    """The stop tokens of the model's generation config; without one, it stops at the tokenizer's own end."""
+    from transformers import GenerationConfig
+
     try:
-        eos = GenerationConfig.from_pretrained(path, revision=config.revision or "main").eos_token_id
-        stop.update([eos] if isinstance(eos, int) else eos or [])
+        found: Any = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
     except OSError:
-        pass  # a model without a generation config stops at the tokenizer's own end
-    if tokenizer.eos_token_id is not None:
-        stop.add(int(tokenizer.eos_token_id))
-    return Tokens(tokenizer, sorted(stop))
+        return []
+    except Exception as error:  # of a file that holds something else than settings
+        raise ModelError(f"model {name}: generation_config.json is damaged ({_one_line(error)})") from error
+    ids: list[Any] = found if isinstance(found, list) else [] if found is None else [found]
+    for i in ids:
+        if type(i) is not int or i < 0:
+            raise ModelError(f"model {name}: eos_token_id {shown(found)} is no id of a token; fix it in its files")
+    return ids
+
+
+def refuse_hooks(path: str, revision: str | None) -> None:
+    """Raise ModelError where a model's config.json has the library fetch code, or read another file of weights.
+
+    A kernel of a hub, such as `_attn_implementation: "someone/kernel"`, is fetched and run without a question.
+    """
+    from transformers.utils.hub import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        found = cached_file(path, "config.json", revision=revision, **quiet)
+    except (OSError, ValueError):  # no name of a model: who loads it says so
+        return
+    if found is None:
+        return
+    try:
+        tree = read_object(Path(found), mend="fetch it again")
+    except DataError as error:
+        raise ModelError(f"model {path}: {error}") from error
+    for name, value in _settings(tree):
+        kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
+        if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
+            raise ModelError(
+                f"model {path}: its config.json sets {name} to {shown(value)}, which is not taken from a model; take "
+                "it out of the file if you trust the model"
+            )
+
+
+def _settings(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting at any depth; a mapping's entries also under its own name."""
+    yield name, tree
+    if isinstance(tree, Mapping):
+        for key, value in cast("Mapping[str, Any]", tree).items():
+            yield from _settings(value, key)
+            if name.endswith("_implementation"):
+                yield name, value
+    elif isinstance(tree, list):
+        for value in cast("list[Any]", tree):
+            yield from _settings(value, name)
 
 
 def refuse_pickles(path: str, revision: str | None) -> None:
-    """Raise ModelError where a model's index names files of another form: the library would read those too."""
+    """Raise ModelError where a model's index names files of another form: the library would read those too.
+
+    And for what `refuse_hooks` refuses.
+    """
     from transformers.utils.hub import cached_file
+
+    refuse_hooks(path, revision)
 
     index = "model.safetensors.index.json"
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

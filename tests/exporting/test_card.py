@@ -150,3 +150,15 @@ def test_parts_of_ones_own_are_named_without_their_place() -> None:
     assert shown.engine.model_dump() == {"name": "own.py:Engine", "table": {"files": ["table.bin"]}, "depth": 3}
     assert shown.tracking.backends == ["own.py:Lines", "wandb"]
     assert private_paths(shown) == []
+
+
+def test_nothing_in_a_card_writes_on_a_terminal_or_turns_the_text_around() -> None:
+    """Names come from a run that may be anybody's: its config, its manifest, the measures of its evaluation."""
+    evil = "\x1b]0;owned\x07\u202egnp.exe\u2066\x9b2J\u200b"
+    evaluation = {**EVALUATION, "before": {evil: 1.0}, "after": {evil: 2.0}, "change_mean_low_high": {}}
+    manifest = {"versions": {"evoalign": evil, "torch": evil}, "hardware": {"gpus": [evil]}}
+    tree = {"task": {"name": f"mine:{evil}", "train_data": f"hub:org/{evil}", "note": evil}, "output_dir": evil}
+    text = card(facts(tree, name=f"ann/{evil}", base=evil, evaluation=evaluation, manifest=manifest))
+    assert text.replace("\n", "").isprintable() and "\\u202e" in text and "\\x1b" in text
+    plain = card(facts({"task": {"name": "mine:Task", "note": "Zoë, 東京, naïve – ½ 😀"}}, name="ann/Zoë"))
+    assert "Zoë, 東京, naïve – ½ 😀" in plain

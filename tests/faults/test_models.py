@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 import evoalign
 from evoalign import engines, tokens
 from evoalign.config import ModelConfig
+from evoalign.engines.specs import specs_of_config
 from evoalign.errors import EvoalignError, ModelError
-from evoalign.models import tiny
+from evoalign.models import templates, tiny
 from evoalign.tokens import Tokens
 from families import COMMON, build, make_config
 
@@ -130,6 +131,108 @@ def test_a_model_without_linear_layers_takes_full_alone(tmp_path: Path) -> None:
     assert result.saved.is_dir()
 
 
+# --- what a model's settings may not do -----------------------------------------------------------------------------
+
+
+def set_in(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+HOOKS = {
+    "attention": ({"_attn_implementation": "evil/kernel"}, "_attn_implementation to 'evil/kernel'"),
+    "attention, public": ({"attn_implementation": "evil/kernel@main:f"}, "attn_implementation to 'evil/kernel@main:f'"),
+    "attention, inside": ({"_attn_implementation_internal": "evil/kernel"}, "_attn_implementation_internal"),
+    "attention of parts": ({"attn_implementation": {"text_config": "evil/kernel"}}, "attn_implementation"),
+    "attention of a part": ({"text_config": {"_attn_implementation": "evil/kernel"}}, "_attn_implementation"),
+    "experts": ({"_experts_implementation": "evil/kernel"}, "_experts_implementation"),
+    "kernels": ({"use_kernels": True}, "use_kernels to True"),
+    "other weights": ({"transformers_weights": "other.safetensors.index.json"}, "transformers_weights"),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_model_does_not_say_what_is_fetched_and_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model library asks a hub for the code of such a kernel, without a question."""
+    from transformers.integrations import hub_kernels
+
+    settings, message = HOOKS[name]
+    set_in(folder / "config.json", **settings)
+    fetched: list[object] = []
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *words, **named: fetched.append(words), raising=False)
+    for load_it in (load, lambda path: specs_of_config(make_config(path))):
+        with pytest.raises(ModelError, match=f"config.json sets {message}.* not taken from a model") as caught:
+            load_it(folder)
+        assert "\n" not in str(caught.value) and fetched == []
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", None])
+def test_the_librarys_own_attention_may_be_named(implementation: str | None, folder: Path) -> None:
+    set_in(folder / "config.json", _attn_implementation=implementation, use_kernels=False)
+    load(folder).close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {"hidden_size": "x"},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_one_line(settings: dict[str, Any], folder: Path) -> None:
+    set_in(folder / "config.json", **settings)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("eos", ["x", [1, "x", None], {"a": 1}, -1, 1.5, True], ids=str)
+def test_a_stop_token_that_is_none(eos: object, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError, match=r"eos_token_id|generation_config\.json is damaged"):
+        tokens.load(ModelConfig(name=str(folder)))
+
+
+ENDLESS = {
+    "a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_chat_template_without_end_is_ended(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    (folder / "chat_template.jinja").write_text(ENDLESS[name])
+    loaded = tokens.load(ModelConfig(name=str(folder)))
+    with pytest.raises(ModelError, match=r"template finds no end within 0\.5 s .* set task\.prompt: raw"):
+        loaded.encode([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is bounded on Linux alone")
+def test_a_chat_template_that_takes_all_memory(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 20000000000 }}")
+    loaded = tokens.load(ModelConfig(name=str(folder)))
+    with pytest.raises(ModelError, match=r"chat template refuses the prompt .*MemoryError"):
+        loaded.encode([{"role": "user", "content": "a"}])
+
+
+def test_a_guarded_template_gives_the_same_tokens_and_names_what_it_refuses(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    loaded = tokens.load(ModelConfig(name=str(folder)))
+    plain = Tokens(loaded.tokenizer, loaded.stop_ids)
+    for content in ("a", "Zoë \u2028 \U0001f600 \n" * 50, ""):
+        messages = [{"role": "user", "content": content}]
+        assert loaded.encode(messages) == plain.encode(messages)
+        opened = [*messages, {"role": "assistant", "content": "so"}]
+        assert loaded.encode(opened) == plain.encode(opened)
+    with pytest.raises(ModelError, match=r"chat template refuses the prompt .* no tools"):
+        loaded.encode([{"role": "tool", "content": "a"}])
+    assert loaded.encode([{"role": "user", "content": "a"}])
+
+
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +246,7 @@ def test_a_chat_template_that_refuses_is_named(tokenizer: Any) -> None:
     with pytest.raises(ModelError, match=r"chat template refuses .* System role not supported"):
         Tokens(tokenizer, [2]).encode([{"role": "system", "content": "a"}])
     tokenizer.chat_template = "{{ messages[0].content.nothing() }}"
-    with pytest.raises(ModelError, match="chat template refuses"):
+    with pytest.raises(ModelError, match=r"chat template refuses"):
         Tokens(tokenizer, [2]).encode([{"role": "user", "content": "a"}])
 
 

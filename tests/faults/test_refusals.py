@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 import evoalign
+from evoalign.baselines import planning
 from evoalign.config import from_dict
 from evoalign.engines.transformers.decode import Decoder
 from evoalign.errors import ConfigError, DataError, EvoalignError, RewardError, RunExistsError
@@ -69,6 +70,14 @@ def test_a_dry_run_tells_of_a_taken_folder(tmp_path):
     tree["task"] = {"name": "conciseness"}
     assert any(line.startswith("refused as it stands: output_dir") for line in evoalign.dry_run(tree))
     assert not any("refused" in line for line in evoalign.dry_run(tree, overwrite=True))
+
+
+@pytest.mark.parametrize("name", ["./no-such-folder", "no/such-model-anywhere"])
+@pytest.mark.parametrize("method", ["es", "grpo"])
+def test_a_dry_run_tells_of_a_model_that_is_not_there(name, method, tmp_path):
+    tree = {**custom(tmp_path), "task": {"name": "conciseness"}, "model": {"name": name}, "grpo": {}}
+    told = evoalign.dry_run(tree) if method == "es" else planning.dry_run(tree)
+    assert any(line.startswith("refused as it stands: model") and name in line for line in told)
 
 
 def test_a_run_with_a_reward_object_asks_for_it_again(tmp_path):

@@ -68,7 +68,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     try:
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*lines, f"memory: not estimated; {error}"]
+        return [*lines, "memory: not estimated", f"refused as it stands: {error}"]
     return [*lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
 
 

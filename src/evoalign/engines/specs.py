@@ -13,7 +13,7 @@ from torch import nn
 
 from evoalign.config import Config
 from evoalign.errors import ModelError
-from evoalign.tokens import model_path
+from evoalign.tokens import model_path, refuse_hooks, why_not
 from evoalign.types import TensorKind, TensorSpec
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -24,10 +24,11 @@ def model_config(config: Config) -> Any:
     from transformers import AutoConfig
 
     path = model_path(config.model)
+    refuse_hooks(path, config.model.revision)
     try:
         return AutoConfig.from_pretrained(path, revision=config.model.revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {config.model.name}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of a file that may say anything
+        raise ModelError(f"model {config.model.name}: {why_not(error)}") from error
 
 
 def on_gpu(config: Config) -> bool:
@@ -44,8 +45,11 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
-    except ValueError as error:
-        raise ModelError(f"model {config.model.name} ({hf.model_type}) is not a causal language model") from error
+    except Exception as error:  # as above
+        raise ModelError(
+            f"model {config.model.name} ({hf.model_type}) is not a causal language model that can be made: "
+            f"{why_not(error)}"
+        ) from error
     return specs_of(model, lambda _: math.nan)
 
 

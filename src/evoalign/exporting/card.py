@@ -13,6 +13,7 @@ from typing import Any, Literal
 from huggingface_hub import ModelCardData
 
 from evoalign.config import Config, to_yaml
+from evoalign.report.tables import visible
 from evoalign.rundir.method import Method
 
 Kind = Literal["adapter", "merged", "model"]
@@ -84,7 +85,7 @@ def card(facts: Facts) -> str:
         "tokens can differ from those of base and adapter apart.\n"
     )
     template = files("evoalign.exporting").joinpath("card.md").read_text(encoding="utf-8")
-    return Template(template).substitute(
+    page = Template(template).substitute(
         metadata=_metadata(facts),
         title=_text(facts.name.rsplit("/", 1)[-1]),
         what=WHAT[facts.kind],
@@ -110,6 +111,9 @@ def card(facts: Facts) -> str:
         fence="`" * max(3, 1 + longest_run),
         config=text,
     )
+    return "\n".join(
+        visible(line) for line in page.split("\n")
+    )  # names come from anywhere, and a card is shown anywhere
 
 
 def _metadata(facts: Facts) -> str:

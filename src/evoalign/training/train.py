@@ -98,7 +98,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     try:
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*estimate.step_lines(config, None), *work, f"memory: not estimated; {error}"]
+        return [*estimate.step_lines(config, None), *work, "memory: not estimated", f"refused as it stands: {error}"]
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from evoalign import noise
@@ -25,7 +24,7 @@ from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
-from evoalign.errors import DataError, ModelError
+from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, before_stop, model_path, refuse_pickles, why_not
@@ -287,7 +286,9 @@ def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, with the tensor's name
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except EvoalignError:
+        raise
+    except Exception as error:  # the library has a score of kinds for files that may say anything
         raise ModelError(f"model {config.name} does not load: {why_not(error)}") from error
     model, info = loaded
     _check_whole(config.name, info)
