@@ -80,7 +80,7 @@ def test_rewards_that_are_no_numbers_stop_the_run(reward: Any) -> None:
 def test_self_check() -> None:
     task = Odd(TaskConfig())
     task.self_check([{"reward": 1, "gold": "x"}, {"reward": 0, "gold": None}])
-    with pytest.raises(DataError, match=r"row 1 earns 0\.5, not 1\.0"):
+    with pytest.raises(DataError, match=r"1 of 2 gold answers do not earn 1\.0: 'x' of row 1 earns 0\.5"):
         task.self_check([{"reward": 1, "gold": "x"}, {"reward": 0.5, "gold": "x"}])
 
 
