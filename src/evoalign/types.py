@@ -219,6 +219,8 @@ class Facts:
     master_bytes: int
     note: str = ""
     """What else a user should know, such as which kernels serve the members and why not faster ones."""
+    library: str = ""
+    """The library that answers and its version, where it is another than those that every run records."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import vllm
 from served import SPACES, answers, config
 
 import evoalign
@@ -38,6 +39,7 @@ def test_five_generations_have_the_same_journal(space, tmp_path):
         tree["es"] |= {"num_generations": 5, "population_size": 8}
         evoalign.train(tree)
         lines = [json.loads(line) for line in (tmp_path / engine / "journal.jsonl").read_text().splitlines()]
+        assert lines[0]["machine"].get("library") == (f"vllm {vllm.__version__}" if engine == "vllm" else None)
         found.append([{k: v for k, v in line.items() if k not in ("hash", "previous", "chain")} for line in lines[1:]])
     moved = [line for line in found[0] if any(line.get("coefficients", ()))]
     assert len(moved) >= 4

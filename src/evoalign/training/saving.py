@@ -40,7 +40,7 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "given_as": given_as,
         "space": parts.space.name,
         "evolved_parameters": parts.layout.parameters,
-        "machine": machine(),
+        "machine": machine() | ({"library": parts.facts.library} if parts.facts.library else {}),
         "summation": parts.space.summation,
     }
 
@@ -176,7 +176,7 @@ def elsewhere(recorded: Header) -> str:
     ours = versions()
     odd = [f"{k} {v} (here {ours.get(k, 'none')})" for k, v in recorded.versions.items() if ours.get(k) != v]
     there, here = recorded.machine or {}, machine()
-    what = [f"{name} {value} (here {here.get(name)})" for name, value in there.items() if here.get(name) != value]
+    what = [f"{name} {there[name]} (here {value})" for name, value in here.items() if there.get(name, value) != value]
     if recorded.machine is None and recorded.sums != "ordered":
         what = [f"whose capability it does not say (here {here['capability']}, {here['threads']} threads)"]
     made = f"it was made on {recorded.device}{', '.join(['', *what])}"

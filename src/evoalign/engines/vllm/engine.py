@@ -93,6 +93,7 @@ class VllmEngine:
             dtype=layout.dtype,
             deterministic=self.deterministic,
             model_hash=hash_of(worker["sums"] for worker in said),
+            library=f"vllm {check_version()}",
             master_bytes=sum(worker["bytes"] for worker in said),
             note=f"vLLM {check_version()}; {self._note(said[0], adapters=count > 0)}",
         )
