@@ -45,24 +45,36 @@ class Hook(BuildHookInterface):
     """What hatchling calls before it packs a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the library; a wheel that carries one is for this kind of machine."""
-        if self.target_name != "wheel" or not build():
+        """Build the library; a wheel that carries one is for this kind of machine. An editable one lies in place."""
+        if self.target_name != "wheel":
             return
-        build_data["artifacts"].append(LIBRARY.relative_to(KERNELS.parents[2]).as_posix())
-        if version != "editable":
+        if version == "editable":
+            build(LIBRARY)
+            return
+        self.folder = tempfile.mkdtemp()
+        made = Path(self.folder) / LIBRARY.name
+        if build(made):
+            build_data["force_include"][str(made)] = f"evoalign/kernels/{LIBRARY.name}"
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform()}"
 
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Take away what the wheel has taken in."""
+        shutil.rmtree(getattr(self, "folder", ""), ignore_errors=True)
 
-def build() -> bool:
+
+def build(library: Path = LIBRARY) -> bool:
     """Whether the library was built. Raises RuntimeError where EVOALIGN_COMPILE=1 and it was not."""
     wanted, error = os.environ.get("EVOALIGN_COMPILE", ""), "there is none"
     compiler = [] if wanted == "0" else _compiler()
-    for clones in CLONES if compiler else ():
-        error = _compile(compiler, clones)
-        if not error:
-            return True
-    LIBRARY.unlink(missing_ok=True)  # of another source
+    try:
+        library.unlink(missing_ok=True)  # it may be of another source
+        for clones in CLONES if compiler else ():
+            error = _compile(compiler, clones, library)
+            if not error:
+                return True
+    except OSError as failed:  # as of a folder that cannot be written
+        error = str(failed)
     if wanted == "1":
         raise RuntimeError(f"the C compiler {' '.join(compiler) or 'cc'} made no library: {error}")
     return False
@@ -75,13 +87,13 @@ def _compiler() -> list[str]:
     return next((words for words in found if shutil.which(words[0])), [])
 
 
-def _compile(compiler: list[str], clones: tuple[str, ...]) -> str:
+def _compile(compiler: list[str], clones: tuple[str, ...], library: Path) -> str:
     """Compile the library with these variants of its functions; the compiler's last line where it cannot."""
     attribute = ", ".join(f'"{name}"' for name in clones)
     flags = [*FLAGS, f"-DEVOALIGN_SOURCE=0x{source_number(SOURCE):08x}"]
     flags += [f"-DCLONES=__attribute__((target_clones({attribute})))"] if clones else []
-    with tempfile.TemporaryDirectory(dir=KERNELS) as folder:
-        made = Path(folder) / LIBRARY.name
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
         command = [*compiler, *flags, str(SOURCE), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -89,7 +101,7 @@ def _compile(compiler: list[str], clones: tuple[str, ...]) -> str:
             return str(error)
         error = _unusable(made) if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
         if not error:
-            made.replace(LIBRARY)
+            made.replace(library)
         return error.splitlines()[-1] if error else ""
 
 

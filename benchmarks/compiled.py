@@ -82,7 +82,9 @@ def parts(repeats: int) -> None:
     for name, (work, size, unit) in cases.items():
         found = turns({"torch": ("0", work), "compiled": ("1", work)}, repeats)
         ratio, rate = found["torch"] / found["compiled"], size / found["compiled"]
-        print(f"| {name} | {found['torch'] * 1e3:.2f} | {found['compiled'] * 1e3:.2f} | {ratio:.1f} | {rate:.0f} {unit} |")
+        print(
+            f"| {name} | {found['torch'] * 1e3:.2f} | {found['compiled'] * 1e3:.2f} | {ratio:.1f} | {rate:.0f} {unit} |"
+        )
     for rank in (1, 3):
         ways = {
             "library": ("1", moved("lowrank", rank, "library")),
@@ -123,7 +125,8 @@ def generation(options: argparse.Namespace) -> None:
             phases[f"{way}, {name}"] = last - first
 
     found = turns({"torch": ("0", generate), "compiled": ("1", generate)}, options.repeats)
-    print(f"{options.space}, {options.model.rsplit('/', 1)[-1]}, {options.dtype}, {options.members} members x 2 prompts x "
+    model = options.model.rsplit("/", 1)[-1]
+    print(f"{options.space}, {model}, {options.dtype}, {options.members} members x 2 prompts x "
           f"{options.tokens} tokens, {options.threads} thread(s): torch {found['torch']:.2f} s, compiled "
           f"{found['compiled']:.2f} s, ratio {found['torch'] / found['compiled']:.2f}")  # fmt: skip
     print("; ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items()))
@@ -143,7 +146,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n")
+    print(
+        f"{torch.get_num_threads()} thread(s), torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n"
+    )
     parts(options.repeats) if options.what == "parts" else generation(options)
 
 

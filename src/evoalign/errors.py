@@ -61,7 +61,14 @@ class ResumeError(EvoalignError):
 
 
 class MachineError(ResumeError):
-    """A journal's weights come out otherwise on this machine, and it was made in a way whose bits depend on that."""
+    """A journal's weights come out otherwise on this machine, and it was made in a way whose bits depend on that.
+
+    `generations` is how many came out before it, and the one that did not.
+    """
+
+    def __init__(self, message: str, generations: int) -> None:
+        super().__init__(message)
+        self.generations = generations
 
 
 class StoppedError(EvoalignError):

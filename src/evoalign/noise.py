@@ -102,6 +102,8 @@ def scaled(
     given = mean if out is None else out
     where = torch.device(device or "cpu") if given is None else given.device
     draw = _kernel(where)
+    if draw is compiled.scaled and not compiled.takes([b - a for a, b in bounds], len(members), mean, out):
+        draw = None
     if draw is not None:
         if out is None:
             out = torch.empty(len(members), *(b - a for a, b in bounds), dtype=dtype, device=where)
@@ -182,7 +184,7 @@ def _draw(key: tuple[int, int], generation: int, members: Sequence[int], blocks:
     member = torch.tensor(members, dtype=torch.int64, device=device)[:, None]
     epoch = torch.tensor(generation, dtype=torch.int64, device=device)
     out = torch.empty(len(members), len(blocks), NORMALS_PER_BLOCK, dtype=torch.float32, device=device)
-    tile = max(1, _TILE // len(members)) if device.type == "cpu" else max(1, (1 << 24) // len(members))
+    tile = max(1, (_TILE if device.type == "cpu" else 1 << 24) // max(1, len(members)))
     for start in range(0, len(blocks), tile):
         block = blocks[start : start + tile]
         words = philox((block & _MASK, block >> 32, epoch, member), key)

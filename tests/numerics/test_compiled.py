@@ -180,9 +180,9 @@ def building(tmp_path, monkeypatch):
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     shutil.copy(found.SOURCE, tmp_path)
-    for name in ("SOURCE", "LIBRARY"):
-        monkeypatch.setattr(found, name, tmp_path / getattr(found, name).name)
-    monkeypatch.setattr(found, "KERNELS", tmp_path)
+    monkeypatch.setattr(found, "SOURCE", tmp_path / found.SOURCE.name)
+    monkeypatch.setattr(found, "LIBRARY", tmp_path / found.LIBRARY.name)
+    monkeypatch.setattr(found.build, "__defaults__", (found.LIBRARY,))
     return found
 
 
@@ -207,20 +207,131 @@ def test_a_compiler_that_fails_breaks_no_installation(building, monkeypatch, tmp
     assert not building.LIBRARY.exists() and not list(tmp_path.glob("tmp*"))
 
 
+def test_a_folder_that_cannot_be_written_breaks_no_installation(building):
+    building.SOURCE.with_name("file").touch()
+    assert not building.build(building.SOURCE.with_name("file") / "library.so")
+
+
+DIGEST = """
+import hashlib, pathlib, sys, numpy as np, torch
+from evoalign import noise
+from evoalign.kernels import compiled, products
+compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, sys.argv[1:3])
+if not compiled.available("cpu"):
+    sys.exit("no library")
+sha = hashlib.sha256()
+for dtype in (torch.float32, torch.bfloat16):
+    mean = noise.normals((5, 6), (37, 300), 0, [0])[0]
+    out = noise.scaled((1, 2**32 - 1), (37, 300), 5, [3, 3, 9], [0.1, -0.1, 0.2], mean=mean, dtype=dtype)
+    served = torch.zeros(37, 300, dtype=dtype)
+    compiled.dense(mean, served, mean * 2, (1, 2), noise.table(), (37, 300), [(0, 37), (0, 300)], 5, {1: 0.3, 4: 2.0},
+                   3, 0.01, 0.1)
+    left, right = noise.normals((7, 8), (19, 37), 0, [0])[0], noise.normals((7, 8), (19, 300), 0, [1])[0]
+    products.move(mean, served, None, left, right, 19, 0.1, 0.0)
+    for tensor in (out, served, mean):
+        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+sha.update(str(compiled.tensor_sum(mean, (37, 300), [(0, 37), (0, 300)])).encode())
+print(sha.hexdigest())
+"""
+
+
+def digest(library, source):
+    command = [sys.executable, "-c", DIGEST, str(library), str(source)]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 @needs_library
-def test_a_library_of_another_source_is_not_used(building, monkeypatch):
-    monkeypatch.setattr(building, "CLONES", ((),))  # quick to compile
+def test_a_library_for_the_least_of_machines_has_the_bits_of_the_one_for_this(building, monkeypatch):
+    """And one of another source, or none, is not used."""
+    monkeypatch.setattr(building, "CLONES", ((),))
     assert building.build()
-    program = (
-        "import sys, pathlib\nfrom evoalign.kernels import compiled\n"
-        "compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, sys.argv[1:])\nprint(compiled.available('cpu'))"
-    )
-
-    def said(library):
-        command = [sys.executable, "-c", program, str(library), str(building.SOURCE)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    assert said(building.LIBRARY) == "True"
-    assert said(building.SOURCE) == "False"  # no library at all
+    here = digest(compiled.LIBRARY, compiled.SOURCE)
+    assert len(here) == 64 and digest(building.LIBRARY, building.SOURCE) == here
+    assert digest(building.SOURCE, building.SOURCE) == ""
     building.SOURCE.write_text(building.SOURCE.read_text() + "\n// another\n")
-    assert said(building.LIBRARY) == "False"
+    assert digest(building.LIBRARY, building.SOURCE) == ""
+
+
+@needs_library
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("space", ["lowrank", "full"])
+def test_the_default_dtype_of_torch_changes_nothing(in_torch, space, default):
+    args = (space, 3, torch.bfloat16, 5, False, "sgd", 0.0, None)
+    want = moved(*args)
+    torch.set_default_dtype(default)
+    try:
+        found = (moved(*args), in_torch(moved, *args))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for got in found:
+        assert all(same(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("library", ["1", "0"])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("space", ["lowrank", "full"])
+def test_pairs_that_cancel_move_nothing_but_the_decay(monkeypatch, space, decay, library):
+    monkeypatch.setenv("EVOALIGN_COMPILED", library)
+    tree = {"seed": 7, "space": space, "es": {"sigma": 0.01, "learning_rate": 0.005, "population_size": 4}}
+    made = spaces.create(from_dict(tree))
+    layout = made.layout([TensorSpec(NAMES["full"], (8, 16), "linear", 0, 0.1)], torch.float32)
+    update = Update(0, 0, population(4, antithetic=True), (1.0, 1.0, -1.0, -1.0), 0.01, 0.005, decay)
+    master, start = random((8, 16)), random((8, 16), 1)
+    want = master - (master - start) * decay
+    made.accumulate(layout, master, NAMES[space], (slice(0, 8), slice(0, 16)), update, start)
+    assert torch.equal(master, want)
+
+
+@needs_library
+def test_factors_that_take_too_much_memory_go_in_parts(monkeypatch):
+    args = ("lowrank", 3, torch.bfloat16, 9, False, "sgd", 0.125, "half")
+    want = moved(*args)
+    monkeypatch.setattr("evoalign.spaces.lowrank._ROOM", 500)
+    sizes = []
+    factors = products.factors
+
+    def seen(terms, rows, columns, device):
+        sizes.append(terms * (rows + columns))
+        return factors(terms, rows, columns, device)
+
+    monkeypatch.setattr(products, "factors", seen)
+    assert all(same(a, b) for a, b in zip(moved(*args), want, strict=True))
+    assert len(sizes) > 8 and max(sizes) <= 500
+
+
+@needs_library
+def test_what_c_would_read_wrongly_is_refused_or_goes_to_torch(in_torch):
+    args = ((1, 2), (3, 40), 0, [0, 1], [0.1, 0.2])
+    for mean in (random((3, 40)).double(), torch._neg_view(random((3, 40))), torch.tensor(0.5), random((1, 40))):
+        assert same(noise.scaled(*args, mean=mean), in_torch(lambda m=mean: noise.scaled(*args, mean=m)))
+    shared = random((2, 3, 40))
+
+    def over():
+        out = shared.clone()
+        return noise.scaled(*args, mean=out[0], out=out)
+
+    assert same(over(), in_torch(over))
+    matrix, left, right = random((4, 9)), random((2, 4)), random((2, 9))
+    for wrong in ((matrix.double(), left, right), (matrix, left, right[:1]), (matrix[:3], left, right)):
+        with pytest.raises(ValueError, match="is not float32"):
+            compiled.product(wrong[0], None, None, *wrong[1:], 1, 1.0, 0.0)
+    with pytest.raises(ValueError, match="is not float32"):
+        bounds = [(0, 4), (0, 9)]
+        compiled.dense(matrix[:3], None, None, (1, 2), noise.table(), (4, 9), bounds, 0, {0: 1.0}, 1, 1.0, 0.0)
+
+
+@needs_library
+def test_where_no_thread_can_be_started_the_work_is_done_here_once(monkeypatch):
+    args = ("lowrank", 3, torch.bfloat16, 9, False, "sgd", 0.0, None)
+    want, before = moved(*args), torch.get_num_threads()
+
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(compiled, "_PIECE", 64)
+    monkeypatch.setattr(compiled.threading.Thread, "start", refused)
+    torch.set_num_threads(4)
+    try:
+        assert all(same(a, b) for a, b in zip(moved(*args), want, strict=True))
+    finally:
+        torch.set_num_threads(before)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A journal on another machine: what it says of the one it was made on, and what replay says where bits differ."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import evoalign
 from evoalign import cli
 from evoalign.config import from_dict
 from evoalign.errors import MachineError, ResumeError
-from evoalign.kernels import compiled
+from evoalign.kernels import products
 from evoalign.rundir import journal
 from evoalign.spaces.base import Space
 from evoalign.spaces.lowrank import LowRank
@@ -70,7 +71,7 @@ def test_the_header_names_the_sum_and_the_machine(run):
     assert header.summation == header.sums == "ordered"
     capability = torch.backends.cpu.get_cpu_capability()
     assert header.machine == {"capability": capability, "threads": "1"}
-    assert header.versions["torch"] == torch.__version__
+    assert header.versions["torch"] == importlib.metadata.version("torch")
 
 
 def test_an_old_journal_keeps_its_sum_also_for_what_is_added_to_it():
@@ -166,8 +167,8 @@ def test_a_sum_that_depends_on_the_machine_is_named_and_no_hash_claimed(elsewher
         said = capsys.readouterr()
         assert ended.value.code == cli.OTHER_MACHINE == 3
         assert "added by a library's matrix product, whose last bits depend on the machine" in said.err
-        assert "is not claimed to be the run's" in said.err and "of the distance moved" in said.err
-        assert ("that which the run saved in generation_" if target.is_dir() else "add up to in order") in said.err
+        assert "are not claimed to be the run's" in said.err and "of the distance moved" in said.err
+        assert ("those that the run saved in generation_" if target.is_dir() else "add up to in order") in said.err
         assert "weights_hash" not in said.out and not to.exists()
 
 
@@ -178,10 +179,40 @@ def test_the_deviation_is_that_of_the_last_bits(elsewhere):
     assert 0 < share < 1e-5
 
 
+def test_another_update_is_no_matter_of_last_bits(elsewhere, monkeypatch):
+    """Nor is one that the order of its sum has no bearing on."""
+    for wrong in (lambda right: right * 1.5, lambda right: right * 0):
+
+        def sums(self, layout, name, update, slices, total, wrong=wrong):
+            self._add_products(layout, total, name, slices, update, None, None, step=len(update.members), decay=0.0)
+            return total.copy_(wrong(total))
+
+        monkeypatch.setattr(LowRank, "_library_sum", sums)
+        for target in (elsewhere, elsewhere / "journal.jsonl"):
+            with pytest.raises(ResumeError, match="but that is not why") as error:
+                replaying.replay(target)
+            assert not isinstance(error.value, MachineError)
+
+
+def test_what_is_compared_was_saved_from_the_generation_on_that_differs(elsewhere):
+    """And is whole: a damaged mean is no measure."""
+    first, second = sorted((elsewhere / "checkpoints").iterdir())
+    next(second.glob("*.safetensors")).write_bytes(b"damaged")
+    with pytest.raises(MachineError, match=f"those that the run saved in {first.name},"):
+        replaying.replay(elsewhere)
+    next(first.glob("*.safetensors")).write_bytes(b"damaged")
+    with pytest.raises(MachineError, match="add up to in order"):
+        replaying.replay(elsewhere)
+
+
+def test_a_library_adds_on_the_kind_of_device_that_it_added_on(elsewhere):
+    log = journal.read(elsewhere / "journal.jsonl")
+    assert replaying.config_of(log).engine.device == "cpu" and replaying.config_of(log).engine.threads == 1
+    assert replaying.config_of(journal.read(OLD.with_name("full.jsonl"))).engine.device == "auto"
+
+
 def test_a_sum_that_may_not_depend_on_the_machine_is_another_error(run, monkeypatch):
-    monkeypatch.setattr(compiled, "product", lambda *args: None)
-    monkeypatch.setenv("EVOALIGN_COMPILED", "1")
-    monkeypatch.setattr(compiled, "available", lambda device: True)
+    monkeypatch.setattr(products, "move", lambda *args: None)
     with pytest.raises(ResumeError, match="though it should not depend on the machine") as error:
         replaying.replay(run)
     assert not isinstance(error.value, MachineError)

@@ -7,8 +7,11 @@
 // A part of a tensor is `runs` rows of `length` consecutive elements; row r begins at element `base + r * pitch` of the
 // whole tensor. Strides are counted in numbers.
 
+#include <float.h>
 #include <stdint.h>
 #include <string.h>
+
+_Static_assert(FLT_EVAL_METHOD == 0, "each operation on floats has to be rounded to a float");
 
 #ifndef CLONES
 #define CLONES // variants of a function for several instruction sets, of which the loader takes one

@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,31 @@ class _Mean(ctypes.Structure):
     )  # fmt: skip
 
 
+def takes(part: Sequence[int], members: int, mean: torch.Tensor | None, out: torch.Tensor | None) -> bool:
+    """Whether `scaled` can be asked for this: what it reads and writes is here, of these shapes, and apart."""
+    if mean is not None and not _is_plain(mean, part):
+        return False
+    if out is None:
+        return True
+    apart = mean is None or mean.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    return apart and out.device.type == "cpu" and list(out.shape) == [members, *part] and not out.is_neg()
+
+
+def _is_plain(tensor: torch.Tensor, shape: Sequence[int], *dtypes: torch.dtype) -> bool:
+    """Whether a tensor's memory holds its numbers as C reads them."""
+    known = tensor.dtype in (dtypes or (torch.float32,)) and tensor.device.type == "cpu" and not tensor.is_neg()
+    return known and list(tensor.shape) == list(shape)
+
+
+def _check(shape: Sequence[int], *tensors: torch.Tensor | None) -> None:
+    """Raise ValueError for a tensor that C would read or write wrongly: not float32, not of this shape, not here."""
+    for t in tensors:
+        if t is not None and not _is_plain(t, shape):
+            raise ValueError(
+                f"a tensor {list(t.shape)} of {t.dtype} on {t.device} is not float32 {list(shape)} on the CPU"
+            )
+
+
 def scaled(
     key: tuple[int, int],
     table: torch.Tensor,
@@ -85,16 +110,15 @@ def scaled(
     Members of the same stream that follow one another share its draw.
     """
     if out.dtype not in _TYPES:
-        drawn = torch.empty(out.shape, dtype=torch.float32)
+        drawn = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         scaled(key, table, shape, bounds, generation, members, widths, mean, drawn)
         out.copy_(drawn)
         return
-    mean = None if mean is None else mean.to(torch.float32)
     streams, factors = _words(members), _floats(widths)
     for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
         into, centre = part.views[0], part.views[1] if mean is not None else None
         if not part.flat and part.joined and part.columns < _CHUNK:  # rows shorter than what is drawn at once
-            dense = torch.empty(into.shape, dtype=torch.float32)
+            dense = torch.empty(into.shape, dtype=torch.float32, device=out.device)
             flat = None if centre is None else centre.contiguous()
             found = Lines(part.base, part.pitch, (dense,) if flat is None else (dense, flat))
             _scaled(found, key, table, generation, streams, factors, dense, flat)
@@ -138,7 +162,9 @@ def dense(
     decay: float,
 ) -> None:
     """Move a part of the mean by dense noise, as `evoalign.kernels.update.dense` does on a GPU."""
-    direct = served if served is None or served.dtype in _TYPES else None
+    part_of = [b - a for a, b in bounds]
+    _check(part_of, master, start)
+    direct = served if served is not None and _is_plain(served, part_of, *_TYPES) else None
     streams, factors, numbers = _words(list(weights)), _floats(list(weights.values())), (1 / count, step, decay)
     for part in lines(shape, bounds, [t for t in (master, direct, start) if t is not None]):
         views = iter(part.views)
@@ -188,10 +214,14 @@ def product(
     """
     left, right = left.contiguous(), right.contiguous()
     (terms, rows), columns = left.shape, right.shape[1]
-    direct = served if served is None or served.dtype in _TYPES else None
+    _check((rows, columns), master, start)
+    _check((terms, rows), left)
+    _check((terms, columns), right)
+    direct = served if served is not None and _is_plain(served, (rows, columns), *_TYPES) else None
     mean = _mean(master, direct, start, (1 / count, step, decay), 0, 0)
 
-    def move(first: int, last: int) -> None:
+    def move(first: int, last: int, held: object = (master, direct, start)) -> None:
+        """`held` lives as long as a thread that writes to it."""
         _library().evoalign_product(
             left.data_ptr(), right.data_ptr(), terms, rows, columns, first, last, ctypes.byref(mean)
         )
@@ -258,10 +288,25 @@ def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:
 
 
 def _run(work: Callable[..., Any], pieces: Sequence[tuple[int, ...]]) -> list[Any]:
-    if len(pieces) == 1:
-        return [work(*pieces[0])]
-    with ThreadPoolExecutor(len(pieces)) as pool:  # made anew: one that is kept would not live through a fork
-        return list(pool.map(work, *zip(*pieces, strict=True)))
+    """Each piece, once: in threads of their own as far as the system has any, the others here."""
+    found: list[Any] = [None] * len(pieces)
+
+    def do(place: int) -> None:
+        found[place] = work(*pieces[place])
+
+    threads = [threading.Thread(target=do, args=(place,)) for place in range(1, len(pieces))]
+    here = [0] if pieces else []
+    for place, thread in enumerate(threads, 1):
+        try:
+            thread.start()  # made anew for each work: one that is kept would not live through a fork
+        except RuntimeError:  # no more of them, or the interpreter is ending
+            here.append(place)
+    for place in here:
+        do(place)
+    for place, thread in enumerate(threads, 1):
+        if place not in here:
+            thread.join()
+    return found
 
 
 def _words(members: Sequence[int]) -> Any:

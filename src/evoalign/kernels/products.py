@@ -26,7 +26,8 @@ def factors(terms: int, rows: int, columns: int, device: torch.device) -> tuple[
 
         shapes = [(rows, columns)]
         return split(torch.empty(room(terms, shapes), dtype=torch.float32, device=device), terms, shapes)[0]
-    return torch.empty(terms, rows, device=device), torch.empty(terms, columns, device=device)
+    left, right = (torch.empty(terms, n, dtype=torch.float32, device=device) for n in (rows, columns))
+    return left, right
 
 
 def move(
@@ -65,7 +66,7 @@ def in_torch(
 ) -> None:
     """`move` in plain torch, tile by tile; no operation of it fuses a product with a sum."""
     rows, columns = master.shape
-    tile = max(1, (_TILE if master.device.type == "cpu" else 1 << 24) // columns)
+    tile = max(1, (_TILE if master.device.type == "cpu" else 1 << 24) // max(1, columns))
     for first in range(0, rows, tile):
         part = slice(first, first + tile)
         total = torch.zeros_like(master[part], memory_format=torch.contiguous_format)

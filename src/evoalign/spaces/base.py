@@ -123,9 +123,9 @@ class Space(ABC):
 
     @property
     def summation(self) -> Summation:
-        """How the terms of an update are added: those of one's own `gradient` or `accumulate` in a way of its own."""
-        kept = type(self).gradient is Space.gradient and type(self).accumulate is Space.accumulate
-        return "ordered" if kept else "own"
+        """How the terms of an update are made and added: in a way of its own where any method of that is one's own."""
+        methods = ("gradient", "noise", "accumulate", "mover", "_accumulate_fused")
+        return "ordered" if all(getattr(type(self), m) is getattr(Space, m) for m in methods) else "own"
 
     @property
     def default_save_every(self) -> int:

@@ -10,7 +10,7 @@ rounded factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -73,7 +73,7 @@ class LowRank(Space):
 
     @property
     def summation(self) -> Summation:
-        kept = type(self).gradient is LowRank.gradient and type(self).accumulate is Space.accumulate
+        kept = self._has("gradient", "noise", "accumulate", "mover", "_accumulate_fused")
         return "ordered" if kept else "own"
 
     @property
@@ -143,7 +143,7 @@ class LowRank(Space):
         total = torch.zeros([s.stop - s.start for s in slices], dtype=torch.float32, device=device)
         if update.summation == "library":
             return self._library_sum(layout, name, update, slices, total).mul_(1 / len(update.members))
-        self._add_products(layout, total, name, slices, update, None, None, 1.0, 0.0)
+        self._add_products(layout, total, name, slices, update, None, None, step=1.0, decay=0.0)
         return total
 
     def _library_sum(
@@ -186,7 +186,7 @@ class LowRank(Space):
         served: torch.Tensor | None,
     ) -> None:
         step = update.step * layout[name].scale
-        self._add_products(layout, master, name, slices, update, start, served, step, update.decay)
+        self._add_products(layout, master, name, slices, update, start, served, step=step, decay=update.decay)
 
     def _add_products(
         self,
@@ -197,11 +197,21 @@ class LowRank(Space):
         update: Update,
         start: torch.Tensor | None,
         served: torch.Tensor | None,
+        *,
         step: float,
         decay: float,
     ) -> None:
-        """Move a part of a matrix by step / N times the ordered sum of weighted products of served factors."""
+        """Move a part of a matrix by step / N times the ordered sum of weighted products of served factors.
+
+        A part whose factors, of all members at once, would take too much memory goes in halves, to the same bits.
+        """
         weights, device, (rows, columns) = self._weights(layout, name, update), master.device, master.shape
+        if len(weights) * layout.rank * (rows + columns) > _ROOM and max(rows, columns) > 1:
+            dim = 0 if rows >= columns else 1
+            for here, whole in _halves(slices, dim):
+                parts = (None if t is None else t[here] for t in (start, served))
+                self._add_products(layout, master[here], name, whole, update, *parts, step=step, decay=decay)
+            return
         factors = self._of_streams(layout, name, update, list(weights), slices, device)
         weight = kernels.factors(tuple(weights.values()), device)[:, None, None]
         terms, count = len(weights) * layout.rank, len(update.members)
@@ -336,6 +346,15 @@ class LowRank(Space):
             b_key, b_shape, generation, streams, widths, dtype=dtype, slices=of_b, device=device, out=into_b
         )
         return Adapter(a, b, 1.0)
+
+
+def _halves(slices: Slices, dim: int) -> Iterator[tuple[Slices, Slices]]:
+    """Two halves of a part of a matrix along a dimension: where each lies in the part, and in the whole matrix."""
+    first, size = slices[dim].start, slices[dim].stop - slices[dim].start
+    for a, b in ((0, size // 2), (size // 2, size)):
+        here, whole = [slice(None)] * 2, list(slices)
+        here[dim], whole[dim] = slice(a, b), slice(first + a, first + b)
+        yield tuple(here), tuple(whole)
 
 
 def _after_ones(of_b: torch.Tensor) -> torch.Tensor:

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from evoalign.config import Config, from_dict
 from evoalign.engines.base import sampled_places
-from evoalign.errors import ConfigError, JournalError, MachineError, RunExistsError
+from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
-from evoalign.rundir.directory import generation_of, saved_folders
-from evoalign.rundir.journal import Log
+from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.journal import Header, Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
 from evoalign.training import saving
@@ -25,6 +26,8 @@ from evoalign.types import Layout, Summation
 Progress = Callable[[int, int], None]
 _PROBED = 1 << 16
 """Numbers of the mean that are compared where it cannot be repeated exactly."""
+_LAST_BITS = 1e-3
+"""Of the distance moved: what sums of another order stay far below, and another update does not."""
 
 
 def log_of(run: str | Path) -> Log:
@@ -67,32 +70,49 @@ def replay(
             return mark.weights_hash
     except MachineError as error:
         count = log.sealed if generation is None else generation
-        raise MachineError(f"{error}; {_deviation(Path(run), log, count, model)}") from error
+        words, share = _deviation(Path(run), log, error.generations, count, model)
+        if not 0 < share < _LAST_BITS:
+            raise ResumeError(f"{error}; but that is not why: {words}") from error
+        raise MachineError(f"{error}; {words}", error.generations) from error
 
 
-def _deviation(run: Path, log: Log, count: int, model: str | None) -> str:
-    """In words, how far the weights come out here from what the run saved, or what the order of a sum moves here."""
-    saved = [f for f in saved_folders(run) if generation_of(f) <= count] if run.is_dir() else []
-    if saved:
-        count = generation_of(saved[-1])
+def _deviation(run: Path, log: Log, first: int, count: int, model: str | None) -> tuple[str, float]:
+    """How far the mean comes out here from what the run saved, in words and as a share of the distance it moved.
+
+    `first` is the generation that came out otherwise. Where nothing was saved from it on, the share is what the order
+    of the sum moves here.
+    """
+    saved = _saved(run, log, first, count) if run.is_dir() else None
+    count = count if saved is None else saved[1]
 
     def probed(generation: int, summation: Summation | None = None) -> tuple[torch.Tensor, Layout]:
         with rebuilt(log, generation=generation, model=model, check=False, summation=summation) as (served, _):
             return served.engine.probe_weights(_PROBED), served.layout
 
     here, layout = probed(count)
-    if saved:
-        state, _ = checkpoint.load(saved[-1], layout)
-        there = torch.cat([state[name].float().flatten()[at] for name, at in sampled_places(layout, _PROBED)])
+    if saved is None:
+        there, than = probed(count, "ordered")[0], "what the same updates add up to in order"
     else:
-        there, _ = probed(count, "ordered")
-    apart, moved = here - there, (here - probed(0)[0]).norm()
-    than = f"that which the run saved in {saved[-1].name}" if saved else "what the same updates add up to in order"
+        state, _ = checkpoint.load(saved[0], layout)
+        there = torch.cat([state[name].float().flatten()[at] for name, at in sampled_places(layout, _PROBED)])
+        than = f"those that the run saved in {saved[0].name}"
+    apart, moved = (here - there).double(), (here - probed(0)[0]).double().norm()
+    share = float(apart.norm() / moved) if moved else 0.0
     return (
-        f"the mean after {count} generations is not claimed to be the run's: of {len(here):,} numbers compared, "
-        f"{int((apart != 0).sum()):,} differ here from {than}, by at most {float(apart.abs().max()):.2g}, in all "
-        f"{float(apart.norm() / moved) if moved else 0.0:.2g} of the distance moved"
-    )
+        f"after {count} generations the weights here are not claimed to be the run's: of {len(here):,} compared, "
+        f"{int((apart != 0).sum()):,} differ from {than}, by at most {float(apart.abs().max()):.2g}, in all "
+        f"{share:.2g} of the distance moved"
+    ), share
+
+
+def _saved(run: Path, log: Log, first: int, last: int) -> tuple[Path, int] | None:
+    """The latest saved mean of these generations that is whole and of this journal, and its generation."""
+    for folder in reversed(saved_folders(run)):
+        with suppress(CheckpointError):
+            generation = saving.checked(folder, log).generation
+            if first <= generation <= last:
+                return folder, generation
+    return None
 
 
 @contextmanager
@@ -130,6 +150,14 @@ def rebuilt(
         served.close()
 
 
+def _engine(header: Header) -> dict[str, Any]:
+    """The engine that repeats updates: any, or the kind of device a library added them on."""
+    if header.sums == "ordered" or not header.device.startswith("cpu"):
+        return {}
+    threads = (header.machine or {}).get("threads", "")
+    return {"device": "cpu"} | ({"threads": int(threads)} if threads.isdecimal() else {})
+
+
 def config_of(log: Log, model: str | None = None) -> Config:
     """The config that a journal was made with, as far as it decides the weights. Raises ConfigError, JournalError.
 
@@ -141,7 +169,7 @@ def config_of(log: Log, model: str | None = None) -> Config:
         wrong = "; ".join(str(error).splitlines())
         raise JournalError(f"{log.path}, line 1 holds a config that cannot be: {wrong}") from error
     tree["model"] |= {"dtype": log.header.dtype} | ({} if model is None else {"name": model, "revision": None})
-    tree["engine"] = {}  # updates have the same bits whatever it says
+    tree["engine"] = _engine(log.header)
     config = from_dict(tree)
     if ":" in config.space.name:
         raise ConfigError(

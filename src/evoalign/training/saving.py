@@ -73,6 +73,12 @@ def data_hash(data: Data) -> str:
     return digest.hexdigest()
 
 
+def machine_differs(recorded: Header) -> bool:
+    """Whether a journal was made where a library may add otherwise than here, as far as it says."""
+    here = machine()
+    return any((recorded.machine or here).get(name, value) != value for name, value in here.items())
+
+
 def every(config: Config, summation: Summation = "ordered") -> int:
     """Generations between checkpoints; 0 is never. By default 10 where the journal repeats the run here alone."""
     set_ = config.checkpoint.every
@@ -161,7 +167,8 @@ def apply(engine: Engine, log: Log, recorded: Recorded) -> str:
             raise ResumeError(f"{where}, though it should not depend on the machine; {elsewhere(log.header)}")
         raise MachineError(
             f"{where}: its updates were added {_WAYS[log.header.sums]}, whose last bits depend on the machine; "
-            f"{elsewhere(log.header)}"
+            f"{elsewhere(log.header)}",
+            recorded.update.index + 1,
         )
     return found
 

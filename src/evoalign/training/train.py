@@ -194,7 +194,12 @@ class _EvolutionStrategies:
             session.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
-        if header.versions != versions():
+        if header.sums != "ordered" and saving.machine_differs(header):
+            session.tell(
+                f"warning: {saving.elsewhere(header)}; updates from here on may have other bits than there, and the "
+                "journal then brings the weights back on neither machine alone: keep the checkpoints"
+            )
+        elif header.versions != versions():
             session.tell(f"warning: {saving.elsewhere(header)}; scores may differ in their last bits from here on")
 
     def resume(self, session: Session) -> list[Row]:
