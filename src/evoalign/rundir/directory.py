@@ -18,6 +18,7 @@ from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, R
 from evoalign.rundir import journal
 from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
+from evoalign.rundir.rows import is_row
 
 FAILED_COMPLETION = "failed_completion.json"
 LOCK = ".lock"
@@ -267,7 +268,7 @@ class RunDir:
         for line in text.splitlines():
             with suppress(DataError):
                 row = parse(line, str(self.metrics), finite=False)
-                if isinstance(row, dict) and type(row.get("generation")) is int:
+                if is_row(row):
                     rows[row["generation"]] = row
         return rows
 

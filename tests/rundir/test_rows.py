@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that are read back have values of their types; a row that has not counts as lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evoalign.rundir.directory import RunDir
+
+ROW: dict[str, Any] = {
+    "generation": 0, "mean": -1.5, "zero_variance": False, "tokens": 2, "seconds": {"rollout": 0.5}, "rms_c": None,
+    "evaluation": {"reward": 1}, "budget": None, "more": ["of a later release"],
+    "diagnosis": {"spread": 0.5, "control": [-11.0, -11.0, 0.0], "cosine": None},
+}  # fmt: skip
+ODD: dict[str, dict[str, Any]] = {
+    "a list of seconds": {"seconds": {"rollout": []}}, "a control of one": {"diagnosis": {"control": [1.0]}},
+    "no seconds": {"seconds": None}, "a mean in words": {"mean": "1"},
+    "a mean that is true": {"mean": True}, "a generation that is none": {"generation": -1},
+    "a generation in words": {"generation": "0"}, "a share that is a list": {"diagnosis": {"template_share": [1]}},
+    "a distance that is an object": {"diagnosis": {"distance_sigmas": {}}}, "no diagnosis": {"diagnosis": [1]},
+    "an evaluation of lists": {"evaluation": {"reward": [1]}}, "a divergence in words": {"divergence": "1"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_row_with_a_value_of_another_type_counts_as_lost(name: str, tmp_path: Path) -> None:
+    lines = [ROW, {**ROW, "generation": 1, **ODD[name]}, {**ROW, "generation": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert RunDir(tmp_path).read_metrics() == {0: ROW, 2: {**ROW, "generation": 2}}
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"[" * 600 + b"]" * 600 + b"\n" + json.dumps(ROW).encode() + b"\n{\n\xff\n"
+    )
+    assert RunDir(tmp_path).read_metrics() == {0: ROW}
