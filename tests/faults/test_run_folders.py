@@ -454,6 +454,7 @@ def test_a_run_that_died_in_its_beginning_is_made_again(
 @pytest.mark.parametrize(
     "names",
     [
+        ("journal.jsonl",), ("results/budget.json",),
         ("config.yaml",), ("config.yaml", "logs/"), ("logs/mine",), ("manifest.json", "results/mine.csv"),
         (*FOLDERS, "config.yaml", ".mine.tmp"), (*FOLDERS, "config.yaml", "results/evaluation.json"),
         ("manifest.json", "trainer/checkpoint-1/whole.json"), ("manifest.json", "loras/generation_0001/"),
@@ -467,6 +468,14 @@ def test_what_may_be_the_users_or_a_run_is_not_taken(names: tuple[str, ...], tmp
         run.refuse(overwrite=False)
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     assert not run.is_unstarted()
+
+
+def test_a_manifest_of_something_else_is_not_ours_to_clear(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    run = RunDir(tmp_path)
+    assert not run.is_unstarted()
+    with pytest.raises(RunExistsError, match="--overwrite"):
+        run.refuse(overwrite=False)
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ OURS = (JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer", FAILE
 """What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
 all the others are known to be of a run."""
 FOLDERS = ("results", "results/completions", "figures", "logs")
-EARLY = (LOCK, FAILED_COMPLETION, MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet")
-"""The files that a run may have left before its first generation, beside config.yaml."""
+EARLY = (MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet")
+"""The files that a run may have left before its first generation, beside config.yaml; without our manifest none."""
 
 
 PRUNED_TRIES = 5
@@ -222,11 +222,14 @@ class RunDir:
             return True
         if path.is_dir():
             return not path.is_symlink() and name.as_posix() in (*FOLDERS, "trainer")
-        if name.name.startswith(".") and name.name.endswith(".tmp"):
+        is_half = name.name.startswith(".") and name.name.endswith(".tmp")
+        if is_half:
             name = name.with_name(name.name[1:-4])
         if name.as_posix() == self.config.name:  # a user's folder may have one; earlier releases wrote it first
             return has_manifest or all((self.path / folder).is_dir() for folder in FOLDERS)
-        return name.as_posix() in EARLY
+        if name.as_posix() in (LOCK, FAILED_COMPLETION):
+            return True
+        return name.as_posix() in EARLY and (has_manifest or is_half)  # a web page has a manifest.json, too
 
     def _has_manifest(self) -> bool:
         """Whether there is one, and it is ours."""
