@@ -97,8 +97,7 @@ def test_nobody_asks_for_the_name_of_a_space() -> None:
             asked += [node.subject] if isinstance(node, ast.Match) else []
             names = [ast.unparse(n) for n in asked if not isinstance(n, ast.Constant)]
             found += [f"{file.name}:{node.lineno} {n}" for n in names if n.endswith("space.name")]  # type: ignore[attr-defined]
-    # Where code of the user's own is named, is no kind of space.
-    assert [f for f in found if not f.startswith("replay.py")] == []
+    assert found == []
 
 
 def test_a_space_of_ones_own_trains_and_resumes_as_it_says(own: str, tmp_path: Path) -> None:

@@ -28,11 +28,16 @@ class SpaceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _known(self) -> SpaceConfig:
-        if ":" not in self.name and self.name not in SPACES:
+        if not self.names_code and self.name not in SPACES:
             raise ValueError(f"unknown space {shown(self.name)}; use {', '.join(SPACES)} or package.module:Class")
         if self.model_extra and self.name in SECTIONS:
             raise ValueError(f"{self.name} takes its settings in the section {self.name}: not under space")
         return self
+
+    @property
+    def names_code(self) -> bool:
+        """Whether the space is of the user's own: to make it imports what is named."""
+        return ":" in self.name
 
     @property
     def options(self) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def config_of(log: Log, model: str | None = None) -> Config:
     tree["model"] |= {"dtype": log.header.dtype} | ({} if model is None else {"name": model, "revision": None})
     tree["engine"] = _engine(log.header)
     config = from_dict(tree)
-    if ":" in config.space.name:
+    if config.space.names_code:
         raise ConfigError(
             f"{log.path} names code of its own (space.name {config.space.name}), which is not run unasked; resume with "
             "the run itself: evoalign train CONFIG --resume"

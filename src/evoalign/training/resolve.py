@@ -126,7 +126,7 @@ def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
     else:
         mark = saving.checked(saved, journal.read(run / "journal.jsonl").whole())
     made = load([run / "config.yaml"])
-    weights.check(saved, mark, config if ":" in made.space.name else made)
+    weights.check(saved, mark, config if made.space.names_code else made)
     return mark
 
 

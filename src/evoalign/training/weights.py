@@ -50,7 +50,7 @@ def check(folder: Path, mark: Mark, config: Config | None) -> None:
 
 def without_code(folder: Path, mark: Mark, config: Config | None) -> Mark:
     """`check`, for which no code that the config names is imported; the mark. Raises CheckpointError."""
-    check(folder, mark, None if config is None or ":" in config.space.name else config)
+    check(folder, mark, None if config is None or config.space.names_code else config)
     return mark
 
 
