@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input that would mislead is refused in words, and nothing is left behind."""
 
+import io
 import json
 
 import pytest
@@ -30,14 +31,14 @@ def length(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def quiet(tmp_path):
-    return Console(file=(tmp_path / "out.txt").open("w"))
+def quiet():
+    return Console(file=io.StringIO())
 
 
 def test_a_prompt_beyond_the_positions(tmp_path):
     tree = custom(tmp_path, prompt="word " * 3000)
     with pytest.raises(DataError, match="exceed the model's 2048 positions"):
-        evoalign.train(tree, reward=length, console=quiet(tmp_path))
+        evoalign.train(tree, reward=length, console=quiet())
     assert not (tmp_path / "run").exists()
 
 
@@ -51,7 +52,7 @@ def test_an_interrupt_in_the_first_generation_leaves_nothing(tmp_path):
         return length(prompts, completions)
 
     with pytest.raises(KeyboardInterrupt):
-        evoalign.train(custom(tmp_path, grader={"isolated": False}), reward=interrupted, console=quiet(tmp_path))
+        evoalign.train(custom(tmp_path, grader={"isolated": False}), reward=interrupted, console=quiet())
     assert not (tmp_path / "run").exists()
 
 
@@ -59,7 +60,7 @@ def test_a_folder_that_holds_no_run_stays_where_it_is(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine")
     with pytest.raises(RunExistsError, match="something else than a run"):
-        evoalign.train(custom(tmp_path), reward=length, overwrite=True, console=quiet(tmp_path))
+        evoalign.train(custom(tmp_path), reward=length, overwrite=True, console=quiet())
     assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
 
 
@@ -81,7 +82,7 @@ def test_a_dry_run_tells_of_a_model_that_is_not_there(name, method, tmp_path):
 
 
 def test_a_run_with_a_reward_object_asks_for_it_again(tmp_path):
-    result = evoalign.train(custom(tmp_path), reward=length, console=quiet(tmp_path))
+    result = evoalign.train(custom(tmp_path), reward=length, console=quiet())
     with pytest.raises(ConfigError, match="pass the same one as reward="):
         evoalign.evaluate(result.path)
     assert evoalign.evaluate(result.path, reward=length).measures["reward"] == result.after.measures["reward"]
@@ -128,7 +129,7 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
     with pytest.raises(RewardError, match="gave nan as the reward"):
-        evoalign.train(tree, task=Careless(from_dict(tree).task), console=quiet(tmp_path))
+        evoalign.train(tree, task=Careless(from_dict(tree).task), console=quiet())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["failed_completion.json"]
 
 
@@ -141,7 +142,7 @@ def test_a_run_may_not_choose_what_is_imported(tmp_path):
     )
     tree = custom(tmp_path)
     tree["task"]["rewards"] = [f"{tmp_path / 'mine.py'}:length"]
-    run = evoalign.train(tree, console=quiet(tmp_path)).path
+    run = evoalign.train(tree, console=quiet()).path
     marker.unlink()
     with pytest.raises(ConfigError, match="names code of its own"):
         evoalign.evaluate(run)
