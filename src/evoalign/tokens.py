@@ -107,8 +107,10 @@ def _stops(name: str, path: str, revision: str | None) -> list[int]:
 
     try:
         found: Any = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
-    except OSError:
-        return []
+    except OSError as error:
+        if _file(path, "generation_config.json", revision) is None:
+            return []
+        raise ModelError(f"model {name}: generation_config.json is damaged ({_one_line(error)})") from error
     except Exception as error:  # of a file that holds something else than settings
         raise ModelError(f"model {name}: generation_config.json is damaged ({_one_line(error)})") from error
     ids: list[Any] = found if isinstance(found, list) else [] if found is None else [found]
@@ -118,22 +120,28 @@ def _stops(name: str, path: str, revision: str | None) -> list[int]:
     return ids
 
 
+def _file(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a model, in its folder or as the hub's cache has it; None where it has none of that name."""
+    from transformers.utils.hub import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, revision=revision, **quiet)
+    return None if found is None else Path(found)
+
+
 def refuse_hooks(path: str, revision: str | None) -> None:
     """Raise ModelError where a model's config.json has the library fetch code, or read another file of weights.
 
     A kernel of a hub, such as `_attn_implementation: "someone/kernel"`, is fetched and run without a question.
     """
-    from transformers.utils.hub import cached_file
-
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
-        found = cached_file(path, "config.json", revision=revision, **quiet)
+        found = _file(path, "config.json", revision)
     except (OSError, ValueError):  # no name of a model: who loads it says so
         return
     if found is None:
         return
     try:
-        tree = read_object(Path(found), mend="fetch it again")
+        tree = read_object(found, mend="fetch it again")
     except DataError as error:
         raise ModelError(f"model {path}: {error}") from error
     for name, value in _settings(tree):
@@ -163,17 +171,13 @@ def refuse_pickles(path: str, revision: str | None) -> None:
 
     And for what `refuse_hooks` refuses.
     """
-    from transformers.utils.hub import cached_file
-
     refuse_hooks(path, revision)
-
     index = "model.safetensors.index.json"
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = cached_file(path, index, revision=revision, **quiet)
+    found = _file(path, index, revision)
     if found is None:
         return
     try:
-        names = read_object(Path(found))["weight_map"].values()
+        names = read_object(found)["weight_map"].values()
         odd = [name for name in names if not name.endswith(".safetensors")]
     except (DataError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error

@@ -137,6 +137,7 @@ def test_both_widths_in_one_file_are_refused(tmp_path: Path) -> None:
         ("es.sigma=0.003", lambda c: c.es.sigma == 0.003),
         ("es.sigma=1e-3", lambda c: c.es.sigma == 0.001),
         ("es.sigma=2.5E-3", lambda c: c.es.sigma == 0.0025),
+        ("tracking.name='1e-3'", lambda c: c.tracking.name == "1e-3"),
         ("es.antithetic=true", lambda c: c.es.antithetic is True),
         ("task.batch_size=null", lambda c: c.task.batch_size is None),
         ("lora.target_modules=[q_proj, v_proj]", lambda c: c.lora.target_modules == ["q_proj", "v_proj"]),

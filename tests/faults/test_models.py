@@ -186,6 +186,15 @@ def test_settings_that_cannot_be_are_one_line(settings: dict[str, Any], folder: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"eos_token_id": 7', "\0"])
+def test_a_generation_config_that_is_damaged_is_not_passed_over(text: str, folder: Path) -> None:
+    """The library says of it what it says of one that is not there, and the model would stop elsewhere."""
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json is damaged") as caught:
+        tokens.load(ModelConfig(name=str(folder)))
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("eos", ["x", [1, "x", None], {"a": 1}, -1, 1.5, True], ids=str)
 def test_a_stop_token_that_is_none(eos: object, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))

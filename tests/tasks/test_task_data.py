@@ -3,6 +3,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pyarrow import parquet
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
+from evoalign.rundir import parquet as tables
 from evoalign.tasks import data
 from evoalign.tasks.base import Data
 
@@ -181,6 +183,23 @@ def test_a_time_beyond_pythons_is_named(kind: pa.DataType, tmp_path: Path) -> No
     ) as error:
         data.read(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_what_the_library_quotes_of_a_damaged_file_writes_on_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: object, **__: object) -> None:
+        raise pa.ArrowInvalid("don't know what type: \x0f \x1b[2J")
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"prompt": ["Hi"]}), path)
+    monkeypatch.setattr(parquet, "read_table", damaged)
+    monkeypatch.setattr(parquet, "ParquetFile", damaged)
+    readers: list[Callable[[], object]] = [lambda: data.read(str(path)), lambda: tables.read(path)]
+    for read in readers:
+        with pytest.raises(DataError, match=r"know what type: \? \?\[2J") as caught:
+            read()
+        assert str(caught.value).isprintable()
 
 
 def test_parquet_rows_are_held_to_the_same_as_json(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         leaf: object = source.parse(value, "it")
     except ConfigError as error:
         raise ConfigError(f"--set {said!r}: {error}; quote it if it is a text") from None
-    if isinstance(leaf, str):  # YAML 1.1 reads 1e-3 (no dot) as a string
+    if isinstance(leaf, str) and value.strip()[0] not in "'\"":  # YAML 1.1 reads 1e-3 (no dot) as a string
         leaf = _number(leaf)
     for part in reversed(key.split(".")):
         leaf = {part: leaf}

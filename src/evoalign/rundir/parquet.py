@@ -45,5 +45,6 @@ def read(path: Path) -> list[dict[str, Any]]:
                 rows += batch.to_pylist()
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError, LookupError, TypeError, ImportError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        said = "".join(c if c.isprintable() else "?" for c in said)  # it may quote the file
         raise DataError(f"{path} is damaged: {said}; put it back from a copy") from error
     return rows

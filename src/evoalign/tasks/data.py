@@ -211,7 +211,8 @@ def _read_parquet(path: Path, content: bytes) -> list[Row]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    """In one line, without what would write on a terminal: it may quote the file."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))[:200]
 
 
 def _read_hub(source: str) -> list[Row]:

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that are put in by hand, each of them small and of a kind that was, or might be, in a release."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import fuzz_configs
+import fuzz_models
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+from evoalign import tokens
+from evoalign.analysis.compare import runs
+from evoalign.baselines import trainer_state
+from evoalign.config import reading, source
+from evoalign.config.es import EsConfig
+from evoalign.config.run import Config
+from evoalign.config.task import TaskConfig
+from evoalign.engines import specs
+from evoalign.engines.transformers import engine
+from evoalign.rewards import functions
+from evoalign.rundir import checkpoint, journal, sealing
+from evoalign.tasks import base, conciseness, data
+from evoalign.tasks.countdown import task as countdown
+from evoalign.tasks.custom import Custom
+from evoalign.training import weights
+
+Patch = pytest.MonkeyPatch
+load = importlib.import_module("evoalign.config.load")  # the package has a function of that name
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Put into the product by `put`; cases of `kind` show it, as one of `shows`. `aim`: see `Bench`."""
+
+    kind: str
+    put: Callable[[Patch], AbstractContextManager[None]]
+    aim: str
+    shows: tuple[str, ...]
+
+
+def patched(where: str, *changes: tuple[Any, str, Any], shows: str = "silent") -> Fault:
+    """Other functions or constants in their modules. `where` is `kind` or `kind > aim`."""
+
+    @contextmanager
+    def put(monkeypatch: Patch) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for owner, name, value in changes:
+                patch.setattr(owner, name, value)
+            yield
+
+    kind, _, aim = where.partition(" > ")
+    return Fault(kind, put, aim, tuple(shows.split()))
+
+
+def loosened(model: type[BaseModel], field: str | None, aim: str, **extra: Any) -> Fault:
+    """A model of settings that does not bound a field, or takes what it does not know."""
+
+    @contextmanager
+    def put(monkeypatch: Patch) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            if field is not None:
+                found = model.model_fields[field]
+                patch.setattr(found, "metadata", [])
+                patch.setattr(found, "annotation", extra.get("annotation", found.annotation))
+            else:
+                patch.setattr(model, "model_config", {**model.model_config, **extra})
+            _rebuild(model)
+            yield
+        _rebuild(model)
+
+    return Fault("configs", put, aim, ("silent",))
+
+
+def _rebuild(model: type[BaseModel]) -> None:
+    for each in (model, Config):
+        each.model_rebuild(force=True)
+
+
+def swallowed(inner: Callable[..., Any], default: Any) -> Callable[..., Any]:
+    """A function whose errors are nothing."""
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except Exception:
+            return default
+
+    return outer
+
+
+def raising(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose clear errors are what they were made of."""
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except Exception as error:
+            raise error.__cause__ or error.__context__ or error from None
+
+    return outer
+
+
+def _rounded(config: Any) -> str:
+    tree = config.model_dump(mode="json")
+    if tree["es"]["sigma"] is not None:
+        tree["es"]["sigma"] = float(f"{tree['es']['sigma']:.0e}")
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def _early_wins(low: Any, high: Any) -> dict[str, Any]:
+    return whole_merge(high, low)
+
+
+def _of_one_line(path: Any, text: str) -> list[Any]:
+    lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    return [(where, data._columns(data._parse(line, where), where)) for where, line in lines]
+
+
+def _stripped(row: Any, where: str) -> Any:
+    return {k: v.replace("\x00", "").replace("\ufeff", "") if isinstance(v, str) else v for k, v in row.items()}
+
+
+def _half(name: Any, dtype: Any) -> Any:
+    model = whole_load(name, dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
+    return model
+
+
+def _first_stop(*args: Any) -> list[int]:
+    return whole_stops(*args)[:1]
+
+
+def _parsed(text: bytes, previous: str) -> tuple[dict[str, Any], str]:
+    """Without the hashes."""
+    if not text.endswith(b"\n"):
+        raise journal._BadLineError("is cut or damaged")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise journal._BadLineError("is cut or damaged") from None
+    return found, found.pop("hash", "")
+
+
+def _believed(folder: Any) -> Any:
+    record = checkpoint._record_of(folder)
+    return checkpoint.Mark(
+        record.generation, record.weights_hash, record.journal, record.reward, record.objective or {}
+    )
+
+
+def _rows_that_parse(path: Any) -> list[Any]:
+    rows = [row for line in path.read_bytes().splitlines() if (row := quiet_row(line)) is not None]
+    return rows or whole_rows(path)
+
+
+whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_model, tokens._stops, runs._rows
+quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
+SAFE = yaml.SafeLoader
+FAULTS: dict[str, Fault] = {
+    # configs
+    "a bound of a population": loosened(EsConfig, "population_size", "value:es.population_size"),
+    "a bound of a decay": loosened(EsConfig, "decay", "value:es.decay"),
+    "not a number as a weight": loosened(
+        TaskConfig, "reward_weights", "value:task.reward_weights", annotation=list[float] | None
+    ),
+    "unknown settings": loosened(EsConfig, None, "tree", extra="ignore"),
+    "a key twice": patched("configs > text", (source._Loader, "construct_mapping", SAFE.construct_mapping)),
+    "an alias of itself": patched(
+        "configs > text", (source, "_size", lambda node, known: 1), shows="traceback hang silent"
+    ),
+    "a date that is none": patched("configs > text", (source, "MALFORMED", ()), shows="traceback"),
+    "brackets without end": patched("configs > text", (source, "DEEPEST", 10**9), shows="traceback silent"),
+    "the earlier wins": patched("configs", (load, "_merge", _early_wins), shows="silent refused"),
+    "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
+    "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),
+    # data files
+    "line breaks in a text": patched("data files", (data, "_read_jsonl", _of_one_line), shows="refused silent"),
+    "rows shared with rewards": patched(
+        "data files", (functions, "fresh", lambda value: value), (base, "fresh", lambda value: value)
+    ),
+    "no bound of depth": patched(
+        "data files > text", (data, "_check_sound", lambda row, where: None), shows="silent traceback"
+    ),
+    "a column that is missing": patched(
+        "data files > missing", (conciseness, "_check", lambda where, row: row), shows="traceback"
+    ),
+    "no numbers": patched(
+        "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"
+    ),
+    "texts cleaned": patched(
+        "data files", (data, "_check_sound", None), (data, "_columns", _stripped), shows="silent traceback"
+    ),
+    "a parquet file's own error": patched(
+        "data files > bytes", (data, "_read_parquet", raising(data._read_parquet)), shows="traceback"
+    ),
+    "the last row": patched("data files", (data, "_first", lambda rows, *_: rows[:-1] or rows)),
+    "messages of any form": patched(
+        "data files > value", (Custom, "_check", lambda self, where, row: row), shows="traceback silent"
+    ),
+    # model folders
+    "tensors at random": patched("model folders > weights", (engine, "_check_whole", lambda name, info: None)),
+    "weights rounded": patched("model folders", (fuzz_models, "load_model", _half)),
+    "one stop of two": patched("model folders", (tokens, "_stops", _first_stop)),
+    "stops passed over": patched("model folders > stops", (tokens, "_stops", swallowed(tokens._stops, []))),
+    "a library's own error": patched(
+        "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"
+    ),
+    "files that a model names": patched(
+        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (specs, "refuse_hooks", lambda *_: None)
+    ),
+    # run directories
+    "seals": patched("run directories > edit", (runs, "is_sealed", lambda run, *_: (run / sealing.SEAL).is_file())),
+    "rows passed over": patched("run directories > row", (runs, "_rows", _rows_that_parse), shows="silent traceback"),
+    "JSON of any depth": patched(
+        "run directories > odd",
+        (reading, "parse", lambda raw, *_, **__: json.loads(raw)),
+        (runs, "parse", lambda raw, *_, **__: json.loads(raw)),
+        shows="traceback",
+    ),
+    "a state of GRPO": patched(
+        "run directories > bytes", (trainer_state, "_check", lambda folder, step: True), shows="silent"
+    ),
+    "saved means unchecked": patched(
+        "run directories > bytes", (checkpoint, "verify", _believed), (weights, "check", lambda *_: None)
+    ),
+    # corruptions
+    "hashes of the journal": patched("corruptions > journal", (journal, "_parse", _parsed), shows="silent traceback"),
+    "digests of saved means": patched("corruptions > mean", (checkpoint, "verify", _believed)),
+    "lines passed over": patched(
+        "corruptions > journal", (journal, "_up_to", lambda g: ""), (journal, "Damage", lambda *_: None)
+    ),
+    "results that were changed": patched(
+        "corruptions > results", (runs, "is_sealed", lambda run, *_: (run / sealing.SEAL).is_file())
+    ),
+}
