@@ -46,7 +46,7 @@ INSTEAD = (
 
 def refuse_secrets(tree: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that holds a secret, at any depth; the message does not hold it."""
-    for place, value in _leaves(tree, ()):
+    for place, value in _leaves(tree):
         name = ".".join(place)
         if isinstance(value, str) and (is_secret(place[-1] if place else "", value) or redacted(value) != value):
             raise ConfigError(f"{cut(redacted(name), 200)} looks like a secret, and {INSTEAD}")
@@ -82,17 +82,22 @@ def redacted_command(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _leaves(tree: object, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Each value that is no mapping and no list, under its names, and each key as a value of its own."""
-    if isinstance(tree, Mapping):
-        for key, value in cast("Mapping[object, object]", tree).items():
-            yield (*place, "a key"), str(key)
-            yield from _leaves(value, (*place, str(key)))
-    elif isinstance(tree, list | tuple):
-        for value in cast("Sequence[object]", tree):
-            yield from _leaves(value, place)
-    else:
-        yield place, tree
+def _leaves(tree: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Each value that is no mapping and no list, under its names, and each key as a value of its own.
+
+    Not by calling itself: a stranger's config may be nested as deep as Python's stack.
+    """
+    pending: list[tuple[tuple[str, ...], object]] = [((), tree)]
+    while pending:
+        place, value = pending.pop()
+        if isinstance(value, Mapping):
+            named = cast("Mapping[object, object]", value)
+            yield from (((*place, "a key"), str(key)) for key in named)
+            pending += [((*place, str(key)), inner) for key, inner in reversed([*named.items()])]
+        elif isinstance(value, list | tuple):
+            pending += [(place, inner) for inner in reversed(cast("Sequence[object]", value))]
+        else:
+            yield place, value
 
 
 def is_secret(name: str, value: str) -> bool:
