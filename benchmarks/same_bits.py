@@ -79,10 +79,10 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make(folder: Path, models: list[str]) -> None:
+def make(folder: Path, models: list[str], only: str) -> None:
     """Train each run, short."""
     for name, differs in runs(models):
-        if (folder / name / "journal.jsonl").is_file():
+        if only not in name or (folder / name / "journal.jsonl").is_file():
             continue
         os.environ["EVOALIGN_COMPILED"] = "1" if name.endswith("compiled") else "0"
         started = time.perf_counter()
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("what", choices=["make", "replay", "table"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--compiled", choices=["0", "1"])
+    parser.add_argument("--only", default="", help="make the runs with this in their name")
     options = parser.parse_args()
     if options.compiled is not None:
         os.environ["EVOALIGN_COMPILED"] = options.compiled
@@ -153,7 +154,7 @@ def main() -> None:
         return
     shapes = make_model(options.folder / "models" / "smollm2_shapes")
     if options.what == "make":
-        make(options.folder, ["tiny", str(shapes)])
+        make(options.folder, ["tiny", str(shapes)], options.only)
     else:
         again(options.folder, {"smollm2_shapes": str(shapes)})
 
