@@ -16,6 +16,8 @@ from evoalign.config import OptimizerConfig, from_dict
 from evoalign.engines.hash import tensor_sum
 from evoalign.kernels import compiled, products
 from evoalign.optimizer import create
+from evoalign.preflight.machine import check_versions
+from evoalign.rundir.manifest import make_manifest
 from evoalign.types import TensorSpec, Update, population
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -238,6 +240,14 @@ print(sha.hexdigest())
 def digest(library, source):
     command = [sys.executable, "-c", DIGEST, str(library), str(source)]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize(("library", "word"), [("1", "; compiled numbers"), ("0", "; no compiled numbers")])
+def test_the_doctor_and_the_manifest_say_whether_it_is_there(monkeypatch, library, word):
+    monkeypatch.setenv("EVOALIGN_COMPILED", library)
+    there = compiled.available("cpu")
+    assert word in check_versions().detail or (not there and library == "1")
+    assert make_manifest(from_dict({"es": {"sigma": 0.1}}), {}, [])["hardware"]["compiled"] is there
 
 
 @pytest.mark.slow

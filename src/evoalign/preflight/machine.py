@@ -12,13 +12,18 @@ from pathlib import Path
 import torch
 
 from evoalign.cost.estimate import gib
+from evoalign.kernels import compiled
 from evoalign.preflight.case import Finding, first_line
 from evoalign.rundir.manifest import versions
 
 
 def check_versions() -> Finding:
-    """Versions of Python and of the packages that a run records."""
-    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    """Versions of Python and of the packages that a run records, and whether the numbers of a CPU are compiled."""
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    if compiled.available("cpu"):
+        return Finding("versions", "ok", f"{found}; compiled numbers")
+    how = "install evoalign again where there is a C compiler; without, noise and updates on a CPU are slow"
+    return Finding("versions", "ok", f"{found}; no compiled numbers, but torch's, which are the same: {how}")
 
 
 def check_accelerators() -> Finding:

@@ -17,6 +17,7 @@ import torch
 
 from evoalign.config import Config
 from evoalign.config.secrets import redacted_command
+from evoalign.kernels import compiled
 from evoalign.rundir.identity import config_hash
 from evoalign.rundir.method import Method
 from evoalign.version import __version__
@@ -50,7 +51,13 @@ def make_manifest(
 
 def _hardware() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"system": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+    return {
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "compiled": compiled.available("cpu"),
+    }
 
 
 def _git() -> dict[str, Any] | None:
