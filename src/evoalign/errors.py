@@ -106,3 +106,8 @@ shown = _Short().repr
 def cut(text: str, most: int) -> str:
     """A text, its end left out where it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+def plain(text: str) -> str:
+    """A text from elsewhere, such as a column's name, without what would write on a terminal."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -14,10 +14,28 @@ from fuzzing import DAMAGES, REFUSED, FaultError, check, judged
 import corrupting
 from evoalign.analysis.compare import runs
 from evoalign.analysis.compare.runs import Run
-from evoalign.rundir import journal, sealing
+from evoalign.errors import CheckpointError
+from evoalign.rundir import checkpoint, journal, sealing
 from evoalign.rundir.directory import saved_folders
 
 RESULTS = (*sealing.SEALED[:4], "results/completions/after.parquet", sealing.SEAL)
+
+
+class _Bench(corrupting.Bench):
+    def _refused_by_name(self, file: Path) -> None:
+        """A record of another saved mean is whole itself: what does not fit it is named."""
+        if file.name != checkpoint.RECORD:
+            super()._refused_by_name(file)
+        elif checkpoint_is_whole(self.copy / file.parent):
+            raise AssertionError(f"{file} was exchanged and believed")
+
+
+def checkpoint_is_whole(folder: Path) -> bool:
+    try:
+        checkpoint.verify(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 class Corruptions:
@@ -26,7 +44,7 @@ class Corruptions:
     aim = ""
 
     def __init__(self, folder: Path) -> None:
-        self.bench = corrupting.Bench("lora", folder)
+        self.bench = _Bench("lora", folder)
         self.run, self.copy = self.bench.run, self.bench.copy
         (self.run / ".lock").unlink(missing_ok=True)
         self.original: Run = runs.read(self.run)

@@ -145,8 +145,8 @@ class DataFiles:
             at, (name, value) = draw.randrange(len(rows)), draw.choice(WRONG_VALUES[task])
             changed = {k: v for k, v in rows[at].items() if k != name} | ({name: value} if wrong == "value" else {})
             rows[at], form = changed, "jsonl" if form == "parquet" else form
-            # A gold answer may be missing, and so may each name of a pair where the other pair is there.
-            known = None if wrong == "missing" and name == "solution" else False
+            # A gold answer may be missing, and wrong in a row of no split; either pair of names may be there, too.
+            known = None if name == "solution" else False
             if task == "conciseness" and {"question", "answer"} <= changed.keys():
                 known = None
         raw = _written(draw, rows, form)

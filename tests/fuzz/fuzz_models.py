@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from fuzzing import REFUSED, VALUES, FaultError, check, damage, judged, places, put, wrong_in
@@ -21,7 +22,7 @@ from evoalign import tokens
 from evoalign.config import from_dict
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.transformers.engine import load_model
-from evoalign.models import tiny
+from evoalign.models import templates, tiny
 
 Tree = dict[str, Any]
 WEIGHTS, INDEX, TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
@@ -44,6 +45,8 @@ WRONG_TEMPLATES = (
     "{{ cycler.__init__.__globals__ }}",
     ENDLESS,
 )
+TEMPLATE_SECONDS = 4.0
+"""That a template without an end may take here: less than a case may."""
 KEPT = (
     "rms_norm_eps",
     "num_hidden_layers",
@@ -118,7 +121,8 @@ class ModelFolders:
         known: bool | None = not wrong
         if wrong:
             known = self._break(draw, wrong)
-        found = judged(self._read, valid=known)
+        with mock.patch.object(templates, "SECONDS", TEMPLATE_SECONDS):
+            found = judged(self._read, valid=known)
         if found is REFUSED:
             return False
         model, loaded, text = found

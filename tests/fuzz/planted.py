@@ -126,7 +126,8 @@ def _of_one_line(path: Any, text: str) -> list[Any]:
 
 
 def _stripped(row: Any, where: str) -> Any:
-    return {k: v.replace("\x00", "").replace("\ufeff", "") if isinstance(v, str) else v for k, v in row.items()}
+    found = whole_columns(row, where)
+    return {k: v.replace("\x00", "").replace("\ufeff", "") if isinstance(v, str) else v for k, v in found.items()}
 
 
 def _half(name: Any, dtype: Any) -> Any:
@@ -164,6 +165,7 @@ def _rows_that_parse(path: Any) -> list[Any]:
 
 
 whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_model, tokens._stops, runs._rows
+whole_columns = data._columns
 quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
 SAFE = yaml.SafeLoader
 FAULTS: dict[str, Fault] = {
@@ -197,9 +199,7 @@ FAULTS: dict[str, Fault] = {
     "no numbers": patched(
         "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"
     ),
-    "texts cleaned": patched(
-        "data files", (data, "_check_sound", None), (data, "_columns", _stripped), shows="silent traceback"
-    ),
+    "texts cleaned": patched("data files", (data, "_columns", _stripped)),
     "a parquet file's own error": patched(
         "data files > bytes", (data, "_read_parquet", raising(data._read_parquet)), shows="traceback"
     ),

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from evoalign import tasks
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet as tables
@@ -200,6 +201,17 @@ def test_what_the_library_quotes_of_a_damaged_file_writes_on_no_terminal(
         with pytest.raises(DataError, match=r"know what type: \? \?\[2J") as caught:
             read()
         assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("task", ["conciseness", "custom"])
+def test_columns_that_are_named_write_on_no_terminal(task: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"pr\x7fmpt\x1b[2J": "a", "x" * 10_000: 1}]))
+    made = tasks.create(
+        TaskConfig(name=task, train_data=str(tmp_path / "rows.json")), *([[len]] if task == "custom" else [])
+    )
+    with pytest.raises(DataError, match=r"found pr\?mpt\?\[2J, xxx") as caught:
+        made.load_data(0)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
 def test_parquet_rows_are_held_to_the_same_as_json(tmp_path: Path) -> None:

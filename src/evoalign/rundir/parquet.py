@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config.reading import check_regular
-from evoalign.errors import DataError
+from evoalign.errors import DataError, plain
 from evoalign.rundir.files import replacing
 
 BATCH = 256
@@ -44,7 +44,6 @@ def read(path: Path) -> list[dict[str, Any]]:
                     raise DataError(f"{path} unpacks to more than {MOST_BYTES // 2**20} MiB, which no run leaves")
                 rows += batch.to_pylist()
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError, LookupError, TypeError, ImportError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        said = "".join(c if c.isprintable() else "?" for c in said)  # it may quote the file
+        said = plain((str(error).splitlines() or [type(error).__name__])[0][:200])  # it may quote the file
         raise DataError(f"{path} is damaged: {said}; put it back from a copy") from error
     return rows

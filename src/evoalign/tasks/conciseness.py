@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import ConfigError, DataError, cut, plain
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
@@ -68,9 +68,8 @@ def _columns(example: Example) -> tuple[str, str]:
 def _check(where: str, row: dict[str, Any]) -> Example:
     form = next((f for f in FORMS if f[0] in row and f[1] in row), None)
     if form is None:
-        raise DataError(
-            f"{where}: expected prompt and target, or question and answer; found {', '.join(row) or 'none'}"
-        )
+        found = plain(cut(", ".join(row), 200)) or "none"
+        raise DataError(f"{where}: expected prompt and target, or question and answer; found {found}")
     for column in form:
         if not isinstance(row[column], str):
             raise DataError(f"{where}: {column} is {row[column]!r}; expected a string")

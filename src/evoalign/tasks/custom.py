@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import ConfigError, DataError, cut, plain
 from evoalign.plugins import load_object
 from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all
 from evoalign.rewards.objective import Columns, WeightedSum
@@ -61,7 +61,7 @@ class Custom(Task):
             if missing:
                 raise DataError(
                     f"reward function {function.name} takes {', '.join(missing)}, which the data does not have "
-                    f"(columns: {', '.join(columns)}); add the column or give the parameter a default"
+                    f"(columns: {plain(cut(', '.join(columns), 200))}); add the column or give the parameter a default"
                 )
         return loaded
 
@@ -100,7 +100,7 @@ class Custom(Task):
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
         if "prompt" not in row:
-            raise DataError(f"{where}: no prompt; found {', '.join(row) or 'no columns'}")
+            raise DataError(f"{where}: no prompt; found {plain(cut(', '.join(row), 200)) or 'no columns'}")
         prompt: Any = row["prompt"]
         if isinstance(prompt, str) and prompt:
             return row

@@ -16,7 +16,7 @@ import numpy as np
 
 from evoalign.config import TaskConfig
 from evoalign.config.reading import DEPTH, MissingError, read_bytes
-from evoalign.errors import ConfigError, DataError
+from evoalign.errors import ConfigError, DataError, plain
 from evoalign.rewards.functions import shown
 from evoalign.tasks.base import Data
 from evoalign.types import Example
@@ -212,7 +212,7 @@ def _read_parquet(path: Path, content: bytes) -> list[Row]:
 
 def _line(error: Exception) -> str:
     """In one line, without what would write on a terminal: it may quote the file."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))[:200]
+    return plain(" ".join(str(error).split()))[:200]
 
 
 def _read_hub(source: str) -> list[Row]:
