@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,40 @@ def test_a_chat_template_without_end_is_ended(name: str, folder: Path, monkeypat
     loaded = tokens.load(ModelConfig(name=str(folder)))
     with pytest.raises(ModelError, match=r"template finds no end within 0\.5 s .* set task\.prompt: raw"):
         loaded.encode([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.timeout(60)
+def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever interrupts, a template without end takes no core for ever, nor where its owner was killed."""
+    (folder / "chat_template.jinja").write_text(ENDLESS[sorted(ENDLESS)[0]])
+    started: list[int] = []
+    fork = os.fork
+
+    def forked() -> int:
+        started.append(fork())
+        return started[-1]
+
+    monkeypatch.setattr(os, "fork", forked)
+
+    def interrupt(end: object) -> bytes:
+        raise KeyboardInterrupt
+
+    loaded = tokens.load(ModelConfig(name=str(folder)))
+    with monkeypatch.context() as patch:
+        patch.setattr(templates, "_line", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loaded.encode([{"role": "user", "content": "a"}])
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+    monkeypatch.setattr(templates, "SECONDS", -0.5)  # and half a second more is its own end
+    monkeypatch.setattr(templates.socket.socket, "settimeout", lambda *_: None)
+    with pytest.raises(ModelError, match="finds no end"):
+        tokens.load(ModelConfig(name=str(folder))).encode([{"role": "user", "content": "a"}])
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[1], 0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is bounded on Linux alone")

@@ -62,6 +62,9 @@ class Renderer:
             answer = _line(self._end)
         except OSError:
             answer = b""
+        except BaseException:  # interrupted: what still renders would answer the next prompt
+            self.close()
+            raise
         if not answer.endswith(b"\n"):
             self.close()
             raise ModelError(
@@ -109,12 +112,15 @@ def _line(end: socket.socket) -> bytes:
 def _serve(end: socket.socket, tokenizer: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the owner, whose end is ours too
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _bound_memory()
     for line in end.makefile("rb"):
+        signal.setitimer(signal.ITIMER_REAL, SECONDS + 1)  # where the owner was killed, nobody else ends this
         try:
             answer = json.dumps(["text", render(tokenizer, json.loads(line))])
         except Exception as error:  # of jinja2, or whatever the template calls
             answer = json.dumps(["refused", str(error)[:1000] or type(error).__name__])
+        signal.setitimer(signal.ITIMER_REAL, 0)
         end.sendall(answer.encode() + b"\n")
 
 
