@@ -43,6 +43,8 @@ def read(path: Path) -> list[dict[str, Any]]:
                 if size > MOST_BYTES:
                     raise DataError(f"{path} unpacks to more than {MOST_BYTES // 2**20} MiB, which no run leaves")
                 rows += batch.to_pylist()
+            if len(rows) != file.metadata.num_rows:  # a page whose header was altered may seem to be empty
+                raise ValueError(f"{len(rows)} rows of {file.metadata.num_rows}")
     except (OSError, pyarrow.ArrowException, ValueError, OverflowError, LookupError, TypeError, ImportError) as error:
         said = plain((str(error).splitlines() or [type(error).__name__])[0][:200])  # it may quote the file
         raise DataError(f"{path} is damaged: {said}; put it back from a copy") from error
