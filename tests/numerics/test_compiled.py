@@ -146,7 +146,7 @@ def moved(space, rank, dtype, size, antithetic, optimizer, decay, part, shape=(4
 
 
 @needs_library
-@pytest.mark.first("8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-None")
+@pytest.mark.first("8-True-torch.bfloat16-sgd-0.125-half", "9-False-torch.float32-adam-0.0-None", others="long")
 @pytest.mark.parametrize("part", [None, "half"])
 @pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.0), ("sgd", 0.125), ("adam", 0.0)])
 @pytest.mark.parametrize("dtype", BITS, ids=str)
