@@ -28,9 +28,14 @@ def model_path(config: ModelConfig) -> str:
         path = Path(name).expanduser()
     except RuntimeError:
         raise ModelError(f"model.name: {name} names the home of nobody here") from None
-    if looks_local and not path.is_dir():
-        raise ModelError(f"model.name: no folder {name}")
-    return str(path) if path.is_dir() else name
+    if not path.is_dir():
+        if looks_local:
+            raise ModelError(f"model.name: no folder {name}")
+        return name
+    odd = next((f.name for f in sorted(path.iterdir()) if f.exists() and not (f.is_file() or f.is_dir())), None)
+    if odd is not None:  # whoever opened it would wait for somebody to write into it
+        raise ModelError(f"model {name}: {shown(odd)} is a pipe or a device and no file; take it out of the folder")
+    return str(path)
 
 
 class Tokens:
@@ -132,6 +137,8 @@ def _file(path: str, name: str, revision: str | None) -> Path | None:
 def refuse_hooks(path: str, revision: str | None) -> None:
     """Raise ModelError where a model's config.json has the library fetch code, or read another file of weights.
 
+    Or where it asks for no layers at all, which the library makes without a word.
+
     A kernel of a hub, such as `_attn_implementation: "someone/kernel"`, is fetched and run without a question.
     """
     try:
@@ -145,6 +152,8 @@ def refuse_hooks(path: str, revision: str | None) -> None:
     except DataError as error:
         raise ModelError(f"model {path}: {error}") from error
     for name, value in _settings(tree):
+        if name == "num_hidden_layers" and isinstance(value, int) and value < 1:  # of which some are made, of no layer
+            raise ModelError(f"model {path}: its config.json sets num_hidden_layers to {value}; fetch it again")
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
             raise ModelError(
@@ -179,10 +188,13 @@ def refuse_pickles(path: str, revision: str | None) -> None:
     try:
         names = read_object(found)["weight_map"].values()
         odd = [name for name in names if not name.endswith(".safetensors")]
+        far = [name for name in names if "/" in name or "\\" in name]
     except (DataError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error
     if odd:
         raise ModelError(f"model {path}: {index} names {odd[0]!r}; convert it to safetensors")
+    if far:
+        raise ModelError(f"model {path}: {index} names {shown(far[0])}, which is not in the folder; copy it there")
 
 
 def why_not(error: Exception) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,18 @@ def test_a_path_of_any_length_is_a_short_line(
 def test_a_path_with_a_nul() -> None:
     with pytest.raises(ConfigError, match=r"no config file 'a\\x00b'"):
         load(["a\0b"])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_is_waited_for_where_the_user_hands_it_over_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="is not a file; give a YAML file"):
+        load([tmp_path / "config.yaml"])
+    read, write = os.pipe()
+    os.write(write, b"es: {sigma: 0.25}\n")
+    os.close(write)
+    assert load([f"/dev/fd/{read}"]).es.sigma == 0.25
+    os.close(read)
 
 
 def test_nobodys_home() -> None:

@@ -177,6 +177,7 @@ def test_the_librarys_own_attention_may_be_named(implementation: str | None, fol
     [
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
         {"hidden_size": "x"},
+        {"num_hidden_layers": -1},
     ],
     ids=str,
 )
@@ -194,6 +195,27 @@ def test_a_generation_config_that_is_damaged_is_not_passed_over(text: str, folde
     with pytest.raises(ModelError, match=r"generation_config\.json is damaged") as caught:
         tokens.load(ModelConfig(name=str(folder)))
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "x"])
+def test_a_pipe_in_a_model_is_not_waited_for(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for read in (load, lambda path: specs_of_config(make_config(path))):
+        with pytest.raises(ModelError, match=f"'{name}' is a pipe or a device and no file; take it out of the folder"):
+            read(folder)
+
+
+@pytest.mark.parametrize("far", ["../outside.safetensors", "{}/outside.safetensors", "..\\outside.safetensors"])
+def test_an_index_names_files_of_its_folder_alone(far: str, folder: Path) -> None:
+    """A model that somebody sends takes no tensors from elsewhere on this machine."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, far.format(folder.parent))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="which is not in the folder; copy it there"):
+        load(folder)
 
 
 @pytest.mark.parametrize("eos", ["x", [1, "x", None], {"a": 1}, -1, 1.5, True], ids=str)

@@ -145,6 +145,8 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
         (b"PAR1 and no more", "damaged parquet"),
         (b"[" * 200_000, "not readable as JSON"),
         (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
+        (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: 'n' stands twice in one object"),
+        (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "'m' stands twice in one object"),
         (b'{"n": "a\\ud800b"}', r"line 1: 'n' holds half a surrogate pair, \\ud800, which is no text"),
         (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' holds half a surrogate pair, \\udfff"),
         (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* holds half a surrogate pair"),

@@ -17,9 +17,10 @@ from evoalign.config.base import named
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import OF_TRL, in_place, place_of
+from evoalign.config.reading import MissingError, read_bytes
 from evoalign.config.run import Config
 from evoalign.config.secrets import GONE, is_secret, redacted_pairs, refuse_secrets
-from evoalign.errors import ConfigError, cut, shown
+from evoalign.errors import ConfigError, DataError, cut, shown
 
 MOST_ERRORS = 10
 """Wrong values that one message names."""
@@ -98,16 +99,21 @@ def to_yaml(config: Config) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if "\0" in str(path):
+        raise ConfigError(f"no config file {shown(str(path))}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the YAML file in it")
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        # What a shell hands over as a file, such as `<(envsubst < config.yaml)`, is the user's own word.
+        piped = path.parent == Path("/dev/fd") or path == Path("/dev/stdin")
+        raw = path.read_bytes() if piped else read_bytes(path, 4 * source.MOST_CHARACTERS, "give a YAML file")
+        text = raw.decode("utf-8")
+    except MissingError:
         raise ConfigError(f"no config file {path}; `evoalign init DIR` writes one to start from") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; give the YAML file in it") from None
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
-    except ValueError:  # a NUL in the path
-        raise ConfigError(f"no config file {shown(str(path))}") from None
     tree: object = source.parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; expected keys such as model: and es:")

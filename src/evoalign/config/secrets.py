@@ -46,16 +46,21 @@ INSTEAD = (
 
 def refuse_secrets(tree: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that holds a secret, at any depth; the message does not hold it."""
+    given = _of_environment()
     for place, value in _leaves(tree):
         name = ".".join(place)
-        if isinstance(value, str) and (is_secret(place[-1] if place else "", value) or redacted(value) != value):
+        if isinstance(value, str) and (is_secret(place[-1] if place else "", value) or _without(value, given) != value):
             raise ConfigError(f"{cut(redacted(name), 200)} looks like a secret, and {INSTEAD}")
 
 
 def redacted(text: str) -> str:
     """A text without what in it looks like a secret: known forms, passwords in addresses, values that this process
     has in environment variables for secrets."""
-    for value in _of_environment():
+    return _without(text, _of_environment())
+
+
+def _without(text: str, given: Sequence[str]) -> str:
+    for value in given:
         text = text.replace(value, GONE)
     text = _FORMS.sub(GONE, text)
     text = _ADDRESS.sub(lambda m: f"{m['scheme']}{GONE}@" if _opens(m["scheme"], m["user"]) else m[0], text)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -39,8 +38,6 @@ class Custom(Task):
         self.weights = config.reward_weights or [1.0] * len(self.functions)
         if len(self.weights) != len(self.functions):
             raise ConfigError(f"task.reward_weights has {len(self.weights)} weights for {len(self.functions)} rewards")
-        if not all(map(math.isfinite, self.weights)):
-            raise ConfigError(f"task.reward_weights holds a weight that is not finite: {self.weights}")
         self._sum = WeightedSum(dict(zip(_distinct([f.name for f in self.functions]), self.weights, strict=True)))
         # A subclass with `rewards` of its own has them as its one column: the sum of the functions is not its reward.
         self._is_sum = type(self).rewards is Custom.rewards

@@ -150,7 +150,7 @@ def _read_jsonl(path: Path, text: str) -> list[Row]:
 
 def _parse(text: str, where: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise DataError(f"{where}: not JSON at {place}: {error.msg}") from None
@@ -158,6 +158,15 @@ def _parse(text: str, where: str) -> object:
         raise DataError(f"{where}: not readable as JSON: it is nested deeper than {DEPTH} levels") from None
     except ValueError as error:  # an integer of thousands of digits
         raise DataError(f"{where}: not readable as JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that stands twice the last value would win, and nobody would know."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{shown(next(n for n in names if names.count(n) > 1))} stands twice in one object")
+    return found
 
 
 def _columns(row: object, where: str) -> dict[str, Any]:

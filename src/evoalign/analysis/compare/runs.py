@@ -15,26 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from evoalign.checks import hacking
 from evoalign.config import Config, load
-from evoalign.config.reading import MEND, MissingError, check_regular, parse, read_bytes, read_json
+from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
 from evoalign.rundir.sealing import is_sealed
-
-CONFIG_BYTES = 2**18
-CONFIG_DEPTH = 50
-"""Levels of a config that are read: the time a YAML reader takes grows with their square, and ours have five."""
-
-OPENING = (
-    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken
-)  # fmt: skip
-CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +111,7 @@ def read(path: Path) -> Run:
     method = method_of(path)
     if method is None:
         raise DataError(f"{path / 'manifest.json'} does not say which method the run is of, and there is no journal")
-    config, rows = _config(path / "config.yaml"), _rows(path / "metrics.jsonl")
+    config, rows = load([path / "config.yaml"]), _rows(path / "metrics.jsonl")
     result = _json(path / "results" / "evaluation.json", _Result)
     before, after = (_completions(path / "results" / "completions" / f"{n}.parquet") for n in ("before", "after"))
     costs = _totals(rows)
@@ -198,27 +188,6 @@ class _Completion(_Plain):
 
 M = TypeVar("M", bound=_Plain)
 _COMPLETIONS = TypeAdapter(list[_Completion])
-
-
-def _config(path: Path) -> Config:
-    """A run's config, without what lets a few lines of YAML stand for a page of millions."""
-    check_regular(path, CONFIG_BYTES)
-    try:
-        _check_plain(path)
-        return load([path])
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise DataError(f"{path} is not YAML") from None
-
-
-def _check_plain(path: Path) -> None:
-    """Raise DataError at the first alias or too deep level; the rest is not looked at."""
-    depth = 0
-    for token in yaml.scan(path.read_bytes()):
-        if isinstance(token, yaml.AliasToken):
-            raise DataError(f"{path} has aliases (*name), which no run writes")
-        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
-        if depth > CONFIG_DEPTH:
-            raise DataError(f"{path} is nested too deeply")
 
 
 def _json(path: Path, model: type[M]) -> M | None:
