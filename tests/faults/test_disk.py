@@ -25,6 +25,7 @@ from evoalign.baselines.steps import Steps
 from evoalign.errors import EvoalignError
 from evoalign.exporting.export import export
 from evoalign.rundir.files import as_os_errors, filled
+from evoalign.sweeping.sweep import Sweep, sweep
 
 Traces = dict[str, Any]
 
@@ -96,7 +97,7 @@ def test_any_file_that_does_not_fit_is_one_line_and_the_run_resumes(
         full_at(patch, name)
         with pytest.raises((EvoalignError, OSError), match="No space left on device") as raised:
             killing.train("lora", run, resume=True)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value) and not list(run.rglob("*.tmp"))
     killing.train("lora", run, resume=True)
     assert killing.traces(run) == whole and not list(run.rglob("*.tmp"))
 
@@ -124,6 +125,30 @@ def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
             evoalign.grpo(tree, console=Console(file=io.StringIO()))
     evoalign.grpo(tree, resume=True, console=Console(file=io.StringIO()))
     assert sorted(p.name for p in tmp_path.glob("run/*/generation_*")) == ["generation_0001", "generation_0002"]
+
+
+@pytest.mark.slow
+@pytest.mark.last("sweep.json", "configs", "table.md")
+@pytest.mark.parametrize("name", [".sweep.json", "configs", ".results.json", ".table.md"])
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file's name is asked of Linux")
+def test_a_sweep_whose_files_do_not_fit_is_one_line_and_goes_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, base = tmp_path / "sweep", killing.config("lora", tmp_path / "unused")
+    base["es"] |= {"num_generations": 1, "population_size": 2}
+    del base["output_dir"]
+
+    def run() -> Sweep:
+        console = Console(file=io.StringIO())
+        return sweep(base, grid={"es.sigma": [0.02]}, to=to, jobs=1, gpus=None, console=console)
+
+    with monkeypatch.context() as patch:
+        full_at(patch, f"sweep/{name}")
+        with pytest.raises((EvoalignError, OSError), match="No space left on device") as raised:
+            run()
+    assert "\n" not in str(raised.value) and not [p for p in to.rglob("*.tmp") if p.is_file()]
+    assert len(run().cells) == 1 and (to / "table.md").is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["sweep"]
 
 
 def test_an_export_that_does_not_fit_leaves_nothing(whole_run: Path, tmp_path: Path) -> None:

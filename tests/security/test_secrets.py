@@ -15,6 +15,7 @@ from rich.console import Console
 
 import evoalign
 from calling import Run, caller
+from evoalign.cli.options import say
 from evoalign.errors import EvoalignError, RewardError
 
 NAMES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "JUDGE_PASSWORD")
@@ -96,6 +97,14 @@ def test_what_is_refused_leaves_and_says_nothing(command: str, words: str, run: 
     assert done.code in (1, 2) and "looks like a secret" in done.out + done.err
     assert not any(value in done.out + done.err for value in (*SECRETS.values(), TYPED))
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_said_of_any_error_is_said_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    """A library's words may quote an address that was typed, or a key that it was given."""
+    say(f"no answer from https://me:{TYPED}@host/v1?api_key={TYPED} with {SECRETS['OPENAI_API_KEY']}")
+    said = capsys.readouterr().err
+    assert "no answer from https://[redacted]@host" in said
+    assert not any(value in said for value in (SECRETS["OPENAI_API_KEY"], TYPED))
 
 
 def failing(completions: list[str], **_: Any) -> list[float]:

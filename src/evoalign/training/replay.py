@@ -85,18 +85,23 @@ def _deviation(run: Path, log: Log, first: int, count: int, model: str | None) -
     saved = _saved(run, log, first, count) if run.is_dir() else None
     count = count if saved is None else saved[1]
 
-    def probed(generation: int, summation: Summation | None = None) -> tuple[torch.Tensor, Layout]:
-        with rebuilt(log, generation=generation, model=model, check=False, summation=summation) as (served, _):
-            return served.engine.probe_weights(_PROBED), served.layout
+    def probed(summation: Summation | None = None) -> tuple[torch.Tensor, torch.Tensor, Layout]:
+        """Numbers of the mean at the start and after `count` generations, whatever the updates come to here."""
+        with rebuilt(log, generation=0, model=model) as (served, _):
+            start = served.engine.probe_weights(_PROBED)
+            for recorded in log.generations[:count]:
+                update = recorded.update
+                served.engine.apply(replace(update, summation=summation or update.summation))
+            return start, served.engine.probe_weights(_PROBED), served.layout
 
-    here, layout = probed(count)
+    start, here, layout = probed()
     if saved is None:
-        there, than = probed(count, "ordered")[0], "what the same updates add up to in order"
+        there, than = probed("ordered")[1], "what the same updates add up to in order"
     else:
         state, _ = checkpoint.load(saved[0], layout)
         there = torch.cat([state[name].float().flatten()[at] for name, at in sampled_places(layout, _PROBED)])
         than = f"those that the run saved in {saved[0].name}"
-    apart, moved = (here - there).double(), (here - probed(0)[0]).double().norm()
+    apart, moved = (here - there).double(), (here - start).double().norm()
     share = float(apart.norm() / moved) if moved else 0.0
     return (
         f"after {count} generations the weights here are not claimed to be the run's: of {len(here):,} compared, "
@@ -122,13 +127,8 @@ def rebuilt(
     generation: int | None = None,
     model: str | None = None,
     progress: Progress | None = None,
-    check: bool = True,
-    summation: Summation | None = None,
 ) -> Generator[tuple[Served, Mark]]:
-    """An engine whose mean is that of a generation of the journal, and where that stands in it.
-
-    Without `check` whatever the updates come to here, with their terms added as `summation` says.
-    """
+    """An engine whose mean is that of a generation of the journal, and where that stands in it."""
     log = log.whole(generation)
     count = log.sealed if generation is None else generation
     if not 0 <= count <= log.sealed:
@@ -138,9 +138,6 @@ def rebuilt(
         saving.check_start(served, log.header)
         found, place, state = log.header.weights_hash, journal.GENESIS, dict[str, float]()
         for done, recorded in enumerate(log.generations[:count], 1):
-            if not check:
-                served.engine.apply(replace(recorded.update, summation=summation or recorded.update.summation))
-                continue
             found, place = saving.apply(served.engine, log, recorded), recorded.hash
             state = dict(recorded.objective)
             if progress is not None:
