@@ -514,6 +514,25 @@ def test_a_run_whose_folder_goes_away_stops_by_name(how: str, tmp_path: Path) ->
         go_on(moved, 3, evaluation={})
 
 
+def test_a_run_whose_folder_goes_away_while_a_file_is_written_stops_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is the system's word for a file that is not there, and the advice to resume where nothing is."""
+    run, moved, inner = tmp_path / "run", tmp_path / "moved", os.fsync
+
+    def fsync(handle: int) -> None:
+        inner(handle)
+        if run.is_dir() and [*run.glob("results/completions/.generation_0001*")]:
+            run.rename(moved)
+
+    tree = small(run, 3) | {"tracking": {"completions_every": 1}}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(RunGoneError, match="run was removed, moved or replaced while"):
+            evoalign.train(tree, console=quiet())
+    assert not run.exists() and (moved / "journal.jsonl").is_file()
+
+
 @pytest.mark.slow
 def test_a_run_of_grpo_whose_folder_goes_away_stops_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")

@@ -300,6 +300,8 @@ class Session:
         except RunGoneError:  # nothing of it is here, neither to take back nor to resume
             raise
         except BaseException as error:
+            if isinstance(error, OSError):  # of a file that is not there, where the folder has gone in mid-write
+                self.run.check()
             if not self.done:
                 self.run.undo()
                 raise
