@@ -221,6 +221,7 @@ def test_every_page_renders(visit: Any, site: Path, address: str, scheme: str, n
     assert all(url.startswith((address, "data:", "blob:")) for url in tab.asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["server", "file"])
 def test_search_works_offline(visit: Any, site: Path, address: str, way: str) -> None:
     tab = visit(viewport=DESKTOP)
@@ -236,6 +237,7 @@ def test_search_works_offline(visit: Any, site: Path, address: str, way: str) ->
     assert all(url.startswith(allowed) for url in tab.asked)
 
 
+@pytest.mark.slow
 def test_the_palette_can_be_switched(visit: Any, address: str) -> None:
     tab = visit(viewport=DESKTOP, color_scheme="light")
     tab.page.goto(f"{address}/index.html")
@@ -243,6 +245,7 @@ def test_the_palette_can_be_switched(visit: Any, address: str) -> None:
     assert tab.page.evaluate("document.body.dataset.mdColorScheme") == "slate"
 
 
+@pytest.mark.slow
 def test_code_can_be_copied(visit: Any, address: str) -> None:
     tab = visit(viewport=DESKTOP)
     tab.page.goto(f"{address}/quickstart.html")
