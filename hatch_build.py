@@ -82,8 +82,8 @@ def build(library: Path = LIBRARY) -> bool:
 
 def _compiler() -> list[str]:
     """CC, or the system's compiler; empty where there is none."""
-    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    found = [words, ["gcc"], ["clang"]]
+    words = shlex.split(os.environ.get("CC", ""))  # who names one wants no other
+    found = [words] if words else [["cc"], ["gcc"], ["clang"]]
     return next((words for words in found if shutil.which(words[0])), [])
 
 

@@ -409,7 +409,7 @@ def built(kind: str, source: Path, to: Path, **environ: str) -> tuple[str, set[s
 
 @pytest.mark.slow
 def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machine_where_there_is_none(
-    source: Path, tmp_path: Path
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, table = "evoalign/kernels/_compiled.so", "evoalign/kernels/noise_table.bin"
     name, inside = built("wheel", source, tmp_path / "without", EVOALIGN_COMPILE="0")
@@ -419,10 +419,14 @@ def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machin
     sdist, sources = built("sdist", source, tmp_path / "sdist")
     assert sdist.endswith(".tar.gz") and {"hatch_build.py", "src/evoalign/kernels/compiled.c"} < sources
     assert not any(path.endswith(".so") for path in sources)
-    if shutil.which("cc") is None:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("no C compiler: a wheel with the library cannot be made here")
+    monkeypatch.delenv("EVOALIGN_COMPILED", raising=False)
     name, inside = built("wheel", source, tmp_path / "with", EVOALIGN_COMPILE="1")
     assert "-py3-none-" in name and not name.endswith("-any.whl") and library in inside
+    with zipfile.ZipFile(tmp_path / "with" / name) as wheel:
+        (said,) = [wheel.read(file).decode() for file in inside if file.endswith(".dist-info/WHEEL")]
+    assert "Root-Is-Purelib: false" in said
     # Installed elsewhere, it computes with that library.
     zipfile.ZipFile(tmp_path / "with" / name).extractall(tmp_path / "site")
     asked = "from evoalign.kernels import compiled; print(compiled.__file__, compiled.available('cpu'))"

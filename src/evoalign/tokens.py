@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from evoalign.config import ModelConfig
@@ -32,10 +35,21 @@ def model_path(config: ModelConfig) -> str:
         if looks_local:
             raise ModelError(f"model.name: no folder {name}")
         return name
-    odd = next((f.name for f in sorted(path.iterdir()) if f.exists() and not (f.is_file() or f.is_dir())), None)
-    if odd is not None:  # whoever opened it would wait for somebody to write into it
-        raise ModelError(f"model {name}: {shown(odd)} is a pipe or a device and no file; take it out of the folder")
+    for entry in _entries(name, path):
+        with suppress(OSError):  # a link to nothing, or to where nobody may look
+            if any(is_kind(entry.stat().st_mode) for is_kind in (stat.S_ISFIFO, stat.S_ISCHR, stat.S_ISBLK)):
+                raise ModelError(
+                    f"model {name}: {shown(entry.name)} is a pipe or a device and no file; take it out of the folder"
+                )
     return str(path)
+
+
+def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise ModelError(f"model {name}: its folder cannot be read ({error.strerror})") from error
 
 
 class Tokens:
@@ -137,8 +151,6 @@ def _file(path: str, name: str, revision: str | None) -> Path | None:
 def refuse_hooks(path: str, revision: str | None) -> None:
     """Raise ModelError where a model's config.json has the library fetch code, or read another file of weights.
 
-    Or where it asks for no layers at all, which the library makes without a word.
-
     A kernel of a hub, such as `_attn_implementation: "someone/kernel"`, is fetched and run without a question.
     """
     try:
@@ -152,8 +164,6 @@ def refuse_hooks(path: str, revision: str | None) -> None:
     except DataError as error:
         raise ModelError(f"model {path}: {error}") from error
     for name, value in _settings(tree):
-        if name == "num_hidden_layers" and isinstance(value, int) and value < 1:  # of which some are made, of no layer
-            raise ModelError(f"model {path}: its config.json sets num_hidden_layers to {value}; fetch it again")
         kernel = name.removesuffix("_internal").endswith("_implementation") and isinstance(value, str) and "/" in value
         if kernel or (value and name in ("use_kernels", "kernel_config", "transformers_weights")):
             raise ModelError(
@@ -188,7 +198,7 @@ def refuse_pickles(path: str, revision: str | None) -> None:
     try:
         names = read_object(found)["weight_map"].values()
         odd = [name for name in names if not name.endswith(".safetensors")]
-        far = [name for name in names if "/" in name or "\\" in name]
+        far = [name for name in names if "\\" in name or PurePosixPath(name).is_absolute() or ".." in name.split("/")]
     except (DataError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error
     if odd:

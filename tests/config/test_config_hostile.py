@@ -24,7 +24,19 @@ LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 MAPS = "a0: &a0 {x: 1}\n" + "".join(
     f"a{i}: &a{i} {{{','.join(f'k{j}: *a{i - 1}' for j in range(10))}}}\n" for i in range(1, 9)
 )
+CHAIN = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {'{k: ' * 30}*a{i - 1}{'}' * 30}\n" for i in range(1, 26)
+)  # shallow as it is written, and 750 deep when it is read
 FILES = {
+    "depth by aliases": (CHAIN + PLAIN + "grpo: {trl: {generation_kwargs: *a25}}\n", f"nests deeper than {DEEPEST}"),
+    "depth by aliases, in a part of one's own": (CHAIN + PLAIN + "space: {name: 'x:y', z: *a25}\n", "nests deeper"),
+    "a width of none": ("es: {sigma: 0}\n", "es.sigma: Input should be greater than or equal to 1e-37 .given: 0"),
+    "a day for a folder": (f"{PLAIN}output_dir: 2026-11-22\n", "given: .*2026, 11, 22.*; put it in quotes"),
+    "dots and letters that nearly begin an address": (f"{PLAIN}seed: {'a.' * 100_000}\n", "given: 'a"),
+    "one long text in many places": (
+        f"{PLAIN}tracking: {{project: &x '{'a:' * 20_000}', name: *x}}\nk: [{'*x, ' * 900}]\n",
+        "unknown setting k",
+    ),
     "laughs as a value": (LISTS + PLAIN + "output_dir: *a8\n", "has more than 50,000 values"),
     "laughs as unknown settings": (LISTS + PLAIN, "has more than 50,000 values"),
     "laughs of mappings": (MAPS + PLAIN + "grpo: {trl: *a8}\n", "has more than 50,000 values"),
@@ -117,6 +129,13 @@ def test_a_pipe_is_waited_for_where_the_user_hands_it_over_alone(tmp_path: Path)
     os.close(write)
     assert load([f"/dev/fd/{read}"]).es.sigma == 0.25
     os.close(read)
+    with pytest.raises(ConfigError, match="/proc/self/fd/999 cannot be read"):
+        load(["/proc/self/fd/999"])
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(ConfigError, match=r"aaa cannot be read \(File name too long\)"):
+        load(["a" * 300])
 
 
 def test_nobodys_home() -> None:

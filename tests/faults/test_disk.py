@@ -24,7 +24,7 @@ import killing
 from evoalign.baselines.steps import Steps
 from evoalign.errors import EvoalignError
 from evoalign.exporting.export import export
-from evoalign.rundir.files import as_os_errors, filled
+from evoalign.rundir.files import as_os_errors, filled, write_text
 from evoalign.sweeping.sweep import Sweep, sweep
 
 Traces = dict[str, Any]
@@ -167,6 +167,17 @@ def test_what_libraries_say_of_a_full_disk_is_an_os_error(said: str, match: str)
         raise RuntimeError(said)
     with pytest.raises(RuntimeError, match="of another kind"), as_os_errors(Path("/a")):
         raise RuntimeError("of another kind")
+
+
+def test_a_file_is_never_written_through_a_link_that_lies_in_its_way(tmp_path: Path) -> None:
+    """Nor is a pipe waited for: a run directory may be somebody else's."""
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / ".a.json.tmp").symlink_to("theirs")
+    os.mkfifo(tmp_path / ".b.json.tmp")
+    for name in ("a.json", "b.json"):
+        write_text(tmp_path / name, "ours")
+        assert (tmp_path / name).read_text() == "ours" and not (tmp_path / name).is_symlink()
+    assert (tmp_path / "theirs").read_text() == "theirs" and len(list(tmp_path.iterdir())) == 3
 
 
 def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import evoalign
 from evoalign import engines, tokens
@@ -21,7 +23,7 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.models import templates, tiny
 from evoalign.tokens import Tokens
-from families import COMMON, build, make_config
+from families import COMMON, VOCABULARY, build, make_config
 
 
 @pytest.fixture
@@ -207,6 +209,32 @@ def test_a_pipe_in_a_model_is_not_waited_for(name: str, folder: Path) -> None:
             read(folder)
 
 
+def test_what_waits_for_nobody_is_left_alone(folder: Path) -> None:
+    """A model may lie among other things: a socket, a link to nothing, or to a name that cannot be."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "agent"))
+        (folder / "nowhere").symlink_to(folder / "nothing")
+        (folder / "long").symlink_to("x" * 300)
+        (folder / "circle").symlink_to(folder / "circle")
+        load(folder).close()
+
+
+def test_an_index_may_name_a_folder_below(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (folder / "parts").mkdir()
+    (folder / "model.safetensors").rename(folder / "parts/one.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "parts/one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(folder).close()
+
+
+def test_a_model_of_no_layers_by_another_name(tmp_path: Path) -> None:
+    settings = GPT2Config(n_layer=0, n_embd=8, n_head=2, vocab_size=VOCABULARY, n_positions=64)
+    GPT2LMHeadModel(settings).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"its config\.json has 0 layers"):
+        specs_of_config(make_config(tmp_path))
+
+
 @pytest.mark.parametrize("far", ["../outside.safetensors", "{}/outside.safetensors", "..\\outside.safetensors"])
 def test_an_index_names_files_of_its_folder_alone(far: str, folder: Path) -> None:
     """A model that somebody sends takes no tensors from elsewhere on this machine."""
@@ -255,7 +283,7 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
 
     monkeypatch.setattr(os, "fork", forked)
 
-    def interrupt(end: object) -> bytes:
+    def interrupt(end: object, most: int) -> bytes:
         raise KeyboardInterrupt
 
     loaded = tokens.load(ModelConfig(name=str(folder)))
@@ -275,6 +303,13 @@ def test_what_renders_ends_with_an_interrupted_call_and_by_itself(
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is bounded on Linux alone")
+def test_a_chat_template_that_adds_millions_of_words_is_ended(folder: Path) -> None:
+    """Its process would be done with them at once; the tokenizer, which has no bounds, would not."""
+    (folder / "chat_template.jinja").write_text("{{ 'ab ' * 3000000 }}")
+    with pytest.raises(ModelError, match="adds more than 1 MiB"):
+        tokens.load(ModelConfig(name=str(folder))).encode([{"role": "user", "content": "x"}])
+
+
 def test_a_chat_template_that_takes_all_memory(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ 'a' * 20000000000 }}")
     loaded = tokens.load(ModelConfig(name=str(folder)))

@@ -22,6 +22,7 @@ from rich.console import Console
 import evoalign
 import killing
 from calling import Run, caller
+from evoalign.config import from_dict
 from evoalign.errors import (
     CheckpointError,
     ConfigError,
@@ -359,6 +360,31 @@ def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkey
     with pytest.raises(OSError, match="No space left"):
         evoalign.train(small(copy, 6), overwrite=True, console=quiet())
     assert killing.traces(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
+
+
+def test_a_run_that_lost_its_folder_before_it_began_touches_no_other(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever moves a run aside keeps its lock until it is there; whoever holds a folder that went away stops."""
+    first, second, inner = RunDir(copy), RunDir(copy), Path.rename
+    config = from_dict(small(copy))
+    first.lock()
+
+    def rename(self: Path, target: Any) -> Path:
+        with pytest.raises(RunExistsError, match="another process"):
+            second.lock()
+        return inner(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    first.create(config, {"format_version": 1, "who": "first"}, overwrite=True)
+    monkeypatch.undo()
+    assert first.is_here and first.aside is not None and not (first.aside / ".lock").exists()
+    first.release()
+    second.lock()
+    copy.rename(copy.with_name("away"))
+    with pytest.raises(RunGoneError):
+        second.create(config, {"format_version": 1, "who": "second"}, overwrite=False)
+    assert not copy.exists() and json.loads((copy.with_name("away") / "manifest.json").read_text())["who"] == "first"
 
 
 def test_overwrite_says_where_the_old_run_went(copy: Path) -> None:

@@ -209,6 +209,14 @@ def test_a_compiler_that_fails_breaks_no_installation(building, monkeypatch, tmp
     assert not building.LIBRARY.exists() and not list(tmp_path.glob("tmp*"))
 
 
+@needs_library
+def test_a_compiler_that_is_named_and_not_there_is_not_exchanged_for_another(building, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not building.build() and not building.LIBRARY.exists()
+    monkeypatch.delenv("CC")
+    assert building.build()
+
+
 def test_a_folder_that_cannot_be_written_breaks_no_installation(building):
     building.SOURCE.with_name("file").touch()
     assert not building.build(building.SOURCE.with_name("file") / "library.so")
@@ -242,7 +250,9 @@ def digest(library, source):
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.mark.parametrize(("library", "word"), [("1", "; compiled numbers"), ("0", "; no compiled numbers")])
+@pytest.mark.parametrize(
+    ("library", "word"), [("1", "; compiled numbers"), ("0", "which are the same: switched off by EVOALIGN_COMPILED=0")]
+)
 def test_the_doctor_and_the_manifest_say_whether_it_is_there(monkeypatch, library, word):
     monkeypatch.setenv("EVOALIGN_COMPILED", library)
     there = compiled.available("cpu")
@@ -332,6 +342,20 @@ def test_what_c_would_read_wrongly_is_refused_or_goes_to_torch(in_torch):
 
 
 @needs_library
+def test_what_fails_in_a_thread_is_raised():
+    """Else a part of the mean would not have moved, and nobody would know."""
+    for bad in range(3):
+
+        def work(place, bad=bad):
+            if place == bad:
+                raise MemoryError
+            return place
+
+        with pytest.raises(MemoryError):
+            compiled._run(work, [(0,), (1,), (2,)])
+    assert compiled._run(lambda place: place, [(0,), (1,), (2,)]) == [0, 1, 2]
+
+
 def test_where_no_thread_can_be_started_the_work_is_done_here_once(monkeypatch):
     args = ("lowrank", 3, torch.bfloat16, 9, False, "sgd", 0.0, None)
     want, before = moved(*args), torch.get_num_threads()

@@ -42,3 +42,10 @@ def test_the_longest_completion_counts_where_grpo_takes_it_from_sampling() -> No
     ]
     ours, theirs = (grpo({"max_tokens": n}, max_completion_length=7) for n in (9, 8))
     assert differences(ours, theirs, "grpo") == ([], [])
+
+
+def test_what_is_not_written_down_is_told_by_its_default() -> None:
+    tree = {"task": {"name": "countdown"}, "es": {"sigma": 0.1}}
+    lenient = from_dict(tree | {"task": {"name": "countdown", "grading": "lenient"}})
+    assert differences(from_dict(tree), lenient)[0] == ["task.grading is 'lenient' in the run and 'strict' now"]
+    assert differences(lenient, from_dict(tree))[0] == ["task.grading is 'strict' in the run and 'lenient' now"]

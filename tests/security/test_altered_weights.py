@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import evoalign
 from evoalign.analysis import targets
 from evoalign.config import from_dict, load
 from evoalign.errors import CheckpointError
+from evoalign.models import tiny
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
 from evoalign.training import weights
@@ -83,6 +85,19 @@ def test_altered_weights_with_a_record_made_anew_are_refused_by_name(run: Path, 
             assert not (tmp_path / "to").exists()
         shutil.rmtree(folder)
         kept.rename(folder)
+
+
+def test_a_saved_checkpoint_in_pickle_form_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is made anew for whatever is there, and its config may say that names are others."""
+    folder = Path(shutil.copytree(tiny(), tmp_path / "generation_0001"))
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "x.bin")
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "x.bin")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(torch, "load", lambda *words, **named: pytest.fail("it was read"))
+    with pytest.raises(CheckpointError, match=r"x\.bin.; convert it to safetensors"):
+        weights._hash_of_model(folder)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_an_exported_adapter_is_held_against_its_journal(tmp_path: Path) -> None:

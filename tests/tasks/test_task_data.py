@@ -147,6 +147,7 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
         (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
         (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: 'n' stands twice in one object"),
         (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "'m' stands twice in one object"),
+        (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "'0' stands twice in one object"),
         (b'{"n": "a\\ud800b"}', r"line 1: 'n' holds half a surrogate pair, \\ud800, which is no text"),
         (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' holds half a surrogate pair, \\udfff"),
         (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* holds half a surrogate pair"),
@@ -161,6 +162,11 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -
     with pytest.raises(DataError, match=message) as caught:
         data.read(str(path))
     assert str(path) in str(caught.value)
+
+
+def test_an_address_is_said_to_be_none() -> None:
+    with pytest.raises(DataError, match=r"https://example\.org/data\.json: addresses are not read; download the file"):
+        data.read("https://example.org/data.json")
 
 
 def test_a_missing_file_says_what_to_set(tmp_path: Path) -> None:

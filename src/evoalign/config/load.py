@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,17 +103,19 @@ def to_yaml(config: Config) -> str:
 def _read(path: Path) -> dict[str, Any]:
     if "\0" in str(path):
         raise ConfigError(f"no config file {shown(str(path))}")
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 (which raises nothing)
         raise ConfigError(f"{path} is a folder; give the YAML file in it")
     try:
         # What a shell hands over as a file, such as `<(envsubst < config.yaml)`, is the user's own word.
-        piped = path.parent == Path("/dev/fd") or path == Path("/dev/stdin")
+        piped = str(path.parent) in ("/dev/fd", "/proc/self/fd") or path == Path("/dev/stdin")
         raw = path.read_bytes() if piped else read_bytes(path, 4 * source.MOST_CHARACTERS, "give a YAML file")
         text = raw.decode("utf-8")
     except MissingError:
         raise ConfigError(f"no config file {path}; `evoalign init DIR` writes one to start from") from None
     except DataError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:  # of what a shell hands over
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     tree: object = source.parse(text, str(path))
@@ -190,7 +194,12 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
         return f"{location}.name: {error['msg']}"
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
+    bound = next((b for b in error.get("ctx", {}).values() if isinstance(b, float) and 0 < b < 1e-9), None)
+    if bound is not None:  # not with all its zeros
+        message = f"Input should be greater than or equal to {bound:g}"
     said = "" if isinstance(given, dict | BaseModel) else f" (given: {shown(given)})"
+    if isinstance(given, date):  # as YAML reads 2026-01-31
+        said += "; put it in quotes"
     return f"{location}: {message}{said}" if location else message
 
 

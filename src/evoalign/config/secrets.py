@@ -31,12 +31,12 @@ _OPENS = {
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}"
-    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
+    r"|(?<![\w-])eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
 )
 """Tokens that say what they are: of hubs, model services and clouds."""
-_ADDRESS = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/\s?#@]+)@")
+_ADDRESS = re.compile(r"(?P<scheme>(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,30}://)(?P<user>[^/\s?#@]+)@")
 _QUERY = re.compile(r"(?P<name>(?<=[?&;])[\w.%-]+)=(?P<value>[^&\s#;'\"]+)")
-_PAIR = re.compile(r"(?P<name>[\w.-]+)(?P<sign>\s*[=:]\s*)(?P<value>[\"']?(?:[Bb]earer\s+)?[^\s\"',;}&]+)")
+_PAIR = re.compile(r"(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\s*[=:]\s*)(?P<value>[\"']?(?:[Bb]earer\s+)?[^\s\"',;}&]+)")
 _SIGNED = {"sig", "signature", "x-amz-signature", "x-amz-credential", "x-goog-signature", "x-goog-credential"}
 INSTEAD = (
     "a run writes its settings down: set the environment variable that the library reads (HF_TOKEN, WANDB_API_KEY, "
@@ -46,11 +46,14 @@ INSTEAD = (
 
 def refuse_secrets(tree: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that holds a secret, at any depth; the message does not hold it."""
-    given = _of_environment()
+    given, plain = _of_environment(), set[str]()
     for place, value in _leaves(tree):
-        name = ".".join(place)
-        if isinstance(value, str) and (is_secret(place[-1] if place else "", value) or _without(value, given) != value):
+        if not isinstance(value, str):
+            continue
+        if is_secret(place[-1] if place else "", value) or (value not in plain and _without(value, given) != value):
+            name = ".".join(place)
             raise ConfigError(f"{cut(redacted(name), 200)} looks like a secret, and {INSTEAD}")
+        plain.add(value)  # an alias stands for it again and again
 
 
 def redacted(text: str) -> str:
@@ -70,12 +73,13 @@ def _without(text: str, given: Sequence[str]) -> str:
 def redacted_pairs(text: str) -> str:
     """As `redacted`, and without the value of `hub_token=...` and `password: ...`."""
 
-    def without(found: re.Match[str]) -> str:
-        if is_secret(found["name"], found["value"].strip("\"'")):
-            return f"{found['name']}{found['sign']}{GONE}"
-        return f"{found['name']}{found['sign']}{_PAIR.sub(without, found['value'])}"  # `--set=hub_token=...`
-
-    return _PAIR.sub(without, redacted(text))
+    text, parts, place = redacted(text), list[str](), 0
+    while found := _PAIR.search(text, place):
+        secret = is_secret(found["name"], found["value"].strip("\"'"))
+        end = found.end("sign")  # a value may hold a pair itself, as in `--set=hub_token=...`
+        parts += [text[place:end], GONE if secret else ""]
+        place = found.end() if secret else end
+    return "".join([*parts, text[place:]])
 
 
 def redacted_command(words: Sequence[str]) -> list[str]:

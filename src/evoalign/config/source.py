@@ -49,16 +49,18 @@ class _Loader(yaml.SafeLoader):
 
     def compose_document(self) -> Node | None:
         node = super().compose_document()
-        if node is not None and _size(node, {}) > MOST_NODES:
-            raise ConstructorError(None, None, f"it has more than {MOST_NODES:,} values", node.start_mark)
+        if node is not None:
+            size, height = _measure(node, {})
+            if size > MOST_NODES:
+                raise ConstructorError(None, None, f"it has more than {MOST_NODES:,} values", node.start_mark)
+            if height > DEEPEST:
+                raise _too_deep(node)
         return node
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise ConstructorError(
-                None, None, f"it nests deeper than {DEEPEST} mappings and lists", self.peek_event().start_mark
-            )
+            raise _too_deep(self.peek_event())
         try:
             return super().compose_node(parent, index)
         finally:
@@ -88,17 +90,23 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _size(node: Node, known: dict[int, int]) -> int:
-    """Nodes of a tree with its aliases written out. Raises ConstructorError for one that holds itself."""
-    size = known.get(id(node))
-    if size == 0:
+def _measure(node: Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Nodes of a tree with its aliases written out, and how deep it is then. Raises ConstructorError for one that holds
+    itself."""
+    found = known.get(id(node))
+    if found == (0, 0):
         raise ConstructorError(None, None, "an alias stands for what it is in", node.start_mark)
-    if size is None:
-        known[id(node)] = 0
+    if found is None:
+        known[id(node)] = (0, 0)
         below: list[Node] = []
         if isinstance(node, MappingNode):
             below = [part for pair in node.value for part in pair]
         elif isinstance(node, SequenceNode):
             below = cast("list[Node]", node.value)
-        size = known[id(node)] = 1 + sum(_size(part, known) for part in below)
-    return size
+        parts = [_measure(part, known) for part in below]
+        found = known[id(node)] = (1 + sum(size for size, _ in parts), 1 + max((deep for _, deep in parts), default=0))
+    return found
+
+
+def _too_deep(at: Node | yaml.Event) -> ConstructorError:
+    return ConstructorError(None, None, f"it nests deeper than {DEEPEST} mappings and lists", at.start_mark)

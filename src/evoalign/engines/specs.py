@@ -42,6 +42,7 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
     from transformers import AutoModelForCausalLM
 
     hf = model_config(config)
+    check_layers(config.model.name, hf)
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
@@ -51,6 +52,13 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
             f"{why_not(error)}"
         ) from error
     return specs_of(model, lambda _: math.nan)
+
+
+def check_layers(name: str, config: Any) -> None:
+    """Raise ModelError for a model of no layers, by whichever name: the library makes one without a word."""
+    count = int(getattr(config.get_text_config(), "num_hidden_layers", 1))
+    if count < 1:
+        raise ModelError(f"model {name}: its config.json has {count} layers; fetch it again")
 
 
 def mean_abs(tensor: torch.Tensor) -> float:

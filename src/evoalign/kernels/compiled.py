@@ -290,9 +290,13 @@ def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:
 def _run(work: Callable[..., Any], pieces: Sequence[tuple[int, ...]]) -> list[Any]:
     """Each piece, once: in threads of their own as far as the system has any, the others here."""
     found: list[Any] = [None] * len(pieces)
+    failed: list[BaseException] = []
 
     def do(place: int) -> None:
-        found[place] = work(*pieces[place])
+        try:
+            found[place] = work(*pieces[place])
+        except BaseException as error:  # a thread's would be printed and forgotten, and a part not done
+            failed.append(error)
 
     threads = [threading.Thread(target=do, args=(place,)) for place in range(1, len(pieces))]
     here = [0] if pieces else []
@@ -306,6 +310,8 @@ def _run(work: Callable[..., Any], pieces: Sequence[tuple[int, ...]]) -> list[An
     for place, thread in enumerate(threads, 1):
         if place not in here:
             thread.join()
+    if failed:
+        raise failed[0]
     return found
 
 

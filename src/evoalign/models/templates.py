@@ -27,6 +27,10 @@ ROOM = 1 << 30
 """Bytes that a template may take."""
 
 
+MOST_ADDED = 1 << 20
+"""Bytes that a template may add to a prompt, which it may repeat once. The tokenizer takes seconds for as many."""
+
+
 class RefusedError(Exception):
     """What a template raised, in words."""
 
@@ -58,8 +62,9 @@ class Renderer:
             self._start()
         assert self._end is not None
         try:
-            self._end.sendall(json.dumps(messages).encode() + b"\n")
-            answer = _line(self._end)
+            asked = json.dumps(messages).encode() + b"\n"
+            self._end.sendall(asked)
+            answer = _line(self._end, 2 * len(asked) + MOST_ADDED)
         except OSError:
             answer = b""
         except BaseException:  # interrupted: what still renders would answer the next prompt
@@ -68,8 +73,8 @@ class Renderer:
         if not answer.endswith(b"\n"):
             self.close()
             raise ModelError(
-                f"the model's chat template finds no end within {SECONDS:g} s and {ROOM >> 20} MiB on the prompt "
-                f"{shown(messages)}; set task.prompt: raw, or choose another model"
+                f"the model's chat template finds no end within {SECONDS:g} s and {ROOM >> 20} MiB, or adds more than "
+                f"{MOST_ADDED >> 20} MiB, on the prompt {shown(messages)}; set task.prompt: raw, or take another model"
             )
         kind, text = json.loads(answer)
         if kind == "refused":
@@ -98,10 +103,10 @@ class Renderer:
         self._stop = weakref.finalize(self, _end, owner, pid, ours)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _line(end: socket.socket) -> bytes:
-    """One answer, without its end where the other side is gone. Raises TimeoutError."""
+def _line(end: socket.socket, most: int) -> bytes:
+    """One answer, without its end where the other side is gone, or says more than `most` bytes. Raises TimeoutError."""
     found = bytearray()
-    while not found.endswith(b"\n"):
+    while not found.endswith(b"\n") and len(found) <= most:
         part = end.recv(1 << 16)
         if not part:
             break

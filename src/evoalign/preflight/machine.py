@@ -23,6 +23,8 @@ def check_versions() -> Finding:
     if compiled.available("cpu"):
         return Finding("versions", "ok", f"{found}; compiled numbers")
     how = "install evoalign again where there is a C compiler; without, noise and updates on a CPU are slow"
+    if os.environ.get("EVOALIGN_COMPILED") == "0":
+        how = "switched off by EVOALIGN_COMPILED=0"
     return Finding("versions", "ok", f"{found}; no compiled numbers, but torch's, which are the same: {how}")
 
 

@@ -120,6 +120,7 @@ class RunDir:
 
         Raises RunExistsError. A run that was here is moved to `aside`; one that never began goes.
         """
+        self.check()
         if self.exists():
             self.refuse(overwrite=overwrite)
             if not self.is_unstarted():
@@ -285,9 +286,19 @@ class RunDir:
         while aside.exists():
             count += 1
             aside = self.path.with_name(f"{self.path.name}.{stamp}.{count}")
-        self.release()  # the lock's name; whoever comes in between is refused by the folder that is not empty
-        self.aside = self.path.rename(aside)
-        self.lock()
+        held, folder = self._lock, self._folder
+        if os.name != "posix":  # an open file keeps its folder where it is
+            self.release()
+        self.aside = self.path.rename(aside)  # with the lock, so that nobody takes the old run for a moment
+        self._lock = self._folder = None
+        try:
+            self.lock()
+        finally:
+            (aside / LOCK).unlink(missing_ok=True)
+            if held is not None and os.name == "posix":
+                held.close()
+            if folder is not None and os.name == "posix":
+                os.close(folder)
 
 
 _HELD: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()

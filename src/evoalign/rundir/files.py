@@ -29,7 +29,8 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     """A file that is written under another name, flushed to disk and renamed; gone where that fails."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that died, or a link that leads elsewhere
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -8,6 +8,8 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from pydantic import BaseModel
+
 from evoalign.config import Config
 from evoalign.rundir.method import Method
 
@@ -68,7 +70,8 @@ def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[li
     # What only one of them counts, as the steps of a schedule, is shown as it is, and not named where it is the same:
     # then another setting, which is named, is why it counts. Nothing that differs may be lost here.
     here, there = ours.model_dump(mode="json"), theirs.model_dump(mode="json")
-    raw = {key: (_at(here, key, mine), _at(there, key, other)) for key, (mine, other) in found.items()}
+    raw = {key: (_at(here, key, _default(mine, ours, key)), _at(there, key, _default(other, theirs, key)))
+           for key, (mine, other) in found.items()}  # fmt: skip
     odd = {key: pair for key, pair in raw.items() if pair[0] != pair[1]} or found
     words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
     return (
@@ -84,6 +87,16 @@ def _at(tree: Any, key: str, otherwise: Any) -> Any:
             return otherwise
         tree = tree[part]
     return tree
+
+
+def _default(value: Any, config: Config, key: str) -> Any:
+    """What a setting is that is written down only where it is another than its default."""
+    found: Any = config
+    for part in key.split("."):
+        if value is not None or not isinstance(found, BaseModel) or part not in type(found).model_fields:
+            return value
+        found = getattr(found, part)
+    return value if isinstance(found, BaseModel) else found
 
 
 def _differ(ours: Any, theirs: Any, name: str) -> dict[str, tuple[Any, Any]]:

@@ -7,6 +7,7 @@ A file is read by what it holds, not by its extension: parquet, a JSON list of o
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,6 +116,8 @@ def _first(examples: Sequence[Example], size: int | None, setting: str, source: 
 
 def read(source: str) -> list[Row]:
     """All rows of a file or of `hub:NAME[:SPLIT]`, at least one. Raises DataError."""
+    if re.match(r"[a-z0-9]+://", source):
+        raise DataError(f"{source}: addresses are not read; download the file, or give hub:NAME")
     rows = _read_hub(source) if source.startswith(HUB) else _read_file(locate(source))
     if not rows:
         raise DataError(f"{source} holds no rows")
@@ -164,8 +167,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of a name that stands twice the last value would win, and nobody would know."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{shown(next(n for n in names if names.count(n) > 1))} stands twice in one object")
+        seen = set[str]()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{shown(twice)} stands twice in one object")
     return found
 
 

@@ -18,10 +18,11 @@ from evoalign.config import Config, load
 from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import CheckpointError, EvoalignError
+from evoalign.errors import CheckpointError, EvoalignError, ModelError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
 from evoalign.setup import layout_of
+from evoalign.tokens import refuse_pickles
 
 Row = tuple[str, tuple[int, ...], int]
 MODEL = "model*.safetensors"
@@ -101,10 +102,11 @@ def _hash_of_model(folder: Path) -> str:
     from transformers import AutoModelForCausalLM
 
     try:
+        refuse_pickles(str(folder), None)
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", trust_remote_code=False, use_safetensors=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ModelError) as error:
         raise CheckpointError(f"{folder} does not load: {str(error).strip().splitlines()[0]}") from error
     return weights_hash(model.named_parameters())
 

@@ -20,7 +20,7 @@ from evoalign.config import Config, ModelConfig
 from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
-from evoalign.engines.specs import mean_abs, specs_of
+from evoalign.engines.specs import check_layers, mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
@@ -291,6 +291,7 @@ def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
     except Exception as error:  # the library has a score of kinds for files that may say anything
         raise ModelError(f"model {config.name} does not load: {why_not(error)}") from error
     model, info = loaded
+    check_layers(config.name, model.config)
     _check_whole(config.name, info)
     return model.eval().requires_grad_(False)
 
