@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -215,8 +216,11 @@ def test_every_page_renders(visit: Any, site: Path, address: str, scheme: str, n
         assert tab.page.evaluate("document.body.dataset.mdColorScheme") == name
         for size in (PHONE, DESKTOP):
             tab.page.set_viewport_size(size)
-            width = tab.page.evaluate("document.documentElement.scrollWidth")
-            assert width <= size["width"], f"{file.name} is {width} wide"
+            wide = "document.documentElement.scrollWidth"
+            end = time.monotonic() + 5
+            while tab.page.evaluate(wide) > size["width"] and time.monotonic() < end:
+                tab.page.wait_for_timeout(50)  # the sidebar may still be on its way in or out
+            assert tab.page.evaluate(wide) <= size["width"], f"{file.name} is {tab.page.evaluate(wide)} wide"
     assert not tab.errors
     assert all(url.startswith((address, "data:", "blob:")) for url in tab.asked)
 

@@ -178,7 +178,7 @@ FAULTS: dict[str, Fault] = {
     "unknown settings": loosened(EsConfig, None, "tree", extra="ignore"),
     "a key twice": patched("configs > text", (source._Loader, "construct_mapping", SAFE.construct_mapping)),
     "an alias of itself": patched(
-        "configs > text", (source, "_size", lambda node, known: 1), shows="traceback hang silent"
+        "configs > text", (source, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
     ),
     "a date that is none": patched("configs > text", (source, "MALFORMED", ()), shows="traceback"),
     "brackets without end": patched("configs > text", (source, "DEEPEST", 10**9), shows="traceback silent"),
