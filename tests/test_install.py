@@ -416,6 +416,8 @@ def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machin
     assert (
         name.endswith("-py3-none-any.whl") and library not in inside and {table, library[:-12] + "compiled.c"} < inside
     )
+    shipped = {f"evoalign/data/tasks/conciseness/questions_{part}.json" for part in ("train", "validation", "test")}
+    assert shipped < inside
     sdist, sources = built("sdist", source, tmp_path / "sdist")
     assert sdist.endswith(".tar.gz") and {"hatch_build.py", "src/evoalign/kernels/compiled.c"} < sources
     assert not any(path.endswith(".so") for path in sources)

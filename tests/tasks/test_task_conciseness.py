@@ -3,6 +3,9 @@
 
 import json
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
-from evoalign.tasks import create
+from evoalign.tasks import create, data
+from evoalign.types import Example
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "conciseness" / "make.py"
 
 ROW = {"id": 0, "prompt": "Solve: 3 + 5 =", "target": "8"}
 PAIR = {"question": "Is it?", "answer": "No"}
@@ -99,3 +105,38 @@ def test_the_shipped_files_pass_their_own_check(tmp_path: Path, monkeypatch: pyt
     data = task().load_data(0)
     assert (len(data.train), len(data.test)) == (2, 8)
     task().self_check([*data.train, *data.test])
+
+
+QUESTIONS = {"train": 203, "validation": 107, "test": 245}
+SIGNS = {"times": "*", "multiplied": "*", "smaller": "larger"}
+
+
+def fact(row: Example) -> frozenset[str]:
+    """What a question is about: its kind and its numbers where it has several, else its words, whatever their order."""
+    words = re.findall(r"[^\W\d]+|\d+", f"{row['prompt']} {row['target']}".lower())
+    numbers = [word for word in words if word.isdigit()]
+    if len(numbers) < 2 or " has " in row["prompt"]:
+        return frozenset(words)
+    (kind, *_) = re.findall(r"%|\*|times|multiplied|sequence|larger|smaller", row["prompt"]) or ["sum"]
+    return frozenset([SIGNS.get(kind, kind), *numbers])
+
+
+def test_the_questions_of_our_own_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder: no fact twice, whatever the phrasing, and none of the published questions."""
+    monkeypatch.chdir(tmp_path)
+    files = [f"questions_{part}.json" for part in QUESTIONS] + ["conciseness_train.json", "conciseness_test.json"]
+    rows = [row for file in files for _, row in data.read(f"data/tasks/conciseness/{file}")]
+    assert len(rows) == sum(QUESTIONS.values()) + 10
+    assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == len(rows)
+    assert len({fact(row) for row in rows}) == len(rows)
+    assert max(len(row["target"]) for row in rows) <= 12
+    task().self_check(rows)
+
+
+def test_the_questions_of_our_own_are_what_their_recipe_makes(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, str(RECIPE), "--to", str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert made == "".join(f"questions_{part}.json: {count} questions\n" for part, count in QUESTIONS.items())
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == data.locate(f"data/tasks/conciseness/{file.name}").read_bytes(), file.name
