@@ -49,7 +49,7 @@ def rows_of(task: str, count: int = TRAIN + TEST) -> Rows:
 
 
 def _row(task: str, rng: random.Random, index: int) -> dict[str, Any]:
-    topic = WORDS["topics"][index]
+    topic = WORDS["topics"][index % len(WORDS["topics"])]
     if task == "arithmetic":
         a, b, plus = rng.randint(10, 99), rng.randint(10, 99), rng.random() < 0.5
         prompt = f"What is {a} {'+' if plus else '-'} {b}? Reply with only the number."
