@@ -56,5 +56,5 @@ class ToyEngine(KeepsMean):
             ids.append(int(torch.multinomial((logs / heat).softmax(0), 1, generator=draw) if heat else logs.argmax()))
             said, text = [*said, float(logs[ids[-1]])], self.tokens.decode(ids)
             reason = "stop" if ids[-1] in self.tokens.stop_ids or any(s in text for s in how.stop) else "length"
-        text, logprobs = before_stop(text, how.stop), tuple(said) if request.logprobs else None
+        text, logprobs = before_stop(text, how.stop, how.keep_stop), tuple(said) if request.logprobs else None
         return Rollout(member, request.index, tuple(ids), text, reason, logprobs)

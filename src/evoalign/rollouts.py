@@ -19,7 +19,9 @@ from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
 def sampling_of(settings: SamplingConfig) -> Sampling:
     """How tokens are drawn, as a section of a config has it."""
-    return Sampling(settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop))
+    return Sampling(
+        settings.max_tokens, settings.temperature, settings.top_p, tuple(settings.stop), bool(settings.keep_stop)
+    )
 
 
 class LostError(EvoalignError):

@@ -14,7 +14,7 @@ import torch
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
-from evoalign.errors import ConfigError, DataError, ModelError
+from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards.objective import Objective
 from evoalign.spaces import Space
@@ -107,7 +107,9 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
     rewards = None if reward is None else ([reward] if callable(reward) else list(reward))
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
-    chosen = tasks.isolate(task or tasks.create(config.task, rewards), config.grader)
+    made = task or tasks.create(config.task, rewards)
+    _refuse_cut_answers(config, made)
+    chosen = tasks.isolate(made, config.grader)
     try:
         chosen.objective()  # one that cannot be made is refused here, a dry run's too
         data = chosen.load_data(config.seed)
@@ -118,6 +120,18 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         chosen.close()
         raise
     return chosen, data
+
+
+def _refuse_cut_answers(config: Config, task: Task) -> None:
+    """Raise ConfigError where a completion would end before what its answer counts by: all would earn nothing."""
+    for section, settings in (("sampling", config.sampling), ("evaluation", config.evaluation)):
+        for stop in settings.stop if task.graded_text else ():
+            cut = stop in task.graded_text or task.graded_text in stop
+            if cut and not (settings.keep_stop and task.graded_text in stop):
+                raise ConfigError(
+                    f"{section}.stop {shown(stop)}: a completion would end before the {task.graded_text} that task "
+                    f"{task.name} looks for; set sampling.stop: ['{task.graded_text}'] and sampling.keep_stop: true"
+                )
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:

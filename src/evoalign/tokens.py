@@ -95,9 +95,10 @@ class Tokens:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """A completion as far as the first of the texts that end it."""
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
+def before_stop(text: str, stop: Sequence[str], keep: bool = False) -> str:
+    """A completion as far as the first of the texts that end it; `keep`: with that, the shortest of those there."""
+    ends = [(place, place + keep * len(s)) for s in stop if (place := text.find(s)) >= 0]
+    return text[: min(ends)[1]] if ends else text
 
 
 def load(config: ModelConfig) -> Tokens:

@@ -76,13 +76,14 @@ MEAN_PLAN = Plan(generation=0, sigma=0.0, members=(MEAN,))
 class Sampling:
     """How tokens are drawn. Temperature 0 is greedy; `top_p` in (0, 1].
 
-    A completion ends where one of the texts `stop` comes up, which its own text leaves out.
+    A completion ends where one of the texts `stop` comes up, which its own text leaves out unless `keep_stop`.
     """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
+    keep_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,21 @@ def test_an_unknown_key_gets_the_nearest_name(sections: dict[str, Any], message:
     assert error(**sections) == message
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "here"),
+    [
+        ("evaluation", "samples_per_generation", "task.batch_size"),
+        ("evaluation", "test_samples", "task.test_size"),
+        ("es", "perturb_scale", "es.noise_multiplier, a tenth of it"),
+        ("es", "init_scale", "lora.init_scale, with lora.evolve ab"),
+    ],
+)
+def test_a_setting_of_the_lora_population_code_is_told_its_name_here(section: str, name: str, here: str) -> None:
+    told = error(**{section: {"sigma": 0.1, name: 2} if section == "es" else {name: 2}})
+    assert told.startswith(f"unknown setting {section}.{name}; here it is {here}")
+    assert "did you mean" not in told
+
+
 def test_an_unknown_key_far_from_all_gets_the_list() -> None:
     assert error(model={"xyzzy": 1}).startswith("unknown setting model.xyzzy; known here: dtype, name")
 

@@ -20,6 +20,8 @@ from doctored import DATA, config, of, statuses
 from evoalign import engines, preflight
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
+from evoalign.preflight import plan
+from evoalign.preflight.case import Case, Finding
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
 
@@ -92,6 +94,28 @@ def test_a_missing_chat_template(tmp_path: Path, folder: Path) -> None:
     assert statuses(found)["canary"] == "ok"
     raw = preflight.doctor(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
     assert of(raw, "chat template").status == "ok" and preflight.verdict(raw)[1] == 0
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As that of Qwen3 does: before what an assistant said last stands a block of thoughts, here an empty one."""
+
+
+def test_a_chat_template_that_writes_before_an_opened_answer(tmp_path: Path, folder: Path) -> None:
+    rows = {"name": "countdown", "train_data": "data/tasks/countdown/countdown.json", "test_data": None}
+
+    def found(prompt: str = "chat_opened") -> Finding:
+        case = Case(config(tmp_path, task=rows | {"prompt": prompt}, model={"name": str(folder)}))
+        for check in (plan.check_task, plan.check_tokenizer):
+            check(case)
+        return plan.check_chat_template(case)
+
+    assert found().status == "ok"
+    edit(folder / "tokenizer_config.json", chat_template=THINKS)
+    assert found().status == "warning" and repr("<think>\n\n</think>\n\n") in found().detail
+    assert found("chat").status == "ok"
 
 
 def test_a_chat_template_that_refuses_the_messages(tmp_path: Path, folder: Path) -> None:

@@ -29,13 +29,17 @@ class SamplingConfig(Section):
     """0 is greedy."""
     top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts at which a completion ends, beside the model's own stop tokens; they are no part of it."""
+    """Texts at which a completion ends, beside the model's own stop tokens; see `keep_stop`."""
+    keep_stop: bool | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Whether the text of `stop` that ended a completion is part of it, as an answer's closing tag has to be that a
+    reward looks for; None is false. Written down only where it is set."""
 
 
 class EvaluationConfig(SamplingConfig):
     """How the mean is evaluated: its decoding, and what is repeated.
 
-    `max_tokens` and `stop` that are not set here are as `sampling` has them; the temperature is 0 unless it is set.
+    `max_tokens`, `stop` and `keep_stop` that are not set here are as `sampling` has them; the temperature is 0 unless
+    it is set.
     """
 
     samples: Annotated[int, Field(ge=1, le=10**6)] = 1
@@ -61,7 +65,7 @@ def shared(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if not all(isinstance(section, Mapping) for section in both):
         return tree  # the check of its type says what it should be
     sampling, evaluation = (dict(cast(Mapping[str, Any], section)) for section in both)
-    for name in ("max_tokens", "stop"):
+    for name in ("max_tokens", "stop", "keep_stop"):
         if name in sampling:
             evaluation.setdefault(name, sampling[name])
     for name in SamplingConfig.model_fields:

@@ -26,6 +26,14 @@ from evoalign.errors import ConfigError, DataError, cut, shown
 
 MOST_ERRORS = 10
 """Wrong values that one message names."""
+OLD_NAMES = {
+    "evaluation.samples_per_generation": "here it is task.batch_size",
+    "evaluation.test_samples": "here it is task.test_size",
+    "es.perturb_scale": "here it is es.noise_multiplier, a tenth of it: the width is that times mean |W|",
+    "es.init_scale": "here it is lora.init_scale, with lora.evolve ab: init_scale / perturb_scale of that config",
+}
+"""Settings of the public LoRA-population code that have another name or another unit here. Its noise has the width
+0.1 mean |W| x perturb_scale, and x init_scale in generation 0; that of `lora.init_scale` is a multiple of the usual."""
 
 
 def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
@@ -206,6 +214,8 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
 def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> str:
     names = [*_names(Config, "", engine), *(f"grpo.{name}" for name in OF_TRL)]
     wanted = ".".join(str(part) for part in location)
+    if wanted in OLD_NAMES:
+        return f"; {OLD_NAMES[wanted]}"
     leaf = cut(str(location[-1]), 200)
     siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
     near = difflib.get_close_matches(leaf, siblings, n=1)

@@ -48,8 +48,9 @@ class TaskConfig(Section):
     """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
     train_size: Count | None = None
     test_size: Count | None = None
-    prompt: Literal["raw", "chat", "short"] | None = None
-    """The form of the prompt; None is the task's own default."""
+    prompt: Literal["raw", "chat", "short", "chat_opened"] | None = None
+    """The form of the prompt; None is the task's own default. `chat_opened` (`countdown`) is `chat` with the beginning
+    of the answer."""
     batch_size: Count | None = None
     """Training examples a generation; None takes all of them."""
     strip: bool = True

@@ -18,12 +18,13 @@ from evoalign.config import Config
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import model_config, specs_of_config
-from evoalign.errors import DataError, RunExistsError
+from evoalign.errors import DataError, RunExistsError, shown
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
+from evoalign.tokens import Tokens
 from evoalign.training import saving
-from evoalign.types import Example, text_of
+from evoalign.types import Example, Messages, text_of
 
 PROBE_BYTES = 1 << 20
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -143,7 +144,24 @@ def check_chat_template(case: Case) -> Finding:
         fix = "set task.prompt: raw, or choose a model that was trained to chat"
         return Finding("chat template", "failed", detail, fix)
     tokens_.encode(chats[0])
+    between = _between(tokens_, chats[0])
+    if between:
+        detail = f"the template puts {shown(between)} between the assistant's turn and the answer that the task begins"
+        fix = "the model would go on with another text than the task's; set task.prompt: chat, or take another model"
+        return Finding("chat template", "warning", detail, fix)
     return Finding("chat template", "ok", f"turns {len(chats)} prompts of messages into text")
+
+
+def _between(tokens_: Tokens, chat: Messages) -> str:
+    """What a template writes between the beginning of the assistant's turn and a last message that begins its answer.
+
+    Templates of models that think, such as Qwen3's, put an empty block of thoughts there.
+    """
+    if chat[-1]["role"] != "assistant":
+        return ""
+    turn, opened = (str(tokens_.tokenizer.decode(list(tokens_.encode(c)))) for c in (chat[:-1], chat))
+    inside = opened.removeprefix(turn)
+    return inside.removesuffix(chat[-1]["content"]) if inside != chat[-1]["content"] else ""
 
 
 def check_lengths(case: Case) -> Finding:

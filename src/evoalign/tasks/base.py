@@ -44,6 +44,8 @@ class Task(ABC):
     are, in a dict."""
     gradings: ClassVar[tuple[str, ...]] = ("strict",)
     """What `task.grading` may be."""
+    graded_text: ClassVar[str] = ""
+    """What an answer has to hold in order to count, where there is such a text: a stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
     """What a completion's columns come to: the `reward` of an evaluation, and the objective where no other is set."""
 

@@ -32,8 +32,8 @@ class Conciseness(Task):
 
     def __init__(self, config: TaskConfig) -> None:
         super().__init__(config)
-        if config.prompt == "short":
-            raise ConfigError("task.prompt: conciseness has chat and raw, not short")
+        if config.prompt not in (None, "chat", "raw"):
+            raise ConfigError(f"task.prompt: conciseness has chat and raw, not {config.prompt}")
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, _check, DATA)

@@ -28,8 +28,8 @@ class Custom(Task):
 
     def __init__(self, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> None:
         super().__init__(config)
-        if config.prompt == "short":
-            raise ConfigError("task.prompt: custom has raw and chat, not short")
+        if config.prompt not in (None, "raw", "chat"):
+            raise ConfigError(f"task.prompt: custom has raw and chat, not {config.prompt}")
         functions = [load_object(path, "task.rewards") for path in config.rewards] if rewards is None else rewards
         self.functions = [RewardFunction(function) for function in functions]
         self.calling: Calling | None = None

@@ -138,7 +138,7 @@ def check_requests_of_one_member(bench: Bench) -> None:
 
 
 def check_stop_strings(bench: Bench) -> None:
-    """A completion ends where one of the texts to stop at comes up, and leaves it out."""
+    """A completion ends where one of the texts to stop at comes up, and leaves it out unless that is to be kept."""
     long = [dataclasses.replace(r, sampling=Sampling(4 * TOKENS)) for r in bench.requests]
     for request, rollout in zip(long, _answers(bench, MEAN_PLAN, long).values(), strict=True):
         if len(rollout.text) < 6:
@@ -150,6 +150,9 @@ def check_stop_strings(bench: Bench) -> None:
         assert found.text == want, f"stopped at {stop!r}, the text is {found.text!r}, not {want!r}"
         assert found.finish_reason == "stop", f"stopped at {stop!r}, it ended for its {found.finish_reason}"
         assert found.token_ids == rollout.token_ids[: len(found.token_ids)], "a text to stop at changes the tokens"
+        kept = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, keep_stop=True))
+        text = _answers(bench, MEAN_PLAN, [kept])[MEAN.index, request.index].text
+        assert text == want + stop, f"stopped at {stop!r}, which is to be kept, the text is {text!r}"
 
 
 def check_mean_is_plain(bench: Bench) -> None:

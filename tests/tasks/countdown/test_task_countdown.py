@@ -186,13 +186,22 @@ def test_in_chat_the_response_opens_the_think_block_itself() -> None:
     assert task(prompt="short").compute_reward(FULL, ROW) == 1.1
 
 
+def test_chat_opened_begins_the_answer_and_grades_what_goes_on() -> None:
+    opened = task(prompt="chat_opened")
+    *chat, begun = opened.prompt(ROW)
+    assert chat == task(prompt="chat").prompt(ROW)
+    assert begun == {"role": "assistant", "content": "Let me solve this step by step.\n<think>"}
+    assert opened.compute_reward(FULL, ROW) == 1.1
+    assert opened.measures("44, 19</think>\n<answer>1</answer>", ROW)["format"] == 1.0
+
+
 def test_a_context_that_does_not_open_the_block_leaves_it_to_the_response() -> None:
     row = ROW | {"context": "Make 98 from 44, 19 and 35."}
     assert task().measures(FULL, row)["format"] == 0.5
     assert task().compute_reward("<think>" + FULL, row) == 1.1
 
 
-@pytest.mark.parametrize("prompt", ["raw", "chat", "short"])
+@pytest.mark.parametrize("prompt", ["raw", "chat", "short", "chat_opened"])
 def test_every_gold_answer_earns_the_maximum(prompt: str) -> None:
     form = task(prompt=prompt, split="first_last", train_size=7, test_size=7)
     data = form.load_data(0)
@@ -264,7 +273,7 @@ def test_only_raw_needs_the_context(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([{"numbers": [1, 2], "target": 3}] * 5), encoding="utf-8")
     assert len(create(TaskConfig(name="countdown", train_data=str(path), prompt="short")).load_data(0).test) == 1
-    with pytest.raises(DataError, match=r"set task\.prompt to short or chat"):
+    with pytest.raises(DataError, match=r"task\.prompt: short, chat, chat_opened"):
         create(TaskConfig(name="countdown", train_data=str(path))).load_data(0)
 
 

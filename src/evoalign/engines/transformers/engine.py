@@ -203,11 +203,12 @@ class TransformersEngine(KeepsMean):
             yield self._rollout(member, request, completion)
 
     def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
+        sampling = request.sampling
         return Rollout(
             member=member,
             request=request.index,
             token_ids=tuple(completion.ids),
-            text=before_stop(self._tokens.decode(completion.ids), request.sampling.stop),
+            text=before_stop(self._tokens.decode(completion.ids), sampling.stop, sampling.keep_stop),
             finish_reason=completion.finish_reason,
             logprobs=tuple(completion.logprobs) if request.logprobs else None,
         )

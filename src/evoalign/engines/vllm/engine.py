@@ -206,7 +206,7 @@ class VllmEngine:
             member=member,
             request=request.index,
             token_ids=ids,
-            text=before_stop(self._tokens.decode(ids), request.sampling.stop),
+            text=before_stop(self._tokens.decode(ids), request.sampling.stop, request.sampling.keep_stop),
             finish_reason=said.finish_reason,
             logprobs=logprobs,
         )

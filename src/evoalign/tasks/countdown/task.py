@@ -43,6 +43,8 @@ USER = (
     "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And return the final "
     "answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
 )
+OPENING = f"Let me solve this step by step.\n{THINK}"
+"""How the answer of `chat_opened` begins, as the replications have it."""
 _TARGET = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
@@ -53,16 +55,17 @@ class Countdown(Task):
 
     - `raw` (default): the row's `context` as it is, which ends in "<think>";
     - `short`: `Use [44 19 35] to make 98. <think>`;
-    - `chat`: a system and a user message, numbers as a Python list.
+    - `chat`: a system and a user message, numbers as a Python list;
+    - `chat_opened`: the same, and the beginning of the answer, `OPENING`, which the model goes on with.
 
     Where the prompt ends in "<think>" the model's text continues the block, so the format is graded on "<think>" +
-    response. In `chat` the prompt cannot open the assistant's turn, so the response has to open the block itself and
-    is graded as it is.
+    response. In `chat` the response has to open the block itself and is graded as it is.
     """
 
     name = "countdown"
     gradings = ("strict", "lenient")
     max_reward = FORMAT_WEIGHT * 1.0 + 1.0
+    graded_text = END_ANSWER
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, self._check, (DATA, None))
@@ -71,9 +74,11 @@ class Countdown(Task):
         numbers, target = cast("list[int]", example["numbers"]), str(example["target"])
         if self.config.prompt == "short":
             return f"Use [{' '.join(map(str, numbers))}] to make {target}. {THINK}"
-        if self.config.prompt == "chat":
+        if self.config.prompt in ("chat", "chat_opened"):
             question = USER.format(numbers=list(numbers), target=target)
-            return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            opened = self.config.prompt == "chat_opened"
+            return [*chat, {"role": "assistant", "content": OPENING}] if opened else chat
         return cast(str, example["context"])
 
     def compute_reward(self, text: str, example: Example) -> float:
@@ -110,14 +115,14 @@ class Countdown(Task):
         """Whether the prompt has opened the think block already."""
         if self.config.prompt == "chat":
             return False
-        return self.config.prompt == "short" or cast(str, example["context"]).rstrip().endswith(THINK)
+        return self.config.prompt in ("short", "chat_opened") or cast(str, example["context"]).rstrip().endswith(THINK)
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
         check_row(where, row)
         context = row.get("context")
         if self.config.prompt in (None, "raw") and not (isinstance(context, str) and context):
             raise DataError(
-                f"{where}: context is {context!r}; expected the prompt, or set task.prompt to short or chat"
+                f"{where}: context is {context!r}; expected the prompt, or task.prompt: short, chat, chat_opened"
             )
         return row
 
