@@ -46,12 +46,13 @@ def plain(seconds: float, generations: list[Generation], total: int) -> list[str
 
 def test_without_a_terminal_each_generation_is_one_plain_line() -> None:
     lines = plain(3.0, [generation(g, 4, alike=g == 1, test=-7.5 if g == 2 else None) for g in range(4)], 4)
-    same = "mean -2  best 0  20th -3.2  80th -0.8"
+    same = "mean reward -2  best 0  middle 60% -3.2 to -0.8"
+    still = "generations without update"
     assert lines == [
-        f"generation 1/4  {same}  no update 0%  tokens/s 1,000  elapsed 0:00:03  left 0:00:09",
-        f"generation 2/4  {same}  no update 50%  tokens/s 1,000  elapsed 0:00:06  left 0:00:06",
-        f"generation 3/4  {same}  no update 33%  tokens/s 1,000  elapsed 0:00:09  left 0:00:03  test -7.5",
-        f"generation 4/4  {same}  no update 25%  tokens/s 1,000  elapsed 0:00:12  left 0:00:00  test -7.5",
+        f"generation 1/4  {same}  {still} 0%  tokens/s 1,000  elapsed 0:00:03  left 0:00:09",
+        f"generation 2/4  {same}  {still} 50%  tokens/s 1,000  elapsed 0:00:06  left 0:00:06",
+        f"generation 3/4  {same}  {still} 33%  tokens/s 1,000  elapsed 0:00:09  left 0:00:03  test reward -7.5",
+        f"generation 4/4  {same}  {still} 25%  tokens/s 1,000  elapsed 0:00:12  left 0:00:00  test reward -7.5",
     ]
 
 
@@ -73,9 +74,16 @@ def test_on_a_terminal_it_shows_the_same_figures_live() -> None:
     console = Console(file=output, force_terminal=True, width=80, color_system=None)
     run(console, 3.0, [generation(g, 2, test=-7.5) for g in range(2)], 2)
     text = output.getvalue()
-    for word in ("generation 1/2", "generation 2/2", "mean -2", "best 0", "20th -3.2", "80th -0.8", "no update 0%"):
+    for word in ("generation 1/2", "generation 2/2", "mean reward -2", "best 0", "middle 60% -3.2 to -0.8"):
         assert word in text
-    for word in ("tokens/s 1,000", "elapsed 0:00:06", "left 0:00:00", "test -7.5", "━"):
+    for word in (
+        "generations without update 0%",
+        "tokens/s 1,000",
+        "elapsed 0:00:06",
+        "left 0:00:00",
+        "test reward -7.5",
+        "━",
+    ):
         assert word in text
     assert "\x1b[?25h" in text, "the cursor is shown again at the end"
 
@@ -94,6 +102,6 @@ def test_no_generation_at_all() -> None:
 
 def test_a_method_has_its_own_word_for_rows_without_variance() -> None:
     output = io.StringIO()
-    with Display(1, Console(file=output, width=40), unit="step", still="rewards equal") as display:
+    with Display(1, Console(file=output, width=40), unit="step", still="steps with equal rewards") as display:
         display.update(metrics_row(generation(0, 1, alike=True)))
-    assert "step 1/1" in output.getvalue() and "rewards equal 100%" in output.getvalue()
+    assert "step 1/1" in output.getvalue() and "steps with equal rewards 100%" in output.getvalue()

@@ -166,7 +166,7 @@ class _Grpo:
             grpo.max_steps,
             f"{task.name}, GRPO ({grpo.tune}), {grpo.num_generations} completions a prompt",
             # Not "no update": what float32 leaves of a mean is an advantage of up to 1e-4, which Adam scales up.
-            still="rewards equal",
+            still="steps with equal rewards",
             words=GRPO_WORDS,
             devices=processes,
             note=self.policy.note,

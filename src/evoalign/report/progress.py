@@ -33,7 +33,7 @@ class Display:
         console: Console | None = None,
         *,
         unit: str = "generation",
-        still: str = "no update",
+        still: str = "generations without update",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.unit, self.still = total, unit, still
@@ -86,8 +86,8 @@ class Display:
         head.add_row(Text(f"{self.unit} {self._done}/{self.total}", style="bold"), bar)
         body = Table.grid(padding=(0, 2), expand=False)
         figures = self._figures()
-        for start in range(0, len(figures), 4):
-            body.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[start : start + 4]))
+        for start in range(0, len(figures), 3):
+            body.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[start : start + 3]))
         return Group(head, body)
 
     def _figures(self) -> list[tuple[str, str]]:
@@ -96,12 +96,12 @@ class Display:
         elapsed = ("elapsed", _clock_face(self._clock() - self._start))
         if row is None:
             return [elapsed]
-        figures = [(name, _short(row[key])) for name, key in (("mean", "mean"), ("best", "best"))]
-        figures += [("20th", _short(row["p20"])), ("80th", _short(row["p80"]))]
+        figures = [("mean reward", _short(row["mean"])), ("best", _short(row["best"]))]
+        figures += [("middle 60%", f"{_short(row['p20'])} to {_short(row['p80'])}")]
         figures += [(name, _short(mean)) for name, mean in row.get("rewards", {}).items() if mean is not None]
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
-        return figures if self._test is None else [*figures, ("test", _short(self._test))]
+        return figures if self._test is None else [*figures, ("test reward", _short(self._test))]
 
     def _speed(self) -> float:
         seconds = sum(s for s, _ in self._recent)

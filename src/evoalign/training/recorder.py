@@ -40,7 +40,7 @@ class Labels:
     method: Method
     total: int
     title: str
-    still: str = "no update"
+    still: str = "generations without update"
     words: Words = ES_WORDS
     devices: int = 1
     note: str = ""
