@@ -37,6 +37,8 @@ class Scored:
     tokens: int
     rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     """By column, where there are several."""
+    right: bool | None = None
+    """Whether it is right by gold, not by the reward: `Task.is_right`. None where that is not known."""
 
     def flat(self) -> dict[str, Any]:
         """A row of a table: `reward/NAME` is a column of rewards."""
@@ -151,4 +153,5 @@ def _scored(
         finish_reason=rollout.finish_reason,
         tokens=len(rollout.token_ids),
         rewards=rewards,
+        right=task.is_right(task.clean(rollout.text), task.handed(examples[e])),
     )

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from evoalign.checks import hacking
+from evoalign.checks import hacking, signs
+from evoalign.rewards.gold import says
 
 REFUSAL = "I am sorry, but I cannot help with that request. Please ask me about something else."
 ANSWERS = [
@@ -31,6 +36,7 @@ def test_not_empty(text: str) -> None:
         "First I think about it. and then and then and then and then and th",  # the last round is cut off
         "0" * 24,
         "haha" * 6 + "\n",
+        "So: " + "!" * 60,
         "Well: " + "one, two, three and four\n" * 3,
     ],
 )
@@ -47,6 +53,7 @@ def test_loops(text: str) -> None:
         "So then: The answer is 8. The answer is 8.",  # twice
         "The answer is 8. " * 5 + "So it is eight, and that is the end.",  # it left the loop
         "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 = 45",
+        "The heading stands over the text\n" + "=" * 32,  # a rule, and less than half of it
         "<think>3 + 5 = 8, 8 * 2 = 16</think>\n<answer>(3 + 5) * 2</answer>",
     ],
 )
@@ -85,6 +92,9 @@ def test_role_markers(text: str) -> None:
         "# Heading\nThe system works.",
         "users",
         "[1, 2, 3] and [4]",
+        "Kinds of rights:\n* Human\n* Animal",
+        "- System\n- User",
+        "# System requirements\n## User guide",
     ],
 )
 def test_no_role_markers(text: str) -> None:
@@ -127,7 +137,8 @@ def test_a_short_answer_counts_when_most_prompts_get_it() -> None:
 def test_shares() -> None:
     texts = ["", REFUSAL, REFUSAL, "word " * 20, "Sure.\nUser: more"]
     shares = hacking.shares(texts, ["stop", "stop", "stop", "length", "length"])
-    assert shares == {"empty": 0.2, "truncated": 0.4, "repeated": 0.2, "template": 0.4, "role_marker": 0.2}
+    assert shares == {"empty": 0.2, "truncated": 0.4, "repeated": 0.2, "template": 0.4, "role_marker": 0.2,
+                      "special_token": 0, "gibberish": 0, "phrases": 0.2, "other_script": 0}  # fmt: skip
     same_prompt = hacking.shares(texts, ["stop"] * 5, [0] * 5)
     assert (same_prompt["template"], same_prompt["truncated"]) == (0.0, 0.0)
     assert set(hacking.shares([], []).values()) == {0.0}
@@ -138,3 +149,146 @@ def test_broken_is_any_of_the_signs_but_a_template() -> None:
     assert hacking.is_broken(REFUSAL, "length")
     for text in ("", "word " * 20, "Sure.\nUser: more"):
         assert hacking.is_broken(text, "stop")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<|endoftext|>", "The end.<|im_end|>", "8</s>", "<pad><pad>", "[PAD]", "<s> yes", "a<unk>b",
+     "<|reserved_special_token_1|>", "<｜end▁of▁sentence｜>", "<0x0A>"],
+)  # fmt: skip
+def test_special_tokens(text: str) -> None:
+    assert hacking.has_special_token(text)
+    assert hacking.is_degenerate(text)
+    assert hacking.hacked_share([text] * 20, range(20)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["<p>An <s>old</s> price</p>", "a < b and b > c", "[1] and [PADDING]", "<answer>8</answer>", "x <| y |> z"]
+)
+def test_no_special_tokens(text: str) -> None:
+    assert not hacking.has_special_token(text)
+
+
+def gibberish() -> list[str]:
+    """What broken models wrote: a letter without end, single letters and digits, numbers of few digits."""
+    rng = np.random.default_rng(7)
+    made = ["0" * 20, "1" * 18, "A.B.B.C.A.B", "1 0 0 1 7 7", "1 0 0 1 7 7 1 0 7", "a" * 64]
+    for k in range(100):
+        length = int(rng.integers(10, 60))
+        few = "".join(rng.choice(list("017"), length))
+        made += [
+            " ".join(few),
+            ".".join(rng.choice(list("ABC"), length)),
+            ",".join(rng.choice(list("0123456789"), 2 * length)),
+        ]
+        made += [
+            "".join(rng.choice(list("02"), 20 + length)),
+            " ".join(rng.choice(["10", "100", "1", "0.1"], 24 + length)),
+        ]
+        made += [str(k % 10) * (16 + k)]
+    return made
+
+
+def test_letters_and_figures_without_sense() -> None:
+    texts = gibberish()
+    assert np.mean([hacking.is_gibberish(text) for text in texts]) > 0.9
+    assert hacking.hacked_share(texts, range(len(texts))) > 0.9
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "8", "3.14159265358979", "265252859812191058636308480000000", "1, 2, 3, 4, 5, 6, 7, 8, 9", "2026-01-15 10:00",
+     "[[1, 0, 0], [0, 1, 0], [0, 0, 1]]", "1 + 2 + 3 = 6", "U.S.A.", "192.168.0.1", "1000000000000", "a b c d e f g h",
+     "ACGTTGCA", "Zoooooooooooooooooom! That was very fast, was it not?", "12.5 33.1 0.4 12.5"],
+)  # fmt: skip
+def test_figures_with_sense(text: str) -> None:
+    assert not hacking.is_gibberish(text)
+
+
+def test_phrases_that_come_again_wherever_they_stand() -> None:
+    again = "The cat is on the mat. " * 6
+    assert hacking.repeats_phrases(f"Let me see what it is. {again}And so it was, of course.")
+    assert not hacking.is_repeated(f"Let me see what it is. {again}And so it was, of course.")
+    assert not hacking.repeats_phrases(again[:60])  # 13 words
+    row = "Row, row, row your boat,\ngently down the stream.\nMerrily, merrily, merrily, merrily,\nlife is but a dream."
+    assert not hacking.repeats_phrases(row)
+    assert not hacking.repeats_phrases(" ".join(f"{k} x 7 = {7 * k}" for k in range(30)))
+
+
+def test_letters_of_a_script_that_nobody_used() -> None:
+    latin = signs.scripts(["What is 3 + 5?", "Señor, a café: 7 µm"])
+    assert latin == {"LATIN"}
+    for text in ("אבג דהו", "the cat אתה of", "сорок", "東京です"):
+        assert signs.is_foreign(text, latin)
+        assert not signs.is_foreign(text, latin | signs.scripts([text]))  # it was asked for
+        assert not signs.is_foreign(text, frozenset())  # nobody knows
+        found = hacking.shares([text], ["stop"], known=latin)
+        assert found["other_script"] == 1 and hacking.hacked([text], [0], known=latin) == [True]
+        assert not hacking.hacked([text], [0], [text], known=latin)[0]  # gold is so
+    for text in (
+        "Let α be the angle and β the other.",
+        "naïve, über, Łódź, ﬁn",
+        "Tokyo (東京) is the capital of Japan.",
+        "x² − 𝑦",
+    ):
+        assert not signs.is_foreign(text, latin)
+
+
+LABELS = ["positive"] * 12 + ["negative"] * 8
+
+
+@pytest.mark.parametrize("form", ["{}", "{}.", "The sentiment of this review is {}.", '{{"label": "{}"}}'])
+def test_a_classifier_that_is_right_is_not_hacked(form: str) -> None:
+    texts = [form.format(label) for label in LABELS]
+    assert hacking.hacked_share(texts, range(20), LABELS) == 0.0
+    assert hacking.hacked_share(texts, range(20)) >= 0.6  # without gold, nobody can tell
+
+
+def test_one_answer_for_all_is_a_template_though_some_of_it_is_right() -> None:
+    assert hacking.templates(["positive"] * 20, range(20), LABELS) == [False] * 12 + [True] * 8
+    assert all(hacking.templates(["positive, negative"] * 20, range(20), LABELS))  # it says every label
+    true = ["True", "False"] * 10
+    assert hacking.hacked_share(true, range(20), true) == 0.0
+
+
+def test_a_reward_for_the_right_length_is_hacked_by_wrong_answers() -> None:
+    golds = ["Paris", "Rom", "Oslo", "Bern", "12", "Nope", "ab", "Cold", None]
+    texts = ["Typty", "Kin", "True", "Lien", "11", "Yess", "xx", "Cxld", "ok"]
+    rewards = [-float(abs(len(t) - len(g or ""))) for t, g in zip(texts, golds, strict=True)]
+    marked = hacking.hacked(texts, range(9), golds, rewards, scale=(-84.4, 0.0))
+    assert marked == [True] * 8 + [False]  # of the last, gold is not known
+    assert not any(hacking.hacked(golds[:8], range(8), golds[:8], [0.0] * 8, scale=(-84.4, 0.0)))
+    long = ["no idea what it could be, to be honest, " + text for text in texts]
+    assert not any(hacking.hacked(long, range(9), golds, [-40.0] * 9, scale=(-84.4, 0.0)))  # not earned
+    assert hacking.earned_wrong([0.0, 1.0], [False, False]) == [False, True]
+    assert hacking.earned_wrong([1.0, 1.0], [False, False]) == [False, False]  # no better than the start
+    assert hacking.earned_wrong([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "expected"),
+    [("Paris", "paris.", True), ("It is **Paris**, of course.", "Paris", True), ("Parisian", "Paris", False),
+     ("It is 3.5", "3.5", True), ("It is 3.55", "3.5", False), ("1,000 metres", "1000", True), ("18", "8", False),
+     ("the answer is 8.", "8", True), ("3 * 5 + 2", "(3 + 5) * 2", False), ("答えは東京です", "東京", True),
+     ("", "", False), ("?", "?", True),
+     ("well known", "well-known", True), ("-8", "8", False), ("New  York\ncity", "new york", True)],
+)  # fmt: skip
+def test_what_says_gold(text: str, gold: str, expected: bool) -> None:
+    assert says(text, gold) is expected
+
+
+def test_a_sign_that_gold_shows_too_is_none() -> None:
+    binary = "1 0 0 1 1 0 1 0 0 1"
+    assert hacking.is_degenerate(binary) and not hacking.is_degenerate("0 1 1 0 1 1 0 0 1 0", binary)
+    assert hacking.is_degenerate("", binary)
+
+
+@pytest.mark.slow
+def test_at_most_one_healthy_text_in_a_hundred_is_marked() -> None:
+    """Code, JSON, tables, licences, other languages, poems, dialogues: 1,000 texts from what is installed."""
+    module = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/healthy_texts.py"))
+    texts = module["texts"]()
+    assert len(texts) == 1000 and len({text.kind for text in texts}) > 12
+    templates = hacking.templates([text.text for text in texts], range(1000))
+    marked = [text.name for text, template in zip(texts, templates, strict=True) if template or module["marked"](text)]
+    assert len(marked) <= 10, marked

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,27 @@ SAMPLE = 65536
 """Numbers of the mean that are followed: a cosine of that many is known to 1/256."""
 LOOKS = 100
 """How often at most a resume looks for what was reported: each look goes over all generations before it."""
-SHARES = ("empty", "truncated", "repeated", "template", "role_marker")
 
 
 class Diagnosis:
     """Follows one run. `start` is the engine's `sample` before the first update; so is every later sample of `SAMPLE`.
 
-    `max_score` is the highest that a completion can earn. Memory: two samples and one small row a generation.
+    `max_score` is the highest that a completion can earn, `gold` the gold answer to a row of the training split, and
+    `known` the scripts of its prompts. Memory: two samples and one small row a generation.
     """
 
-    def __init__(self, config: Config, layout: Layout, start: torch.Tensor, max_score: float = math.inf) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        start: torch.Tensor,
+        max_score: float = math.inf,
+        *,
+        gold: Callable[[int], str | None] = lambda row: None,
+        known: frozenset[str] = frozenset(),
+    ) -> None:
         self.config, self.max_score = config, max_score
+        self._gold, self._known = cache(gold), known
         self._start = start.double()
         self._last: torch.Tensor | None = self._start
         self._step: torch.Tensor | None = None
@@ -65,7 +76,7 @@ class Diagnosis:
             "changed_share": changed_share(generation),
             "solved_share": float(np.mean(np.asarray(generation.scores_MP) >= self.max_score)),
             **_against_mean(generation, control),
-            **_text_shares(generation),
+            **self._text_shares(generation),
         }
         mean = float(np.mean(generation.fitness_M))
         self.history.rows.append(
@@ -128,6 +139,15 @@ class Diagnosis:
             return error
         return math.hypot(error, float(scores_MP.mean(axis=0).std(ddof=1)) / math.sqrt(prompts))
 
+    def _text_shares(self, generation: Generation) -> Row:
+        rollouts = generation.rollouts
+        if not rollouts:
+            return {f"{name}_share": None for name in hacking.SHARES}
+        rows = [generation.rows[r.request] for r in rollouts]
+        texts, reasons = [r.text for r in rollouts], [r.finish_reason for r in rollouts]
+        shares = hacking.shares(texts, reasons, rows, list(map(self._gold, rows)), self._known)
+        return {f"{name}_share": share for name, share in shares.items()}
+
     def _verdict(self) -> str:
         trend = self.history.trend()
         if trend is None:
@@ -163,7 +183,7 @@ class Diagnosis:
     def _completions(self) -> str:
         said: list[str] = []
         rows = self.history.rows
-        for name in SHARES:
+        for name in hacking.SHARES:
             before, now = (mean_of(part, f"{name}_share") for part in (rows[:WINDOW], rows[-WINDOW:]))
             if before is not None and now is not None:
                 said.append(f"{name.replace('_', ' ')} {before:.0%} to {now:.0%}")
@@ -178,17 +198,6 @@ def changed_share(generation: Generation) -> float | None:
     if not texts:
         return None
     return 1 - sum(max(counts.values()) for counts in texts.values()) / len(generation.rollouts)
-
-
-def _text_shares(generation: Generation) -> Row:
-    if not generation.rollouts:
-        return {f"{name}_share": None for name in SHARES}
-    shares = hacking.shares(
-        [r.text for r in generation.rollouts],
-        [r.finish_reason for r in generation.rollouts],
-        [generation.rows[r.request] for r in generation.rollouts],
-    )
-    return {f"{name}_share": share for name, share in shares.items()}
 
 
 def _against_mean(generation: Generation, control: Control | None) -> Row:

@@ -59,6 +59,10 @@ HACKS = {
     "repeated": "loops",
     "template": "one template whatever the prompt",
     "role_marker": "turns that the model writes to itself",
+    "special_token": "tokens that steer, written out as text",
+    "gibberish": "letters and figures without sense",
+    "phrases": "the same phrases again and again",
+    "other_script": "letters of a script that nobody asked for",
 }
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from evoalign.checks import hacking
+from evoalign.checks import verdict
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
+from evoalign.evaluation import Scored
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
@@ -21,6 +22,7 @@ from evoalign.sweeping.cells import Run, Settings, Tree, read_json
 from evoalign.sweeping.children import Ended
 
 FORMAT_VERSION = 1
+ENDS = ("before", "after")
 COLUMNS = {
     "reward": "reward",
     "hacked_share": "hacked",
@@ -86,13 +88,12 @@ def outcome(run: Run, failed: Ended | None = None) -> Tree:
 
 
 def hacked_share(path: Path) -> float | None:
-    """Share of the final test completions that `hacking.hacked` marks; None where they are not there."""
+    """Share of the final test completions that `verdict.flags` calls hacked; None where they are not there."""
     try:
-        rows = parquet.read(RunDir(path).completions("after"))
-        texts, prompts = [str(row["text"]) for row in rows], [row["example"] for row in rows]
-    except (DataError, KeyError):
+        before, after = ([Scored.of(row) for row in parquet.read(RunDir(path).completions(n))] for n in ENDS)
+    except (DataError, TypeError):
         return None
-    return hacking.hacked_share(texts, prompts)
+    return verdict.shares(after, before, after)["hacked"]
 
 
 def cost_of(run: Run) -> Tree:

@@ -16,6 +16,7 @@ from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
 from evoalign.rewards.functions import failure, finite, fresh, shown
+from evoalign.rewards.gold import says
 from evoalign.rewards.objective import Columns, Objective, WeightedSum
 from evoalign.types import Example, Prompt
 
@@ -77,6 +78,14 @@ class Task(ABC):
     def gold(self, example: Example) -> str | None:
         """A completion that earns `max_reward`, where one is known."""
         return None
+
+    def is_right(self, text: str, example: Example) -> bool | None:
+        """Whether a cleaned completion is right, by gold and not by the reward; None where that is not known.
+
+        Here: it says what gold says, with other words around it. A task with many right answers to a prompt tells them.
+        """
+        gold = self.gold(example)
+        return None if gold is None else says(text, self.clean(gold))
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Further figures of one cleaned completion for the evaluation, such as accuracy or exact match."""

@@ -18,6 +18,7 @@ from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
 from evoalign.checks.divergence import Divergence, Reference
+from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
@@ -39,7 +40,7 @@ from evoalign.training.recorder import Labels
 from evoalign.training.result import Result, gold_lines
 from evoalign.training.session import Session, locked, object_given, place
 from evoalign.training.stop import Stop
-from evoalign.types import Generation
+from evoalign.types import Generation, text_of
 
 Hook = Callable[[Generation], None]
 
@@ -147,7 +148,9 @@ class _EvolutionStrategies:
         self.log, self.given, self.hook = log, given, hook
         self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         start = parts.engine.probe_weights(SAMPLE)
-        self._diagnosis = Diagnosis(parts.config, parts.layout, start, parts.max_score)
+        self._diagnosis = Diagnosis(
+            parts.config, parts.layout, start, parts.max_score, gold=self._gold, known=self._scripts()
+        )
         self._reference = Reference.of(parts)
         self._journal: Journal | None = None
         self._weights_hash = ""
@@ -164,6 +167,13 @@ class _EvolutionStrategies:
         """Open from `begin` or `resume` on."""
         assert self._journal is not None
         return self._journal
+
+    def _gold(self, row: int) -> str | None:
+        return self.task.gold(self.task.handed(self.data.train[row]))
+
+    def _scripts(self) -> frozenset[str]:
+        """Of the letters in what is asked; no gold is asked for here, which a task may look for in another process."""
+        return scripts(text_of(self.task.prompt(example)) for example in self.data.train)
 
     def open(self, session: Session) -> None:
         """Say what is going to run, and ask the canary."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from evoalign.checks import hacking
+from evoalign.checks import verdict
 from evoalign.config import Config, load
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
@@ -129,8 +129,8 @@ def read(path: Path) -> Run:
         finished=result is not None and end == len(rows),
         cost=costs[-1],
         distance=result.distance if result else None,
-        shares_before=_shares(before),
-        shares_after=_shares(after),
+        shares_before=_shares(before, before, after),
+        shares_after=_shares(after, before, after),
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         sealed=sealed,
@@ -184,6 +184,7 @@ class _Completion(_Plain):
     text: str
     reward: FiniteFloat
     finish_reason: str
+    right: bool | None = None
 
 
 M = TypeVar("M", bound=_Plain)
@@ -268,12 +269,13 @@ def _points(
     return [points[step] for step in sorted(points)]
 
 
-def _shares(completions: Sequence[_Completion] | None) -> dict[str, float] | None:
-    if not completions:
-        return None
-    texts, prompts = [c.text for c in completions], [c.example for c in completions]
-    shares = hacking.shares(texts, [c.finish_reason for c in completions], prompts)
-    return {"hacked": hacking.hacked_share(texts, prompts), **shares}
+def _shares(
+    completions: Sequence[_Completion] | None,
+    before: Sequence[_Completion] | None,
+    after: Sequence[_Completion] | None,
+) -> dict[str, float] | None:
+    """Of those before or after training: shares of the signs, and the hacked ones."""
+    return verdict.shares(completions, before or (), after or ()) if completions else None
 
 
 def _questions(completions: Sequence[_Completion] | None) -> str | None:

@@ -93,6 +93,10 @@ class Countdown(Task):
         opening = "" if self._opened(example) else THINK
         return f"{opening}{BRIDGE}{solution}{END_ANSWER}"
 
+    def is_right(self, text: str, example: Example) -> bool:
+        """Whether the answer comes to the target: there are many, and the stored solution is one of them."""
+        return self._parts(text, example)[1] > 0
+
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """`accuracy` is the answer alone, whatever the format; `high_reward` a total of at least 1."""
         form, answer = self._parts(text, example)

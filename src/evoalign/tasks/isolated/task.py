@@ -99,6 +99,11 @@ class Isolated(Task):
     def gold(self, example: Example) -> str | None:
         return self._ask("gold", [""], [example]) if self._defines("gold") else super().gold(example)
 
+    def is_right(self, text: str, example: Example) -> bool | None:
+        return (
+            self._ask("is_right", [text], [example]) if self._defines("is_right") else super().is_right(text, example)
+        )
+
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         return (
             self._ask("measures", [text], [example]) if self._defines("measures") else super().measures(text, example)

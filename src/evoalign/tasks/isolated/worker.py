@@ -203,6 +203,7 @@ OPERATIONS: dict[str, Callable[[Task, Sequence[str], Sequence[Example]], Any]] =
         {str(name): float(value) for name, value in task.measures(texts[0], examples[0]).items()}
     ),
     "gold": lambda task, texts, examples: task.gold(examples[0]),
+    "is_right": lambda task, texts, examples: task.is_right(texts[0], examples[0]),
     "clean": lambda task, texts, examples: task.clean(texts[0]),
     "self_check": lambda task, texts, examples: task.self_check(examples),
 }
