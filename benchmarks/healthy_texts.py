@@ -273,7 +273,7 @@ def texts() -> list[Text]:
 
 
 def _without_copies(found: list[Text]) -> list[Text]:
-    """Without texts of which more than a third are lines or sentences of one before: a licence lies in many packages."""
+    """Without texts of which more than a third are sentences of one before: a licence lies in many packages."""
     kept: list[Text] = []
     seen: set[str] = set()
     for text in found:

@@ -111,8 +111,8 @@ HOW_TO_READ = (
     "  corrected by itself: who looks at all of them for one that is significant looks more than once.",
     "- Effect sizes are in standard deviations (of paired differences, where paired) with Hedges' correction.",
     "- A hacked completion earns a reward as good as the best with gold wrong, is broken (empty, loops, figures",
-    "  without sense, special tokens, other scripts, turns of its own), or is a template given to many prompts. Read the share",
-    "  beside the one before training: none of these signs is a proof.",
+    "  without sense, special tokens, other scripts, turns of its own), or is a template given to many prompts. Read",
+    "  the share beside the one before training: none of these signs is a proof.",
     "- If settings were chosen on this same test split, all of this is too good, and nothing here can know it.",
 )
 
