@@ -10,6 +10,7 @@ from evoalign.version import __version__
 
 if TYPE_CHECKING:
     from evoalign.analysis.compare.comparison import compare
+    from evoalign.analysis.evaluations import Evaluations, evaluate_many
     from evoalign.baselines.train import grpo
     from evoalign.config import Config
     from evoalign.config import load as load_config
@@ -31,6 +32,7 @@ _HOMES = {
     "Config": "evoalign.config:Config",
     "Data": "evoalign.tasks:Data",
     "Evaluation": "evoalign.evaluation:Evaluation",
+    "Evaluations": "evoalign.analysis.evaluations:Evaluations",
     "EvoalignError": "evoalign.errors:EvoalignError",
     "Generation": "evoalign.types:Generation",
     "Result": "evoalign.training.result:Result",
@@ -40,6 +42,7 @@ _HOMES = {
     "doctor": "evoalign.preflight:doctor",
     "dry_run": "evoalign.training.train:dry_run",
     "evaluate": "evoalign.training.resolve:evaluate",
+    "evaluate_many": "evoalign.analysis.evaluations:evaluate_many",
     "export": "evoalign.exporting.export:export",
     "grpo": "evoalign.baselines.train:grpo",
     "load_config": "evoalign.config:load",
@@ -53,6 +56,7 @@ __all__ = [
     "Config",
     "Data",
     "Evaluation",
+    "Evaluations",
     "EvoalignError",
     "Generation",
     "Result",
@@ -63,6 +67,7 @@ __all__ = [
     "doctor",
     "dry_run",
     "evaluate",
+    "evaluate_many",
     "export",
     "grpo",
     "load_config",

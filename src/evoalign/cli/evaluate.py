@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from evoalign.cli.options import Debug, More, Sets, console, integers, quiet
+from evoalign.cli.options import Debug, More, Sets, console, integers, quiet, say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from evoalign.analysis.evaluations import Judged, SeedMean
     from evoalign.config import Config
+    from evoalign.statistics import Estimate
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(help="A run directory, a model folder, a PEFT adapter or a hub name.")],
+    target: Annotated[
+        list[str], typer.Argument(help="Run directories, folders with runs, model folders, PEFT adapters or hub names.")
+    ],
     task: Annotated[str | None, typer.Option(help="The task; a run has its own.")] = None,
     config: More = None,
     set_: Sets = None,
@@ -26,7 +32,8 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Also write measures and completions as JSON.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Score the mean model of a run, or any model, on a task."""
+    """Score the mean models of runs, or any models, on a task; the mean over trained seeds. Exit code 1 where one of
+    several cannot be."""
     from evoalign.errors import ConfigError
 
     if split not in ("test", "train"):
@@ -34,20 +41,25 @@ def evaluate(
     chosen: Literal["test", "train"] = "test" if split == "test" else "train"
     overrides = {"samples": samples, "temperature": temperature, "seeds": integers(seeds)}
     overrides = {name: value for name, value in overrides.items() if value is not None}
-    tree = _evaluation_config(target, task, config or [], set_ or [])
     quiet()
-    from evoalign.training import resolve as targets
+    from evoalign.analysis import evaluations
 
-    result = targets.evaluate(target, config=tree, split=chosen, overrides=overrides)
-    _show(result.measures)
+    found = evaluations.expand(target)
+    told = _show_row if len(found) > 1 else _show
+
+    def judge(one: str) -> evaluations.Judged:
+        tree = _evaluation_config(one, task, config or [], set_ or [])
+        return evaluations.judge(one, tree, chosen, overrides)
+
+    together = evaluations.each(found, judge, told)
+    for mean in together.means:
+        _show_mean(mean)
+    for one, why in together.failed.items():
+        say(f"{one} was not evaluated: {why}")
     if output is not None:
-        import dataclasses
-        import json
-
-        from evoalign.rundir.files import write_text
-
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(output, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        _write(output, together.tree() if len(found) > 1 else together.judged[0].tree())
+    if together.failed:
+        raise typer.Exit(1)
 
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
@@ -100,10 +112,52 @@ def _name(section: Any) -> Any:
     return section.get("name") if isinstance(section, dict) else section
 
 
-def _show(measures: dict[str, float]) -> None:
+def _show(found: Judged) -> None:
+    """One target: what was measured, and each measure with its interval over examples."""
+    _heading(found)
+    _print("mean", "over new examples", found.intervals)
+
+
+def _show_row(found: Judged) -> None:
+    """One of several targets, as soon as it is done."""
+    measures = ", ".join(f"{name} {value:.4f}" for name, value in found.evaluation.measures.items())
+    _heading(found)
+    _say(f"  {measures}")
+
+
+def _heading(found: Judged) -> None:
+    made = f" (seed {found.config.seed}, {found.generation} done)" if found.generation is not None else ""
+    _say(
+        f"{found.target}{made}: model {found.model}, task {found.config.task.name}, {found.split} split, {found.asked}"
+    )
+
+
+def _show_mean(mean: SeedMean) -> None:
+    seeds = ", ".join(str(run.config.seed) for run in mean.runs)
+    _say(f"{mean.label}: {len(mean.runs)} runs, trained with seeds {seeds}; each {mean.runs[0].asked}")
+    _print("mean over seeds", f"over {mean.over}", mean.measures)
+
+
+def _print(mean: str, over: str, measures: Mapping[str, Estimate]) -> None:
     from rich.table import Table
 
-    table = Table("measure", "mean")
-    for name, value in measures.items():
-        table.add_row(name, f"{value:.4f}")
+    table = Table("measure", mean, f"95 % interval {over}")
+    for name, found in measures.items():
+        between = f"{found.low:.4f} to {found.high:.4f}" if found.low is not None else found.why
+        table.add_row(name, f"{found.mean:.4f}", between)
     console().print(table)
+
+
+def _say(text: str) -> None:
+    from evoalign.report.tables import visible
+
+    console().print(visible(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _write(output: Path, tree: dict[str, Any]) -> None:
+    import json
+
+    from evoalign.rundir.files import write_text
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, json.dumps(tree, indent=2) + "\n")

@@ -34,7 +34,9 @@ def _identity_of_grpo(config: Config, told: set[str]) -> dict[str, Any]:
     if config.grpo.rollouts != "es":
         unused |= {"es_", "space", "lowrank"}
         unused |= {"lora"} if config.grpo.tune == "full" else set()
-    unsampled = {"temperature", "top_p", "stop"} | ({"max_tokens"} if config.grpo.max_completion_length else set())
+    unsampled = {"temperature", "top_p", "stop", "keep_stop"} | (
+        {"max_tokens"} if config.grpo.max_completion_length else set()
+    )
     tree = {**_tree(config, {*told, *unused}, unsampled), "grpo": config.grpo.by_name}
     if tree["grpo"]["lr_scheduler_type"] == "constant":
         del tree["grpo"]["max_steps"]

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.analysis.compare.runs import Run
+from evoalign.config import Config
 from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import identity
+from evoalign.rundir.method import Method
 
 MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
 """Settings that name a group before others do."""
@@ -77,13 +79,13 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     """Runs of equal settings, those of ES first; with labels of their own."""
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
-        by_settings.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
+        by_settings.setdefault(json.dumps(settings_of(run.config, run.method), sort_keys=True), []).append(run)
     for same in by_settings.values():
         _check_seeds(same)
     kinds: list[tuple[list[Run], dict[str, Any]]] = [(same, json.loads(key)) for key, same in by_settings.items()]
     kinds.sort(key=lambda kind: kind[1]["method"])
     settings = [kind for _, kind in kinds]
-    labels, names = _labels(settings), sorted({key for kind in settings for key in kind})
+    labels, names = labels_of(settings), sorted({key for kind in settings for key in kind})
     odd = [name for name in names if any(kind.get(name) != settings[0].get(name) for kind in settings)]
     return [
         Group(label, kind["method"], tuple(sorted(same, key=lambda run: run.seed)), kind,
@@ -92,15 +94,14 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     ]  # fmt: skip
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def settings_of(config: Config, method: Method) -> dict[str, Any]:
     """What makes a run what it is, but for its seed; its length is a part of it, since the end is compared too."""
-    tree = identity(run.config, run.method)
+    tree = identity(config, method)
     del tree["seed"]
-    config = run.config
-    length = config.es.num_generations if run.method == "es" else config.grpo.max_steps
+    length = config.es.num_generations if method == "es" else config.grpo.max_steps
     unused = set(SECTIONS) - {tree["space"]["name"]} if "space" in tree else set[str]()
     flat = dict(_flat({key: value for key, value in tree.items() if key not in unused}))
-    return {"method": run.method, **flat, LENGTHS[run.method == "grpo"]: length}
+    return {"method": method, **flat, LENGTHS[method == "grpo"]: length}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -122,7 +123,7 @@ def _check_seeds(same: Sequence[Run]) -> None:
             )
 
 
-def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Short names: the method, then as few of the settings in which groups differ as tell them apart."""
     labels: list[tuple[str, ...]] = [(kind["method"].upper(),) for kind in settings]
     for name in sorted({key for kind in settings for key in kind if key != "method"}, key=_rank):

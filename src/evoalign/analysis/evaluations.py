@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several targets on one split: each by itself, and the mean of runs that differ in their seed alone.
+
+The published protocol of Conciseness (Qiu et al., arXiv 2509.24372, section 4.2): the model is trained greedily with
+several seeds, and each of the trained models draws 20 completions of each of 8 questions at temperature 0.7. Intervals
+are then over seeds and questions; more draws of one trained model say nothing of another seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from evoalign import statistics
+from evoalign.analysis.compare.groups import labels_of, settings_of
+from evoalign.analysis.compare.runs import find
+from evoalign.config import Config, EvaluationConfig
+from evoalign.errors import ConfigError, EvoalignError
+from evoalign.evaluation import Evaluation
+from evoalign.report.tables import SHARES
+from evoalign.rundir.directory import generation_of, saved_folders
+from evoalign.rundir.method import Method, method_of
+from evoalign.setup import ConfigLike, as_config
+from evoalign.statistics import Estimate
+from evoalign.training import resolve
+
+Split = Literal["train", "test"]
+IS_MODEL = ("config.json", "adapter_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One target on a split. `config` is the run's own, or the one that was given; `model` the base model's name.
+
+    `method`, and `generation`, of whose end the weights are, are those of a run.
+    """
+
+    target: str
+    split: str
+    model: str
+    config: Config
+    drawn: EvaluationConfig
+    method: Method | None
+    generation: int | None
+    evaluation: Evaluation
+
+    @property
+    def intervals(self) -> dict[str, Estimate]:
+        """Of each measure, for new examples of the split; the trained model is the one that it is."""
+        per_example = self.evaluation.measures_E
+        known = {name: [v for v in values if not math.isnan(v)] for name, values in per_example.items()}
+        return {name: _bounded(name, statistics.mean(values)) for name, values in known.items()}
+
+    @property
+    def asked(self) -> str:
+        """How many completions of how many examples, and how they were drawn."""
+        examples, drawn = len(next(iter(self.evaluation.measures_E.values()))), self.drawn
+        if drawn.temperature == 0:
+            return f"{examples:,} examples, greedy, at most {drawn.max_tokens:,} tokens"
+        seeds = f" x {len(drawn.seeds)} seeds of sampling" if len(drawn.seeds) > 1 else ""
+        count = len(self.evaluation.completions)
+        return (
+            f"{examples:,} examples x {drawn.samples} samples{seeds} = {count:,} completions, temperature "
+            f"{drawn.temperature:g}, top_p {drawn.top_p:g}, at most {drawn.max_tokens:,} tokens"
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """As plain data: what `Evaluation` has, and what it is of."""
+        return {
+            **asdict(self.evaluation),
+            "target": self.target,
+            "split": self.split,
+            "model": self.model,
+            "task": self.config.task.name,
+            "method": self.method,
+            "seed": self.config.seed if self.method else None,
+            "generation": self.generation,
+            "drawn": self.drawn.model_dump(mode="json", exclude={"every"}),
+            "intervals": {name: asdict(found) for name, found in self.intervals.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SeedMean:
+    """Runs that differ in their seed alone, and the mean of each measure over them.
+
+    `over` says what the intervals are for: new seeds and new examples, or new seeds alone.
+    """
+
+    label: str
+    runs: tuple[Judged, ...]
+    measures: Mapping[str, Estimate]
+    over: str
+
+    def tree(self) -> dict[str, Any]:
+        """As plain data."""
+        measures = {name: asdict(found) for name, found in self.measures.items()}
+        seeds, targets = [run.config.seed for run in self.runs], [run.target for run in self.runs]
+        return {"label": self.label, "targets": targets, "seeds": seeds, "over": self.over, "measures": measures}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """`judged` are in the order of the targets, `failed` says why a target was not; `means` are those over seeds."""
+
+    judged: tuple[Judged, ...]
+    failed: Mapping[str, str]
+    means: tuple[SeedMean, ...]
+
+    def tree(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "targets": [found.tree() for found in self.judged],
+            "means": [mean.tree() for mean in self.means],
+            "failed": dict(self.failed),
+        }
+
+
+def evaluate_many(
+    targets: Sequence[str | Path],
+    *,
+    config: ConfigLike | None = None,
+    split: Split = "test",
+    overrides: Mapping[str, Any] | None = None,
+    told: Callable[[Judged], None] | None = None,
+) -> Evaluations:
+    """Score many targets, each as `evoalign.evaluate` does, one after another; a folder stands for the runs in it.
+
+    A target that cannot be evaluated is in `failed`, and the others are done. `told` gets each as soon as it is done.
+    Raises a subclass of EvoalignError where there is none, or none can be evaluated.
+    """
+    found = expand(targets)
+    return each(found, lambda target: judge(target, config, split, overrides), told)
+
+
+def expand(targets: Sequence[str | Path]) -> list[str]:
+    """The targets, each once; in the place of a folder that is no run and no model, the runs below it.
+
+    Raises ConfigError.
+    """
+    if not targets:
+        raise ConfigError("no target; give runs, a folder with runs, models or adapters")
+    found: dict[str, str] = {}
+    for target in map(str, targets):
+        path = Path(target)
+        holds_runs = os.path.isdir(target) and method_of(path) is None  # noqa: PTH112 (which raises nothing)
+        holds_runs = holds_runs and not any((path / name).exists() for name in IS_MODEL)
+        inside = _below(path) if holds_runs else list[Path]()
+        for one in map(str, inside or [target]):
+            found.setdefault(_place(one), one)
+    return list(found.values())
+
+
+def _below(folder: Path) -> list[Path]:
+    try:
+        return find([folder])
+    except ConfigError:  # none: what is wrong with it is said where it is evaluated
+        return []
+
+
+def _place(target: str) -> str:
+    """A folder under another name is the same target."""
+    return os.path.realpath(target) if os.path.isdir(target) else target  # noqa: PTH112
+
+
+def each(
+    targets: Sequence[str], judged: Callable[[str], Judged], told: Callable[[Judged], None] | None = None
+) -> Evaluations:
+    """All targets, and what they come to. Raises the error of the only target, or ConfigError where all failed."""
+    done: list[Judged] = []
+    failed: dict[str, str] = {}
+    for target in targets:
+        try:
+            one = judged(target)
+        except EvoalignError as error:
+            if len(targets) == 1:
+                raise
+            failed[target] = str(error)
+            continue
+        done.append(one)
+        if told is not None:
+            told(one)
+    if not done:
+        raise ConfigError("\n".join(dict.fromkeys(failed.values())))
+    return Evaluations(tuple(done), failed, tuple(seed_means(done)))
+
+
+def judge(
+    target: str | Path, config: ConfigLike | None, split: Split = "test", overrides: Mapping[str, Any] | None = None
+) -> Judged:
+    """One target. Raises what `evoalign.evaluate` does."""
+    path = Path(target)
+    method = method_of(path) if (path / "config.yaml").is_file() else None
+    evaluation = resolve.evaluate(target, config=config, split=split, overrides=overrides)
+    own = as_config(config, needs_es=False) if config is not None else resolve.of_run(path)
+    saved = saved_folders(path)
+    return Judged(
+        target=str(target),
+        split=split,
+        model=own.model.name if method else str(target),
+        config=own,
+        drawn=EvaluationConfig.model_validate({**own.evaluation.model_dump(), **(overrides or {})}),
+        method=method,
+        generation=generation_of(saved[-1]) if method and saved else None,
+        evaluation=evaluation,
+    )
+
+
+def seed_means(judged: Sequence[Judged]) -> list[SeedMean]:
+    """The mean of the runs of each setting that were trained with several seeds."""
+    groups: dict[str, list[Judged]] = {}
+    for found in judged:
+        if found.method is not None:
+            drawn = found.config.model_copy(update={"evaluation": found.drawn})
+            tree = {**settings_of(drawn, found.method), "generation": found.generation}
+            groups.setdefault(json.dumps(tree, sort_keys=True), []).append(found)
+    labels = dict(zip(groups, labels_of([json.loads(key) for key in groups]), strict=True)) if groups else {}
+    several = [(labels[key], same) for key, same in groups.items() if len(same) > 1]
+    return [_seed_mean(label, sorted(same, key=lambda run: run.config.seed)) for label, same in several]
+
+
+def _seed_mean(label: str, runs: Sequence[Judged]) -> SeedMean:
+    seeds = [run.config.seed for run in runs]
+    asked = {tuple((s.example, s.prompt, s.target) for s in run.evaluation.completions) for run in runs}
+    crossed = len(asked) == 1
+    names = [n for n in runs[0].evaluation.measures if all(n in run.evaluation.measures for run in runs)]
+    measures = {name: _bounded(name, _over(runs, name, crossed)) for name in names}
+    if len(set(seeds)) < len(seeds):
+        why = f"seeds {', '.join(map(str, seeds))}: one stands twice, so no interval"
+        measures = {name: Estimate(found.mean, found.n, why=why) for name, found in measures.items()}
+    return SeedMean(label, tuple(runs), measures, "new seeds and new examples" if crossed else "new seeds")
+
+
+def _over(runs: Sequence[Judged], name: str, crossed: bool) -> Estimate:
+    """A seeded split has other examples for each seed, and a reward may not apply to some: then seeds alone."""
+    values_SI = [run.evaluation.measures_E[name] for run in runs]
+    if crossed and not np.isnan(values_SI).any():
+        return statistics.crossed(values_SI)
+    return statistics.mean([run.evaluation.measures[name] for run in runs])
+
+
+def _bounded(name: str, found: Estimate) -> Estimate:
+    """The interval of a share does not leave 0 to 1, as by its formula it can."""
+    if found.low is None or found.high is None or not (name in SHARES or name.endswith("_share")):
+        return found
+    return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))
