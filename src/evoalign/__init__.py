@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from evoalign.spaces import Space
     from evoalign.sweeping.sweep import sweep
     from evoalign.tasks import Data, Task
+    from evoalign.training.placebos import placebo
     from evoalign.training.replay import replay
     from evoalign.training.resolve import evaluate
     from evoalign.training.result import Result
@@ -46,6 +47,7 @@ _HOMES = {
     "export": "evoalign.exporting.export:export",
     "grpo": "evoalign.baselines.train:grpo",
     "load_config": "evoalign.config:load",
+    "placebo": "evoalign.training.placebos:placebo",
     "probe": "evoalign.preflight.ladder:probe",
     "replay": "evoalign.training.replay:replay",
     "sweep": "evoalign.sweeping.sweep:sweep",
@@ -71,6 +73,7 @@ __all__ = [
     "export",
     "grpo",
     "load_config",
+    "placebo",
     "probe",
     "replay",
     "sweep",

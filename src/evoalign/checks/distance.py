@@ -10,7 +10,7 @@ it is served, rounded to that dtype, so that no change is exactly 0; sums are fl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,41 @@ def product_square(a: torch.Tensor, b: torch.Tensor, scaling: float = 1.0) -> fl
     return max(0.0, float(((a @ a.T) * (b.T @ b)).sum())) * scaling**2
 
 
+def start_of(served: Served) -> Mapping[str, torch.Tensor]:
+    """The mean before training, float32 on the CPU by name: what `Engine.load` takes to go back to it.
+
+    Of the model's own tensors each is read from its files when it is asked for, and rounded as it is served. Raises
+    ModelError where they cannot be determined, with the reason.
+    """
+    layout, space = served.layout, served.space
+    if space.evolves_model:
+        return _Start(_Base(served.config, layout.torch_dtype), [t.name for t in (*layout.tensors, *layout.frozen)])
+    return {t.name: space.start(layout, t.name, "cpu") for t in (*layout.tensors, *layout.frozen)}
+
+
+def moved(served: Served, start: Mapping[str, torch.Tensor]) -> float:
+    """L2 norm of the change of all numbers that evolve: of an adapter those of its factors, not of their product."""
+    return math.sqrt(math.fsum(_square(tensor, start[name]) for name, tensor in served.engine.state()))
+
+
+class _Start(Mapping[str, torch.Tensor]):
+    """The model's own tensors of these names, in float32."""
+
+    def __init__(self, base: _Base, names: Sequence[str]) -> None:
+        self._base, self._names = base, dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._base.served(name).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class _Base:
     """The base model's parameters in its files, one at a time; `dtype` is what they are served in, if known."""
 
@@ -93,18 +128,19 @@ class _Base:
         """Squared L2 norm of a tensor's change. `dtype` is what both are rounded to where they are equal."""
         if self._shapes.get(name) != tuple(tensor.shape):
             raise ModelError(f"model {self.name} has no {name} of shape {list(tensor.shape)}")
-        return _square(tensor, self._served(name, dtype or self._dtype))
+        return _square(tensor, self.served(name, dtype))
 
     def distance(self, changes: Iterable[float]) -> Distance:
         """From the squared norms of all changes."""
         l2 = math.sqrt(math.fsum(changes))
-        norm = math.sqrt(math.fsum(_square(self._served(name, self._dtype)) for name in self._shapes))
+        norm = math.sqrt(math.fsum(_square(self.served(name)) for name in self._shapes))
         if not math.isfinite(l2) or not norm:
             raise ModelError("the weights are not finite numbers")
         return Distance(l2, l2 / norm)
 
-    def _served(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        tensor = self._tensors[self._key(name)]
+    def served(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor rounded to `dtype`, or to what all are served in, where that is known."""
+        tensor, dtype = self._tensors[self._key(name)], dtype or self._dtype
         return tensor if dtype is None else tensor.to(dtype)
 
     def _key(self, name: str) -> str:

@@ -19,6 +19,7 @@ from evoalign.cli.grpo import grpo
 from evoalign.cli.init import init
 from evoalign.cli.journal import show_journal
 from evoalign.cli.options import say
+from evoalign.cli.placebo import placebo
 from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
 from evoalign.cli.sweep import sweep
@@ -37,7 +38,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-for command in (sweep, train, grpo, replay, analyze):
+for command in (sweep, train, grpo, replay, placebo, analyze):
     app.command()(command)
 for name, found in analysis.shipped().items():
     if found.command is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, quiet, say
+from evoalign.cli.options import Debug, More, integers, quiet, say
 
 
 def replay(
@@ -18,10 +18,51 @@ def replay(
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Save the mean in this new folder.")] = None,
     model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    counterfactual: Annotated[
+        str | None, typer.Option(help='Other coefficients: shuffle, flip, half, "member K" or "shaping NAME".')
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Of shuffle: comma-separated, such as 0,1,2.")] = "0",
+    config: More = None,
     debug: Debug = False,
 ) -> None:
-    """Rebuild the mean from the base model and the journal alone, and check its hash."""
+    """Rebuild the mean from the base model and the journal alone, and check its hash.
+
+    With --counterfactual, what other coefficients of the same noise come to, on the test split, beside the run itself:
+    the first step is exact, later ones are conditional on the recorded path, since scores were measured around the
+    run's own means. --config names the run's own config where that names code.
+    """
     quiet()
+    if counterfactual is not None:
+        _counterfactuals(run, counterfactual, seeds, generation, to, model, config)
+        return
+    _own(run, generation, to, model)
+
+
+def _counterfactuals(
+    run: Path,
+    name: str,
+    seeds: str,
+    generation: int | None,
+    to: Path | None,
+    model: str | None,
+    config: list[Path] | None,
+) -> None:
+    from evoalign.config import load
+    from evoalign.training.counterfactual import CONDITIONAL
+    from evoalign.training.placebos import counterfactuals
+
+    own = load(config) if config else None
+    found = counterfactuals(run, name, integers(seeds) or [], to=to, config=own, model=model, generation=generation)
+    for what, reached in found:
+        items = len(reached.evaluation.measures_E["reward"])
+        typer.echo(
+            f"{what}: reward {reached.evaluation.measures['reward']:.4f} on {items} test examples, distance "
+            f"{reached.distance:.4g} from the start, weights_hash {reached.weights_hash}"
+        )
+    typer.echo(f"of {name}, {CONDITIONAL}" + (f"; saved in {to}" if to else ""))
+
+
+def _own(run: Path, generation: int | None, to: Path | None, model: str | None) -> None:
     from rich.console import Console
     from rich.progress import Progress
 

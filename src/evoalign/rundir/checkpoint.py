@@ -40,6 +40,11 @@ NO_JOURNAL = "0" * 64
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PlainName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=255)]
 """Of a file in the folder itself."""
+_NOT_THE_RUN = """# Not the result of a run
+
+These weights are a counterfactual ({0.counterfactual}) of a run of Evolution Strategies: its noise, and other
+coefficients, replayed with evoalign for {0.generation} generations. weights_hash {0.weights_hash}
+"""
 State = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -48,7 +53,8 @@ class Mark:
     """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it.
 
     `reward` is that of its evaluation on the test split, where there was one: by it the best is kept. `objective` is
-    the state that the objective had after that generation; written down only where there is one.
+    the state that the objective had after that generation; written down only where there is one. So is
+    `counterfactual`, of a mean that is not the run's own: with which other coefficients it was reached.
     """
 
     generation: int
@@ -56,6 +62,7 @@ class Mark:
     journal: str
     reward: float | None = None
     objective: Mapping[str, float] = field(default_factory=dict[str, float])
+    counterfactual: str | None = None
 
 
 class _Record(BaseModel):
@@ -69,6 +76,7 @@ class _Record(BaseModel):
     journal: Hash
     reward: Annotated[float, Field(allow_inf_nan=False)] | None
     objective: Annotated[dict[str, Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)] | None = None
+    counterfactual: Annotated[str, Field(min_length=1, max_length=99)] | None = None
     files: dict[PlainName, Hash]
     hash: Hash
 
@@ -96,6 +104,8 @@ def save(
             _write_model(temporary, config, layout, base, state())
             if not _is_exact(temporary, layout):
                 _write_mean(temporary, state())
+        if mark.counterfactual:
+            (temporary / "README.md").write_text(_NOT_THE_RUN.format(mark), encoding="utf-8")
         slots = dict(optimizer)
         if slots:
             _save_file(slots, temporary / OPTIMIZER)
@@ -114,7 +124,14 @@ def verify(folder: Path) -> Mark:
             raise CheckpointError(f"{folder / name} is missing")
         if digest_of(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
-    return Mark(record.generation, record.weights_hash, record.journal, record.reward, record.objective or {})
+    return Mark(
+        record.generation,
+        record.weights_hash,
+        record.journal,
+        record.reward,
+        record.objective or {},
+        record.counterfactual,
+    )
 
 
 def verify_policy(folder: Path) -> Mark:
@@ -254,8 +271,9 @@ def seal(folder: Path, mark: Mark) -> None:
     """Write down what is in a folder, last of all."""
     files = {file.name: digest_of(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
-    if not mark.objective:
-        del record["objective"]
+    for name in ("objective", "counterfactual"):
+        if not record[name]:
+            del record[name]
     (folder / RECORD).write_text(_record_text(record), encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ from evoalign.rundir.journal import Header, Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
 from evoalign.training import saving
+from evoalign.training.counterfactual import Counterfactual, parse
 from evoalign.types import Layout, Summation
 
 Progress = Callable[[int, int], None]
@@ -48,6 +49,8 @@ def replay(
     to: str | Path | None = None,
     model: str | None = None,
     progress: Progress | None = None,
+    counterfactual: str | None = None,
+    seed: int = 0,
 ) -> str:
     """Rebuild the mean after `generation` generations (None: all), check each hash on the way, and save it.
 
@@ -55,16 +58,16 @@ def replay(
     `to` is a new folder: a PEFT adapter or a Hugging Face checkpoint. Returns the weights_hash. Raises JournalError
     for a journal that is damaged before that generation, ResumeError where the weights come out otherwise, and of that
     MachineError where the journal was made in a way whose bits depend on the machine: then it says how far they are.
+
+    `counterfactual` takes other coefficients: `shuffle` (with `seed`), `flip`, `half`, `member K`, `shaping NAME`; see
+    `evoalign.training.counterfactual`. Its first step is exact, later ones are conditional on the recorded path. What
+    is saved then says of itself that it is not the run's own mean. Raises ConfigError for one that cannot be.
     """
-    if (
-        to is not None
-        and Path(to).exists()
-        and (Path(to).is_symlink() or not Path(to).is_dir() or any(Path(to).iterdir()))
-    ):
-        raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
+    refuse_taken(to)
     log = log_of(run)
+    other = None if counterfactual is None else parse(counterfactual, log, seed)
     try:
-        with rebuilt(log, generation=generation, model=model, progress=progress) as (served, mark):
+        with rebuilt(log, generation=generation, model=model, progress=progress, other=other) as (served, mark):
             if to is not None:
                 saving.save(served, Path(to), mark, replace=False)
             return mark.weights_hash
@@ -74,6 +77,13 @@ def replay(
         if not 0 < share < _LAST_BITS:
             raise ResumeError(f"{error}; but that is not why: {words}") from error
         raise MachineError(f"{error}; {words}", error.generations) from error
+
+
+def refuse_taken(to: str | Path | None) -> None:
+    """Raise RunExistsError where a folder that is to be made is there, and not empty."""
+    there = None if to is None else Path(to)
+    if there is not None and there.exists() and (there.is_symlink() or not there.is_dir() or any(there.iterdir())):
+        raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
 
 
 def _deviation(run: Path, log: Log, first: int, count: int, model: str | None) -> tuple[str, float]:
@@ -127,8 +137,12 @@ def rebuilt(
     generation: int | None = None,
     model: str | None = None,
     progress: Progress | None = None,
+    other: Counterfactual | None = None,
 ) -> Generator[tuple[Served, Mark]]:
-    """An engine whose mean is that of a generation of the journal, and where that stands in it."""
+    """An engine whose mean is that of a generation of the journal, and where that stands in it.
+
+    With `other` coefficients the hash is the one that they come to.
+    """
     log = log.whole(generation)
     count = log.sealed if generation is None else generation
     if not 0 <= count <= log.sealed:
@@ -138,11 +152,16 @@ def rebuilt(
         saving.check_start(served, log.header)
         found, place, state = log.header.weights_hash, journal.GENESIS, dict[str, float]()
         for done, recorded in enumerate(log.generations[:count], 1):
-            found, place = saving.apply(served.engine, log, recorded), recorded.hash
-            state = dict(recorded.objective)
+            if other is None:
+                found = saving.apply(served.engine, log, recorded)
+            else:
+                served.engine.apply(other.update(recorded))
+            place, state = recorded.hash, dict(recorded.objective)
             if progress is not None:
                 progress(done, count)
-        yield served, Mark(count, found, place, objective=state)
+        if other is not None:
+            found = served.engine.fingerprint()
+        yield served, Mark(count, found, place, objective=state, counterfactual=None if other is None else str(other))
     finally:
         served.close()
 

@@ -209,6 +209,8 @@ def _from_checkpoint(served: Served, run: RunDir, log: Log, tell: Callable[[str]
 def checked(folder: Path, log: Log) -> Mark:
     """What a saved mean says of itself. Raises CheckpointError where it is damaged or not of this journal."""
     mark = checkpoint.verify(folder)
+    if mark.counterfactual:
+        raise CheckpointError(f"{folder} holds a counterfactual ({mark.counterfactual}), and not a mean of the run")
     sealed = log.generations[: log.sealed]
     place = sealed[mark.generation - 1] if 0 < mark.generation <= len(sealed) else None
     ours = None if place is None else (place.hash, place.weights_hash, place.objective)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of what a run changed is signal, and how much is drift, which any coefficients would have brought.
+
+ES moves along random directions, so a part of any change comes with any coefficients. A placebo is the run's own
+journal with each generation's coefficients shuffled over its members: the same noise, steps of the same size, and
+nothing of what the reward said. The change of the real run less that of the placebos in the mean is signal; their mean
+change is drift, and its share of the real change says how much of a result is no learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from evoalign import statistics
+from evoalign.statistics import Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What became of one set's mean reward: `before` training, after it (`real`), in `placebos`, and with all signs
+    flipped (`flip`, None: not done).
+
+    `gain` is real - before, its interval over items; `drift` the mean placebo's gain and `signal` real - mean placebo,
+    over items and placebos at once, since all of them answer the same items. `share` is drift / gain with Fieller's
+    interval over both, None where the gain may be 0: then no share of it means anything. Intervals are those of
+    `evoalign.statistics`; they speak of this run and of what other shuffles and other items would have said of it.
+    """
+
+    before: float
+    real: float
+    placebos: tuple[float, ...]
+    flip: float | None
+    items: int
+    gain: Estimate
+    drift: Estimate
+    signal: Estimate
+    share: Estimate | None
+
+    @property
+    def mean(self) -> float:
+        """Of the placebos."""
+        return float(np.mean(self.placebos))
+
+    @property
+    def sd(self) -> float | None:
+        """Standard deviation between placebos; None of one."""
+        return float(np.std(self.placebos, ddof=1)) if len(self.placebos) > 1 else None
+
+    @property
+    def reached(self) -> int:
+        """How many placebos come to the real run's reward, or above it."""
+        return sum(value >= self.real for value in self.placebos)
+
+    @property
+    def p(self) -> float:
+        """One-sided, by permutation: (1 + placebos that reach the real run) / (1 + placebos)."""
+        return (1 + self.reached) / (1 + len(self.placebos))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in results/evaluation.json."""
+        return {
+            "before": self.before, "real": self.real, "placebos": list(self.placebos), "flip": self.flip,
+            "items": self.items, "mean": self.mean, "sd": self.sd, "low": min(self.placebos),
+            "high": max(self.placebos), "reached": self.reached, "p": self.p, "gain": asdict(self.gain),
+            "drift": asdict(self.drift), "signal": asdict(self.signal),
+            "share": None if self.share is None else asdict(self.share),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """L2 norm of the change of all numbers that evolve. `expected` is that of shuffled coefficients by formula
+    (`checks.drift`), None with an optimizer that has none; `flip` None: not done."""
+
+    real: float
+    expected: float | None
+    placebos: tuple[float, ...]
+    flip: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placebos:
+    """A run beside its placebos. `reward` is of the test split, `off_task` of another task's, where one was asked.
+
+    `seeds` are those of the shuffles. `measures` are means over the placebos, by the names of an evaluation.
+    """
+
+    generation: int
+    seeds: tuple[int, ...]
+    reward: Split
+    distance: Distances
+    measures: Mapping[str, float]
+    off_task: Split | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in results/evaluation.json."""
+        off = {} if self.off_task is None else {"off_task": self.off_task.as_dict()}
+        return {
+            "generation": self.generation, "seeds": list(self.seeds), "reward": self.reward.as_dict(),
+            "distance": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.distance).items()},
+            "measures": dict(self.measures), **off,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words."""
+        split = self.reward
+        said = [sentence(split), signal_line(split), *flip_line(split), distance_line(self.distance)]
+        if self.off_task is not None:
+            said += [f"off-task: {line}" for line in off_lines(self.off_task)]
+        return said
+
+
+def split(
+    before_E: Sequence[float],
+    real_E: Sequence[float],
+    placebo_KE: Sequence[Sequence[float]],
+    flip_E: Sequence[float] | None = None,
+) -> Split:
+    """From rewards by item: E items, K placebos."""
+    before, real, placebos = (np.asarray(v, dtype=np.float64) for v in (before_E, real_E, placebo_KE))
+    gain = statistics.paired(before, real)
+    return Split(
+        before=float(before.mean()),
+        real=float(real.mean()),
+        placebos=tuple(map(float, placebos.mean(axis=1))),
+        flip=None if flip_E is None else float(np.mean(flip_E)),
+        items=len(before),
+        gain=gain,
+        drift=statistics.crossed(placebos - before),
+        signal=statistics.crossed(real - placebos),
+        share=statistics.ratio(placebos - before, real - before) if is_sure(gain) else None,
+    )
+
+
+def is_sure(found: Estimate) -> bool:
+    """Whether there is an interval, without 0 in it."""
+    return found.low is not None and found.high is not None and not found.low <= 0 <= found.high
+
+
+def sentence(split: Split) -> str:
+    """What the placebos reached, and how much of the gain that is."""
+    count, low, high = len(split.placebos), min(split.placebos), max(split.placebos)
+    head = f"{_count(count)} (the same noise, shuffled coefficients) reached {split.mean:.4g}"
+    head += f" on average ({low:.4g} to {high:.4g})" if count > 1 else ""
+    head += f", from {split.before:.4g}; the run itself {split.real:.4g}"
+    return f"{head}: {_share(split)}"
+
+
+def signal_line(split: Split) -> str:
+    """What is left of the change, and how surely."""
+    reach = f"{split.reached} of {len(split.placebos)} reach the run"
+    least = " (the least that so many can give)" if not split.reached else ""
+    line = f"signal: {_bounds(split.signal)} above the mean placebo; {reach}, one-sided p {split.p:.2g}{least}"
+    if split.signal.low is not None and not is_sure(split.signal):
+        return f"{line}; not shown to be more than drift"
+    return line
+
+
+def flip_line(split: Split) -> list[str]:
+    """What the opposite coefficients came to."""
+    return [] if split.flip is None else [f"all signs flipped: {split.flip:.4g}"]
+
+
+def distance_line(found: Distances) -> str:
+    """How far the mean went, against what shuffled coefficients make it go."""
+    against = "the optimizer has no formula for drift" if found.expected is None else (
+        f"{found.expected:.4g} expected of shuffled coefficients (x {_ratio(found.real, found.expected)})"
+    )  # fmt: skip
+    line = f"distance from the start: {found.real:.4g}; {against}"
+    if not found.placebos:
+        return line
+    mean = float(np.mean(found.placebos))
+    return f"{line}; placebos {mean:.4g} ({min(found.placebos):.4g} to {max(found.placebos):.4g})"
+
+
+def off_lines(split: Split) -> list[str]:
+    """What became of a task that was not trained."""
+    head = (
+        f"reward {split.before:.4g} to {split.real:.4g} ({_bounds(split.gain)}), placebos {split.mean:.4g} on average"
+    )
+    return [f"{head}: {_share(split)}", f"what the rewards did to it, beside the noise: {_bounds(split.signal)}"]
+
+
+def _share(split: Split) -> str:
+    """Which part of the change is drift, where there surely is a change."""
+    found, what = split.share, "gain" if split.gain.mean > 0 else "loss"
+    if found is None:
+        return f"its change, {_bounds(split.gain)}, may be none, so no share of it is called drift"
+    if found.low is None or found.high is None:
+        return f"about {found.mean:.0%} of the {what} is drift ({found.why})"
+    return f"about {found.mean:.0%} of the {what} is drift (95 % interval {found.low:.0%} to {found.high:.0%})"
+
+
+def _bounds(found: Estimate) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.mean:+.4g} ({found.why})"
+    return f"{found.mean:+.4g} (95 % interval {found.low:+.4g} to {found.high:+.4g})"
+
+
+def _count(count: int) -> str:
+    return f"{count} placebo{'' if count == 1 else 's'}"
+
+
+def _ratio(value: float, of: float) -> str:
+    return f"{value / of:.3g}" if of else "-"

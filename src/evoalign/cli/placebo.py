@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign placebo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evoalign.cli.options import Debug, More, quiet, say
+
+
+def placebo(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a journal.jsonl by itself.")],
+    shuffles: Annotated[int, typer.Option(min=1, help="Placebos: the same noise, shuffled coefficients.")] = 20,
+    off_task: Annotated[
+        Path | None, typer.Option(help="A config; what the training did to its task is split as well.")
+    ] = None,
+    generation: Annotated[
+        int | None, typer.Option("--generation", "-g", min=1, help="After so many generations; default: all.")
+    ] = None,
+    config: More = None,
+    model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all of it as JSON.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Say how much of a run's gain is signal, and how much is drift, which any coefficients would have brought.
+
+    The journal is replayed with its coefficients shuffled over the members (and with all signs flipped), and each mean
+    is evaluated on the test split. --config names the run's own config where that names code.
+    """
+    quiet()
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from evoalign.config import load
+    from evoalign.training.placebos import placebo as measure
+
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
+        work = bar.add_task("placebos", total=None)
+        found = measure(
+            run,
+            shuffles=shuffles,
+            config=load(config) if config else None,
+            off_task=load([off_task], needs_es=False) if off_task else None,
+            model=model,
+            generation=generation,
+            progress=lambda done, total: bar.update(work, completed=done, total=total),
+        )
+    for line in found.lines():
+        typer.echo(line)
+    if json_file is not None:
+        import json
+
+        from evoalign.rundir.files import write_text
+
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(json_file, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+        say(f"written to {json_file}")

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs followed again with other coefficients, from the start, on one engine: placebos and other counterfactuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign import evaluation
+from evoalign.checks.distance import moved, start_of
+from evoalign.checks.drift import expected_distance
+from evoalign.checks.placebo import Distances, Placebos, split
+from evoalign.config import Config, from_dict
+from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
+from evoalign.evaluation import Evaluation
+from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.identity import differences
+from evoalign.rundir.journal import Log, Recorded
+from evoalign.setup import ConfigLike, Parts, Rewards, Served, as_config, assemble, task_and_data
+from evoalign.tasks import Data, Task
+from evoalign.training import resolve, saving
+from evoalign.training.counterfactual import Counterfactual, parse
+from evoalign.training.replay import config_of, log_of, refuse_taken
+
+SHUFFLES = 20
+"""Of the standard set. One that beats all of them does so with p = 1 / 21."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where one way through the generations led: `distance` is that of the mean from the start."""
+
+    weights_hash: str
+    distance: float
+    evaluation: Evaluation
+    off_task: Evaluation | None = None
+
+
+class Follower:
+    """Takes an engine's mean from the start of a journal through its generations, with whatever coefficients.
+
+    Make it while nothing has to be kept of the engine's mean. Raises ModelError where the start cannot be determined.
+    """
+
+    def __init__(self, served: Served, log: Log, generations: int) -> None:
+        self.served, self.log, self.generations = served, log, log.generations[:generations]
+        self.start = start_of(served)
+
+    def back(self) -> None:
+        """Put the starting mean back, and the optimizer's state with it. Raises ModelError where it is another."""
+        self.served.engine.load(self.start)
+        found, wanted = self.served.engine.fingerprint(), self.log.header.weights_hash
+        if found != wanted:
+            raise ModelError(
+                f"the files of model {self.served.config.model.name} do not give the mean that the run started from "
+                f"(weights_hash {found[:12]}, and {wanted[:12]} in the journal)"
+            )
+
+    def follow(self, other: Counterfactual | None) -> str:
+        """Go from the start to the end, with the recorded coefficients (None) or others; the weights_hash there.
+
+        Raises ResumeError where the recorded ones do not come to what the journal has.
+        """
+        self.back()
+        for recorded in self.generations:
+            self._step(recorded, other)
+        return self.served.engine.fingerprint()
+
+    def _step(self, recorded: Recorded, other: Counterfactual | None) -> None:
+        if other is None:
+            saving.apply(self.served.engine, self.log, recorded)
+        else:
+            self.served.engine.apply(other.update(recorded))
+
+    def distance(self) -> float:
+        """Of the mean from the start."""
+        return moved(self.served, self.start)
+
+    def expected_distance(self) -> float | None:
+        """That of shuffled coefficients, by formula."""
+        updates = [recorded.update for recorded in self.generations]
+        return expected_distance(updates, self.served.layout, self.served.config.es)
+
+
+@dataclass(frozen=True, slots=True)
+class _OffTask:
+    """Another task on whose test split the mean is evaluated, too."""
+
+    config: Config
+    task: Task
+    data: Data
+
+
+class Counterfactuals:
+    """A run that is there to be followed: `open_run` gives one. Each call starts from the start of the run."""
+
+    def __init__(self, parts: Parts, log: Log, generations: int, off_task: _OffTask | None = None) -> None:
+        self.parts, self.log, self.off_task = parts, log, off_task
+        self.follower = Follower(parts, log, generations)
+
+    def start(self) -> Reached:
+        """The mean before training."""
+        self.follower.back()
+        return self._here(self.log.header.weights_hash)
+
+    def reach(self, other: Counterfactual | None) -> Reached:
+        """The mean that other coefficients come to; None: the run's own, whose hashes are checked on the way."""
+        return self._here(self.follower.follow(other))
+
+    def save(self, folder: Path, weights_hash: str, other: Counterfactual) -> None:
+        """Save the mean of now, as what it is."""
+        last = self.follower.generations[-1]
+        count = len(self.follower.generations)
+        mark = Mark(count, weights_hash, last.hash, objective=last.objective, counterfactual=str(other))
+        saving.save(self.parts, folder, mark, replace=False)
+
+    def _here(self, weights_hash: str) -> Reached:
+        off = self.off_task
+        found = None if off is None else evaluation.evaluate(
+            self.parts.engine, self.parts.tokens, off.task, off.data.test, off.config.evaluation
+        )  # fmt: skip
+        return Reached(weights_hash, self.follower.distance(), self.parts.evaluate_test(), found)
+
+
+def placebo(
+    run: str | Path,
+    *,
+    shuffles: int = SHUFFLES,
+    config: ConfigLike | None = None,
+    task: Task | None = None,
+    reward: Rewards | None = None,
+    off_task: ConfigLike | None = None,
+    model: str | None = None,
+    generation: int | None = None,
+    progress: Progress | None = None,
+) -> Placebos:
+    """How much of a finished run's change on its test split is signal, and how much is drift.
+
+    Replays the journal with its own coefficients, with those of each generation shuffled over the members (seeds 0 to
+    `shuffles` - 1), and with all signs flipped, and evaluates each as the run itself did. `off_task` is a config whose
+    task's test split is evaluated likewise. `config`, `task` and `reward` are needed where the run names code of its
+    own or was given Python objects; `model` where the base model has moved; `generation`: after so many. `progress` is
+    called with the number of means evaluated and of all.
+
+    Shuffled coefficients need no scores, so that a placebo is what the noise alone does; of its flip, and of the
+    run's own scores, only the first step was measured where it starts: see `evoalign.training.counterfactual`.
+    Raises a subclass of EvoalignError: ConfigError, JournalError, ResumeError where the run does not come out again.
+    """
+    if not 1 <= shuffles <= 10**6:
+        raise ConfigError(f"{shuffles} shuffles: at least one is needed, and at most a million")
+    with open_run(
+        run, config=config, task=task, reward=reward, off_task=off_task, model=model, generation=generation
+    ) as found:
+        return measured(found, shuffles, progress)
+
+
+def counterfactuals(
+    run: str | Path,
+    name: str,
+    seeds: Sequence[int] = (0,),
+    *,
+    to: str | Path | None = None,
+    config: ConfigLike | None = None,
+    model: str | None = None,
+    generation: int | None = None,
+) -> Iterator[tuple[str, Reached]]:
+    """Evaluates the start of a run, the run itself and a counterfactual of it with each seed; yields name and result.
+
+    `to` saves a counterfactual, which then has to be one alone. Raises as `placebo` does, and RunExistsError.
+    """
+    refuse_taken(to)
+    log = log_of(run)
+    others = list(dict.fromkeys(parse(name, log, seed) for seed in seeds))
+    if not others:
+        raise ConfigError("give one seed at least")
+    if others[0].kind != "shuffle" and list(seeds) != [0]:
+        raise ConfigError(f"counterfactual {name} has no seed: only shuffle has")
+    if to is not None and len(others) > 1:
+        raise ConfigError(f"--to {to} takes one mean, and {len(others)} seeds are given; give one of them")
+    with open_run(run, config=config, model=model, generation=generation) as found:
+        yield "the start", found.start()
+        yield "the run itself", found.reach(None)
+        for other in others:
+            reached = found.reach(other)
+            if to is not None:
+                found.save(Path(to), reached.weights_hash, other)
+            yield str(other), reached
+
+
+def measured(found: Counterfactuals, shuffles: int, progress: Progress | None = None) -> Placebos:
+    """The standard set: the start, the run, its shuffles and its flip."""
+    others = [None, *(parse("shuffle", found.log, seed) for seed in range(shuffles)), parse("flip", found.log)]
+    done, total = 0, 1 + len(others)
+
+    def told(reached: Reached) -> Reached:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+        return reached
+
+    before, real, *placebos, flip = [told(found.start()), *(told(found.reach(other)) for other in others)]
+    off = [r.off_task for r in (before, real, *placebos, flip) if r.off_task is not None]
+    return of_evaluations(
+        before.evaluation,
+        real.evaluation,
+        [p.evaluation for p in placebos],
+        Distances(
+            real.distance, found.follower.expected_distance(), tuple(p.distance for p in placebos), flip.distance
+        ),
+        len(found.follower.generations),
+        flip.evaluation,
+        off,
+    )
+
+
+def of_evaluations(
+    before: Evaluation,
+    real: Evaluation,
+    placebos: Sequence[Evaluation],
+    distances: Distances,
+    generation: int,
+    flip: Evaluation | None = None,
+    off_task: Sequence[Evaluation] = (),
+) -> Placebos:
+    """From all that was evaluated; `off_task` in the order before, real, placebos, flip, or nothing."""
+
+    def mean(name: str) -> float:
+        return float(np.mean([p.measures[name] for p in placebos]))
+
+    rewards = [e.measures_E["reward"] for e in off_task]
+    return Placebos(
+        generation=generation,
+        seeds=tuple(range(len(placebos))),
+        reward=split(
+            before.measures_E["reward"],
+            real.measures_E["reward"],
+            [p.measures_E["reward"] for p in placebos],
+            None if flip is None else flip.measures_E["reward"],
+        ),
+        distance=distances,
+        measures={name: mean(name) for name in real.measures if all(name in p.measures for p in placebos)},
+        off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,
+    )
+
+
+@contextmanager
+def open_run(
+    run: str | Path,
+    *,
+    config: ConfigLike | None = None,
+    task: Task | None = None,
+    reward: Rewards | None = None,
+    off_task: ConfigLike | None = None,
+    model: str | None = None,
+    generation: int | None = None,
+) -> Generator[Counterfactuals]:
+    """A run, its data and an engine at its start, checked to be those that it was made with; see `placebo`."""
+    path = Path(run)
+    log = log_of(path).whole(generation)
+    count = log.sealed if generation is None else generation
+    if not 0 < count <= log.sealed:
+        raise JournalError(f"{log.path} has {log.sealed} whole generations; there is no run of {count} to follow")
+    chosen = _config(path, log, config, model, given=task is not None or reward is not None)
+    with ExitStack() as stack:
+        off = None if off_task is None else stack.enter_context(_off_task(off_task))
+        parts = stack.enter_context(closing(assemble(chosen, task, reward)))
+        saving.check_start(parts, log.header)
+        folder = RunDir(path if path.is_dir() else path.parent)
+        saving.check_data(folder, parts.task, parts.data, log.header.data_hash)
+        yield Counterfactuals(parts, log, count, off)
+
+
+@contextmanager
+def _off_task(config: ConfigLike) -> Generator[_OffTask]:
+    off = as_config(config, needs_es=False)
+    task, data = task_and_data(off, None, None)
+    with closing(task):
+        yield _OffTask(off, task, data)
+
+
+def _config(path: Path, log: Log, config: ConfigLike | None, model: str | None, *, given: bool) -> Config:
+    """What a run was made with, and evaluated by: the engine among it. Raises ConfigError, ResumeError."""
+    if config is None and not path.is_dir():
+        return config_of(log, model)
+    if not given:
+        resolve.refuse_lost_task(path)
+    found = resolve.of_run(path) if config is None else as_config(config)
+    odd, _ = differences(found, from_dict(log.header.config))
+    if odd:
+        raise ResumeError(f"{path} was made with other settings: {'; '.join(odd)}")
+    section: dict[str, Any] = {"dtype": log.header.dtype}
+    section |= {} if model is None else {"name": model, "revision": None}
+    return found.model_copy(update={"model": found.model.model_copy(update=section)})
