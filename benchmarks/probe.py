@@ -24,7 +24,8 @@ import torch
 from rich.console import Console
 
 from evoalign.config import load
-from evoalign.preflight.ladder import ETA, ProbeResult, lines, probe, table
+from evoalign.preflight.advice import ETA, ProbeResult, lines, table
+from evoalign.preflight.ladder import probe
 from evoalign.rundir.manifest import versions
 from evoalign.training.train import train
 

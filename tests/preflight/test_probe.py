@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe on the shipped model, and its recommendation from made-up measurements."""
+"""The probe on the shipped model: what it measures, recommends, shows and writes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +16,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from evoalign import optimizer as optimizers
-from evoalign.checks.control import Control
-from evoalign.cli import app
-from evoalign.config import from_dict
+from evoalign.cli import app, main
+from evoalign.config import from_dict, load, to_yaml
 from evoalign.cost import estimate
 from evoalign.errors import ConfigError
 from evoalign.preflight import ladder as module
-from evoalign.preflight.ladder import ETA, ProbeResult, Rung, lines, probe, recommend, table
+from evoalign.preflight.advice import ETA, texts
+from evoalign.preflight.ladder import probe
 
-DATA = Path(__file__).parents[2] / "data/tasks/countdown/countdown.json"
-START = Control(0.4, 0.4, 0.0)
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "data/tasks/countdown/countdown.json"
+QUICKSTART = ROOT / "configs/quickstart.yaml"
 
 
 def tree(folder, space="lowrank", **changes):
@@ -38,10 +42,6 @@ def tree(folder, space="lowrank", **changes):
     }
 
 
-def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0):
-    return Rung(width=width, changed_share=changed, spread=spread, drop=0.0, kept=kept, broken_share=broken, gain=gain)
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A sigma that changes nothing, one that is good, and one that breaks everything."""
@@ -55,19 +55,46 @@ def test_from_no_noise_to_far_too_much(wide):
     _, _, result = wide
     nothing, _, good, broken = result.rungs
     assert [r.width for r in result.rungs] == [1e-7, 0.005, 0.01, 10.0]
-    assert (nothing.changed_share, nothing.spread, nothing.drop, nothing.gain) == (0.0, 0.0, 0.0, 0.0)
+    assert (nothing.changed_share, nothing.spread, nothing.drop, nothing.gain) == (0.0, 0.0, 0.0, None)
     assert nothing.kept == 1.0 and nothing.broken_share == result.broken_share
+    assert nothing.truncated_share == result.truncated_share and nothing.best_text == result.text
     assert 0 < good.changed_share < 0.9 and good.spread > 0 and 0.5 < good.kept <= 1.1
-    assert broken.changed_share == 1.0 and broken.kept == 0.0 and broken.broken_share > 0.5
+    assert broken.changed_share == 1.0 and broken.kept == 0.0
+    assert broken.broken_share + broken.truncated_share > 0.5 and broken.median_text != result.text
     assert broken.drop == pytest.approx(result.fitness)
     assert result.fitness > 0 and result.noise_floor == 0  # greedy, on the CPU
 
 
-def test_what_is_recommended_on_the_shipped_model(wide):
-    _, _, result = wide
-    assert result.width in (0.005, 0.01)
-    assert result.learning_rate == pytest.approx(ETA * result.width)
-    assert f"es.sigma {result.width:g}" in result.reason and "es.learning_rate" in result.reason
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory):
+    """The quickstart's two questions, at the width below its own, at its own, and at one that breaks the model."""
+    folder = tmp_path_factory.mktemp("brief")
+    settings = load([QUICKSTART], [f"output_dir={folder}/run"])
+    return probe(settings, sigmas=[0.025, 0.05, 1.0], members=64)
+
+
+def test_what_can_be_learned_is_recommended(brief):
+    near, own, far = brief.rungs
+    assert (brief.width, brief.learning_rate) == (0.05, ETA * 0.05)
+    assert "es.sigma 0.05" in brief.reason and "es.learning_rate 0.025" in brief.reason
+    assert near.gain is None and own.chance < 0.05 and own.gain > 2 * own.gain_error > 0
+    low, high = brief.gain_interval
+    assert low < own.gain < high and low > 0
+    assert far.truncated_share > 0.3 and brief.truncated_share == 0, "its texts do not end, those of the start do"
+    assert any("whether it holds for others" in line for line in brief.warnings), "of two questions nothing is known"
+
+
+def test_answers_are_shown_as_data(brief):
+    """Of each width those of the best and the median member; what a model wrote is neither markup nor control."""
+    for rung in brief.rungs:
+        assert rung.best_text and rung.median_text
+    assert len(brief.rungs[1].best_text) < len(brief.text), "the reward is brevity"
+    odd = dataclasses.replace(brief, text="[bold]a\x1b[31m\nb", prompt="[red]?")
+    console = Console(width=120, record=True)
+    console.print(texts(odd))
+    shown = console.export_text()
+    assert "[bold]a\\x1b[31m\\nb" in shown and "answers to: [red]?" in shown
+    assert shown.count("best") == shown.count("median") == 3
 
 
 def test_the_cost_is_told_before_and_nothing_is_written(wide):
@@ -110,9 +137,13 @@ def test_the_figures_are_those_of_an_engine_asked_by_hand(tmp_path):
         assert got.spread == pytest.approx(fitness[k].std())
         assert got.drop == pytest.approx(mean - fitness[k].mean())
         assert got.changed_share == pytest.approx(changed[k])
+        pairs = (fitness[k][0::2] + fitness[k][1::2]) / 2 - mean
+        assert got.drop_error == pytest.approx(pairs.std(ddof=1) / 3**0.5)
     near, far = ((f[0::2] - f[1::2]) / 2 for f in fitness)
-    assert result.rungs[0].gain == pytest.approx(ETA * np.mean(near * near) / fitness[0].std())
+    assert result.rungs[0].gain is None, "there is no smaller width to vouch for it"
     assert result.rungs[1].gain == pytest.approx(ETA * np.mean(far * near) * 3 / fitness[1].std())
+    error = np.std(far * near, ddof=1) / 3**0.5
+    assert result.rungs[1].gain_error == pytest.approx(ETA * error * 3 / fitness[1].std())
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
@@ -130,8 +161,6 @@ def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
     assert result.setting == "noise_multiplier"
     assert result.rungs[0].width == pytest.approx(0.05 / 16) and result.rungs[-1].width == pytest.approx(0.8)
     assert len(result.rungs) == 9
-    assert result.width is not None and result.learning_rate == ETA
-    assert f"es.noise_multiplier {result.width:.4g}, es.learning_rate 0.5" in result.reason
 
 
 def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
@@ -142,77 +171,15 @@ def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
     assert not np.array_equal(seen[1][0::2], seen[1][1::2])  # pairs would be the same model, (-B)(-A) = B A
 
 
-def test_the_largest_gain_of_those_that_are_whole():
-    rungs = [rung(0.001, 0.01), rung(0.002, 0.02), rung(0.004, 0.05), rung(0.008, 0.04), rung(0.016, 0.2, kept=0.5)]
-    width, reason, warnings = recommend(rungs, "sigma", START, 1.0)
-    assert (width, warnings) == (0.004, ())
-    assert "es.sigma 0.004, es.learning_rate 0.002" in reason
-
-
-def test_members_whose_texts_are_broken_do_not_count_as_whole():
-    """Beside the widest noise of a reward without a bottom they seem to keep most of the fitness."""
-    rungs = [rung(0.01, 0.05, broken=0.06), rung(0.04, 0.11, kept=0.8, broken=0.73)]
-    assert recommend(rungs, "sigma", START, 1.0)[0] == 0.01
-    assert recommend(rungs, "sigma", START, 1.0, broken=0.6)[0] == 0.04, "the model itself writes such texts"
-
-
-def test_of_equal_gains_the_width_in_the_middle():
-    rungs = [rung(0.001, 0.01), rung(0.002, 0.047), rung(0.004, 0.05), rung(0.008, 0.046), rung(0.016, 0.02)]
-    assert recommend(rungs, "sigma", START, 1.0)[0] == 0.004
-    assert recommend(rungs[:3], "sigma", START, 1.0)[0] == 0.002, "of two, the one that moves the model less"
-
-
-@pytest.mark.parametrize(("gains", "end"), [((0.5, 0.1, 0.1), "smallest"), ((0.1, 0.2, 0.5), "largest")])
-def test_the_end_of_the_ladder_is_told(gains, end):
-    rungs = [rung(w, g) for w, g in zip((0.1, 0.2, 0.4), gains, strict=True)]
-    width, _, warnings = recommend(rungs, "sigma", START, 1.0)
-    assert width == (0.1 if end == "smallest" else 0.4)
-    assert len(warnings) == 1 and f"the {end} of the ladder" in warnings[0]
-
-
+@pytest.mark.first("adam")
 @pytest.mark.parametrize(
-    ("rungs", "start", "words"),
-    [
-        ([rung(1e-9, 0, spread=0, changed=0), rung(1e-8, 0, spread=0, changed=0)], START, "changes no completion"),
-        ([rung(0.1, 0, spread=0), rung(0.2, 0, spread=0)], START, "the reward does not tell them apart"),
-        ([rung(1, 0.2, kept=0.3), rung(2, 0.1, kept=0.1)], START, "already breaks the model"),
-        ([rung(0.1, 0.2, spread=0.03), rung(0.2, 0.1, spread=0.03)], Control(0.4, 0.5, 0.03), "at the noise floor"),
-        ([rung(0.1, -0.2), rung(0.2, -0.1)], START, "chance"),
-        ([rung(1e-6, 0, spread=0, changed=0), rung(0.1, -0.2), rung(0.2, -0.1)], START, "chance"),
-        (
-            [rung(1e-6, 0, spread=0, changed=0), rung(1.0, 0, kept=0.1, changed=1.0)],
-            START,
-            "(0% of their completions change), and 1, the next, keeps 10% of the start's fitness; try widths between "
-            "1e-06 and 1 with --sigmas",
-        ),
-        ([rung(0.01, 0, spread=0, changed=0.3), rung(1.0, 0, kept=0.1)], START, "try widths between 0.01 and 1 "),
-        (
-            [rung(0.01, 0, spread=0, changed=0), rung(0.1, 0), rung(1.0, 0, kept=0.1)],
-            START,
-            "0.1, the next, is the first that tells them apart; try widths between 0.01 and 0.1 ",
-        ),
-    ],
+    ("optimizer", "share"), [("sgd", 1.0), ("adam", 1 / 8**0.5), ({"name": "momentum", "momentum": 0.8}, 0.2)]
 )
-def test_no_signal(rungs, start, words):
-    width, reason, warnings = recommend(rungs, "sigma", start, 1.0)
-    assert width is None and reason == "no sigma of the ladder gives a signal to learn from"
-    assert len(warnings) == 1 and words in warnings[0]
-
-
-@pytest.mark.first("sgd")
-@pytest.mark.parametrize(
-    ("optimizer", "share", "words"),
-    [
-        ("sgd", 1.0, "(eta 0.5): in the middle"),
-        ("adam", 1 / 8**0.5, "(eta 0.177, with this optimizer as far as 0.5 with sgd)"),
-        ({"name": "momentum", "momentum": 0.8}, 0.2, "(eta 0.1, with this optimizer as far as 0.5 with sgd)"),
-    ],
-)
-def test_the_learning_rate_is_that_of_the_optimizer(tmp_path, optimizer, share, words):
-    settings = tree(tmp_path, "lora", es={"optimizer": optimizer})
-    result = probe(settings, sigmas=[0.002, 0.004], members=8, examples=16)
-    assert result.learning_rate == pytest.approx(share * ETA * result.width)
-    assert words in result.reason and f"es.learning_rate {result.learning_rate:.4g} " in result.reason
+def test_the_learning_rate_is_that_of_the_optimizer(tmp_path, monkeypatch, optimizer, share):
+    asked, recommend = [], module.recommend
+    monkeypatch.setattr(module, "recommend", lambda *given, **named: asked.append(given) or recommend(*given, **named))
+    probe(tree(tmp_path, "lora", es={"optimizer": optimizer}), sigmas=[0.002, 0.004], members=4, examples=1)
+    assert asked[0][2:] == ("sigma", pytest.approx(share * ETA))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", {"name": "momentum", "momentum": 0.8}])
@@ -246,11 +213,6 @@ def test_the_warning_of_eta_knows_the_optimizer(optimizer, eta, words):
     assert words is None or told[0].startswith(words)
 
 
-def test_nothing_to_learn():
-    _, _, warnings = recommend([rung(0.1, 0.1), rung(0.2, 0.2), rung(0.4, 0.1)], "sigma", Control(1.0, 1.0, 0.0), 1.0)
-    assert len(warnings) == 1 and "nothing to learn" in warnings[0]
-
-
 def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():
     """Fitness sin(x): at 4 members spread as much as at 1, and their order is the reverse of that at 2."""
     rng = np.random.default_rng(0)
@@ -258,15 +220,41 @@ def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():
 
     def climb(width):
         x = np.stack([width * eps, -width * eps], axis=1).ravel()
-        return module._Climb(width, np.sin(x)[:, None], 1.0, 0.0)
+        return module._Climb(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
 
     def measured(width):
-        return module._rung(climb(width), climb(width / 2), 0.0, -1.0, paired=True)
+        return module._rungs([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
 
     small, middle, large = (measured(width) for width in (0.05, 0.8, 4.0))
     assert small.gain == pytest.approx(ETA * 0.05, rel=0.01)  # linear: eta times the spread
     assert middle.gain > 10 * small.gain
     assert large.spread > middle.spread and large.gain < 0
+
+
+def test_fewer_prompts_are_answered_by_more_members():
+    assert [module._enough(prompts, 64) for prompts in (64, 32, 30, 16, 2, 1)] == [32, 64, 68, 128, 128, 128]
+
+
+def test_what_was_measured_before_ctrl_c_is_kept(tmp_path, monkeypatch):
+    """By either signal, in the middle of the third width; the handler of SIGTERM is put back."""
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asked, judge = [], module.judge
+
+        def seen(*given, number=number, asked=asked, judge=judge):
+            asked.append(given)
+            if len(asked) == 3:
+                signal.raise_signal(number)
+            return judge(*given)
+
+        monkeypatch.setattr(module, "judge", seen)
+        with pytest.raises(module.ProbeStoppedError) as stopped:
+            probe(tree(tmp_path), sigmas=[0.005, 0.01, 0.02, 0.04], members=4, examples=1)
+        monkeypatch.setattr(module, "judge", judge)
+        result = stopped.value.result
+        assert stopped.value.signal == number and signal.getsignal(signal.SIGTERM) == before
+        assert [r.width for r in result.rungs] == [0.005, 0.01] and result.completions == 2 + 2 * 4
+        assert result.width is None and result.reason == "nothing is recommended: stopped after 2 of 4 widths"
 
 
 @pytest.mark.parametrize(
@@ -278,42 +266,57 @@ def test_refusals(tmp_path, wrong):
         probe(tree(tmp_path), **wrong)
 
 
-def test_the_table_marks_the_recommended_one():
-    rungs = (rung(0.1, 0.1), rung(0.2, 0.2))
-    result = ProbeResult("sigma", 0.4, 0.0, 0.01, rungs, 0.2, 0.1, "because", ("careful",), 100)
-    console = Console(width=120, record=True)
-    console.print(table(result))
-    marked = [line for line in console.export_text().splitlines() if "*" in line]
-    assert len(marked) == 1 and " 0.2 " in marked[0]
-    assert lines(result) == ["unperturbed: fitness 0.4, noise floor 0.01, broken 0.0%", "because", "warning: careful"]
-
-
 def test_the_command(tmp_path):
-    from evoalign.config import to_yaml
-
-    config, out = tmp_path / "config.yaml", tmp_path / "deep/probe.json"
-    config.write_text(to_yaml(from_dict(tree(tmp_path))))
-    arguments = [
-        "probe",
-        str(config),
-        "--sigmas",
-        "1e-3,0.008",
-        "--members",
-        "4",
-        "--examples",
-        "4",
-        "--json",
-        str(out),
-    ]
-    shown = CliRunner().invoke(app, arguments)
-    assert shown.exit_code == 0, shown.output
-    assert shown.output.index("2 widths x 4 members x 4 prompts") < shown.output.index("gain a generation")
+    config, out, overlay = _written(tmp_path), tmp_path / "deep/probe.json", tmp_path / "deep/wide.yaml"
+    arguments = ["probe", str(config), "--sigmas", "1e-3,0.008", "--members", "4", "--examples", "4"]
+    shown = CliRunner().invoke(app, [*arguments, "--json", str(out), "--write", str(overlay)])
+    assert shown.exit_code == 1, "nothing was recommended, and so nothing written"
+    assert "nothing is recommended: " in shown.output and f"{overlay} is not written" in shown.output
+    assert shown.output.index("2 widths x 4 members x 4 prompts") < shown.output.index("width 1/2  0.001: ")
+    assert shown.output.index("width 2/2  0.008: ") < shown.output.index("gain a generation")
     written = json.loads(out.read_text())
-    assert [r["width"] for r in written["rungs"]] == [0.001, 0.008]
-    assert written["reason"] in shown.output
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "deep"]
+    assert [r["width"] for r in written["rungs"]] == [0.001, 0.008] and written["rungs"][0]["gain"] is None
+    assert written["reason"] in shown.output and written["rungs"][1]["best_text"]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.yaml", "deep", "probe.json"]
     wrong = CliRunner().invoke(app, ["probe", str(config), "--sigmas", "a,b"])
     assert isinstance(wrong.exception, ConfigError)
+
+
+def test_what_is_recommended_can_be_laid_over_the_config(tmp_path, monkeypatch, brief):
+    monkeypatch.setattr(module, "probe", lambda *given, **named: brief)
+    config, overlay = _written(tmp_path), tmp_path / "deep/wide.yaml"
+    shown = CliRunner().invoke(app, ["probe", str(config), "--write", str(overlay)])
+    assert shown.exit_code == 0 and f"--config {overlay}" in shown.output
+    both = load([config, overlay])
+    assert (both.es.sigma, both.es.learning_rate) == (brief.width, brief.learning_rate)
+    text = overlay.read_text()
+    again = CliRunner().invoke(app, ["probe", str(config), "--write", str(overlay)])
+    assert isinstance(again.exception, ConfigError) and "exists already" in str(again.exception)
+    assert overlay.read_text() == text
+    mine = CliRunner().invoke(app, ["probe", str(config), "--write", str(config)])
+    assert isinstance(mine.exception, ConfigError) and load([config]).es.sigma == 0.01
+
+
+def test_the_command_shows_and_writes_what_was_measured_before_ctrl_c(tmp_path, monkeypatch, brief):
+    part = dataclasses.replace(brief, rungs=brief.rungs[:1], width=None, reason="nothing is recommended: stopped")
+
+    def stopped(*given, **named):
+        raise module.ProbeStoppedError(part, 2)
+
+    monkeypatch.setattr(module, "probe", stopped)
+    out, overlay = tmp_path / "probe.json", tmp_path / "wide.yaml"
+    arguments = ["probe", str(_written(tmp_path)), "--json", str(out), "--write", str(overlay)]
+    monkeypatch.setattr(sys, "argv", ["evoalign", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert [r["width"] for r in json.loads(out.read_text())["rungs"]] == [0.025] and not overlay.exists()
+
+
+def _written(folder):
+    config = folder / "config.yaml"
+    config.write_text(to_yaml(from_dict(tree(folder))))
+    return config
 
 
 def test_a_config_for_grpo_alone_is_told_that_a_probe_is_for_es() -> None:

@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evoalign.cli.options import Debug, More, Sets, console, numbers, quiet
+
+if TYPE_CHECKING:
+    from evoalign.preflight.advice import ProbeResult
+    from evoalign.preflight.ladder import Step
+
+NOTHING = 1
+"""Exit code where `--write` has nothing to write, since nothing is recommended."""
 
 
 def probe(
@@ -18,21 +27,46 @@ def probe(
     sigmas: Annotated[
         str | None, typer.Option(help="Comma-separated, such as 1e-4,1e-3; default: the config's, times 1/16 to 16.")
     ] = None,
-    members: Annotated[int, typer.Option(help="Members at each sigma.")] = 32,
+    members: Annotated[
+        int | None, typer.Option(help="Members at each sigma; default: 32, up to 128 where there are few examples.")
+    ] = None,
     examples: Annotated[int, typer.Option(help="Training examples that all of them answer.")] = 64,
     json_: Annotated[Path | None, typer.Option("--json", help="Also write what was measured as JSON.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write what is recommended as a new YAML file, for --config; else exit code 1.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure before training how wide the noise should be, and recommend sigma and learning rate."""
+    """Measure before training how wide the noise should be, and recommend sigma and learning rate, or nothing."""
     from evoalign.config import load
+    from evoalign.errors import ConfigError
 
     resolved, widths = load([config, *(more or [])], set_ or []), numbers(sigmas)
+    if write is not None and write.exists():
+        raise ConfigError(f"--write {write}: exists already; name a new file, to lay over the config with --config")
     quiet()
     from evoalign.preflight import ladder as measure
 
-    result = measure.probe(resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo)
-    console().print(measure.table(result))
-    typer.echo("\n".join(measure.lines(result)))
+    try:
+        with _progress() as told:
+            result = measure.probe(
+                resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo, on_step=told
+            )
+    except measure.ProbeStoppedError as stopped:
+        _show(stopped.result, json_)
+        raise
+    _show(result, json_)
+    if write is not None:
+        _write(result, write)
+
+
+def _show(result: ProbeResult, json_: Path | None) -> None:
+    from evoalign.preflight import advice
+
+    shown = console()
+    shown.print(advice.texts(result))
+    shown.print(advice.table(result))
+    typer.echo("\n".join(advice.lines(result)))
     if json_ is not None:
         import json
 
@@ -40,3 +74,42 @@ def probe(
 
         json_.parent.mkdir(parents=True, exist_ok=True)
         write_text(json_, json.dumps(result.to_dict(), indent=2) + "\n")
+
+
+def _write(result: ProbeResult, path: Path) -> None:
+    from evoalign.preflight.advice import overlay
+    from evoalign.rundir.files import write_text
+
+    if result.width is None:
+        typer.echo(f"{path} is not written")
+        raise typer.Exit(NOTHING)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, overlay(result))
+    typer.echo(f"written: {path}; train with --config {path}")
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[Step], None]]:
+    """A bar on a terminal, a line a width elsewhere."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    shown = console()
+    columns = (TextColumn("widths"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+               TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def told(step: Step) -> None:
+            line = f"{step.width:.4g}: {step.changed_share:.0%} changed, fitness {step.fitness:.4g} ({step.start:.4g})"
+            bar.update(task, total=step.total, completed=step.done, description=line)
+            if not shown.is_terminal:
+                typer.echo(f"width {step.done}/{step.total}  {line}")
+
+        yield told

@@ -7,6 +7,7 @@ what member i's noise is worth to a mean that moves a small part of the way. l_i
 smaller sigma, (f_i(sigma') - f_-i(sigma')) / 2 * sigma / sigma'. While the fitness is linear in the noise this gain
 grows with sigma; once members win for reasons that do not hold nearer to the mean it falls. That, and not how the
 members' spread grows, predicts the best sigma of a sweep (benchmarks/probe.py): a broken population can spread most.
+The smallest sigma has none below it that could vouch for it, so that it has no gain and is never recommended.
 
 Members come in antithetic pairs, whatever the config trains with, because the difference of a pair has no curvature
 in it; only `lora.evolve: ab` has no such pairs.
@@ -15,89 +16,62 @@ Gains are those of plain SGD. Momentum takes the mean 1 / (1 - momentum) times a
 first steps have the norm of one member's noise, sqrt(N) times (`optimizer.reach`); the learning rate that is
 recommended is smaller by that. (Quickstart, N = 30, eta 0.5: after one generation SGD is 0.11 times one member's noise
 away from the start, Adam 0.50 times.)
+
+`gains.py` says how sure a gain is, `advice.py` what is recommended and why.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from types import FrameType
+from typing import NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import Control, control_of, redrawn, rewarded
-from evoalign.checks.rules import RISEN, SIGNAL_TO_NOISE
 from evoalign.config import NO_ES, Config
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
+from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, recommend
+from evoalign.preflight.gains import advantages, rise, worths
 from evoalign.rewards.objective import judge, refuse_whole_groups
 from evoalign.rollouts import collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
-from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population
+from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population, text_of
 
 LADDER = tuple(2.0**k for k in range(-4, 5))
 """The default ladder, in units of the config's own width: a factor of 16 to both sides."""
 MEMBERS = 32
 EXAMPLES = 64
-ETA = 0.5
-"""The step in units of the noise that is recommended for SGD, the paper's (arXiv 2509.24372: alpha = sigma / 2)."""
-KEPT = 0.75
-"""Least share of the start's fitness, above what broken answers earn, that members have to keep. On a smooth bump,
-exp(-|x|^2 / 2 t^2), the gain of a step is largest where members keep exp(-1/2) = 0.61; beyond, they climb back to the
-start. The rest is room for the error of the measurement."""
-
-NEAR = 0.9
-"""Of widths whose gains are as close as this the middle one is taken: it is safest from an error to either side."""
+MOST_MEMBERS = 128
+"""Where there are fewer examples than are asked for, more members answer them, up to so many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One width of the ladder, `es.sigma` or `es.noise_multiplier`. Fitness is the mean reward over the prompts.
+class Step(NamedTuple):
+    """A width that has been measured: the `done`-th of `total`. Fitness is the mean reward over the prompts."""
 
-    `changed_share` completions differ from the unperturbed model's; `spread` is the standard deviation of the members'
-    fitness; `drop` how far their mean lies below the unperturbed model's; `kept` the share of that model's fitness,
-    above the lowest seen, that they keep; `broken_share` completions are empty, looping, cut off or role-marked.
-    `gain` is the fitness that one generation at eta 0.5 is expected to bring.
-    """
-
+    done: int
+    total: int
     width: float
-    changed_share: float
-    spread: float
-    drop: float
-    kept: float
-    broken_share: float
-    gain: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What a probe measured. `width` and `learning_rate` are None where no width gives a signal; `reason` says why.
-
-    `setting` is sigma or noise_multiplier; `fitness` and `broken_share` are the unperturbed model's, `noise_floor` the
-    standard deviation of its fitness when it is scored again; `completions` counts all that were asked for.
-    """
-
-    setting: str
     fitness: float
-    broken_share: float
-    noise_floor: float
-    rungs: tuple[Rung, ...]
-    width: float | None
-    learning_rate: float | None
-    reason: str
-    warnings: tuple[str, ...]
-    completions: int
+    start: float
+    changed_share: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)
+
+class ProbeStoppedError(StoppedError):
+    """A probe was interrupted. `result` is what was measured before, without a recommendation."""
+
+    def __init__(self, result: ProbeResult, signal: int) -> None:
+        super().__init__(f"{result.reason}; what was measured before is shown", signal)
+        self.result = result
 
 
 def probe(
@@ -106,20 +80,24 @@ def probe(
     task: Task | None = None,
     reward: Rewards | None = None,
     sigmas: Sequence[float] | None = None,
-    members: int = MEMBERS,
+    members: int | None = None,
     examples: int = EXAMPLES,
     tell: Callable[[str], None] | None = None,
+    on_step: Callable[[Step], None] | None = None,
 ) -> ProbeResult:
-    """Try a ladder of widths on training examples and recommend one. Loads the model once, writes nothing.
+    """Try a ladder of widths on training examples and recommend one, or none. Loads the model once, writes nothing.
 
     `sigmas` are values of the config's own setting, `es.sigma` or `es.noise_multiplier`; None is the config's value
-    times 1/16 to 16. `tell` is given the cost before anything is generated. Raises a subclass of EvoalignError.
+    times 1/16 to 16. `members` answer at each of them; None is 32 and, where fewer training examples than `examples`
+    are there, as many more as make up for it, 128 at most. `tell` is given the cost before anything is generated,
+    `on_step` each width that is done. Raises a subclass of EvoalignError; on Ctrl-C or SIGTERM, once the unperturbed
+    model has answered, that is ProbeStoppedError, whose `result` has the widths that were done.
     """
     config = as_config(config)
     if config.es_ is None:
         raise ConfigError(f"{NO_ES}; probe measures the noise of ES and is for ES alone, not for GRPO")
     widths = _ladder(config, sigmas)
-    if members < 4 or members % 2:
+    if members is not None and (members < 4 or members % 2):
         raise ConfigError(f"members {members}: a probe needs an even number, at least 4")
     if examples < 1:
         raise ConfigError(f"examples {examples}: a probe needs at least 1")
@@ -127,33 +105,17 @@ def probe(
     try:
         refuse_whole_groups(parts.objective, "the probe")
         rows = evolve.batch(len(parts.data.train), examples, config.seed, 0)
+        members = members or _enough(len(rows), examples)
         if tell is not None:
             tell(_cost(config, len(parts.data.train), len(widths), members, len(rows)))
-        return _measure(parts, rows, widths, members)
+        return _measure(parts, rows, widths, members, on_step or (lambda step: None))
     finally:
         parts.close()
 
 
-def table(result: ProbeResult) -> Table:
-    """One row a width, the recommended one marked."""
-    shown = Table("", result.setting, "changed", "broken", "spread", "drop", "kept", "gain a generation")
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for r in result.rungs:
-        mark = "*" if r.width == result.width else ""
-        shown.add_row(mark, f"{r.width:.4g}", f"{r.changed_share:.1%}", f"{r.broken_share:.1%}", f"{r.spread:.4g}",
-                      f"{r.drop:+.4g}", f"{r.kept:.0%}", f"{r.gain:+.4g}")  # fmt: skip
-    return shown
-
-
-def lines(result: ProbeResult) -> list[str]:
-    """The start, the recommendation and the warnings, in words."""
-    start = f"unperturbed: fitness {result.fitness:.4g}, noise floor {result.noise_floor:.2g}"
-    return [
-        f"{start}, broken {result.broken_share:.1%}",
-        result.reason,
-        *(f"warning: {line}" for line in result.warnings),
-    ]
+def _enough(prompts: int, examples: int) -> int:
+    """Members that answer about as often as `MEMBERS` would on all examples; even."""
+    return min(MOST_MEMBERS, MEMBERS * examples // prompts // 2 * 2)
 
 
 def _ladder(config: Config, sigmas: Sequence[float] | None) -> tuple[float, ...]:
@@ -172,36 +134,74 @@ def _cost(config: Config, total: int, widths: int, members: int, prompts: int) -
     )
 
 
-def _measure(parts: Parts, rows: Sequence[int], widths: Sequence[float], members: int) -> ProbeResult:
+class _Interrupted(KeyboardInterrupt):
+    """SIGTERM, raised where Ctrl-C would be."""
+
+
+@contextmanager
+def _interruptible() -> Generator[None]:
+    """SIGTERM as Ctrl-C: nothing is half written, so that both may come at any time. In the main thread alone."""
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        raise _Interrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measure(
+    parts: Parts, rows: Sequence[int], widths: Sequence[float], members: int, on_step: Callable[[Step], None]
+) -> ProbeResult:
     """All rungs on the same prompts with the same noise, told against the unperturbed model."""
     config, examples = parts.config, [parts.data.train[row] for row in rows]
     prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
     paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
-    own, redrawn_ = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
-    start = control_of(*(rewarded(parts.objective, parts.task, rs, examples) for rs in (own, redrawn_)))
-    climbs = [_climb(parts, width, everyone, requests, examples, own) for width in widths]
-    lowest_P = np.min([c.scores_MP.min(axis=0) for c in climbs], axis=0)
-    floor = min(float(lowest_P.mean()), start.first)
-    rungs = tuple(
-        _rung(climb, climbs[max(0, k - 1)], start.first, floor, paired=paired) for k, climb in enumerate(climbs)
-    )
-    eta = ETA / reach(config.es)
-    width, reason, warnings = recommend(rungs, _setting(config), start, parts.max_score, eta, _broken(own))
-    by_sigma = config.es.sigma is not None
-    return ProbeResult(
+    own, again = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
+    own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
+    base = _base(own, control_of(own_P, again_P), parts.max_score, text_of(parts.task.prompt(examples[0])))
+    climbs: list[_Climb] = []
+    stopped: int | None = None
+    try:
+        with _interruptible():
+            for width in widths:
+                climbs.append(_climb(parts, width, everyone, requests, examples, own))
+                fitness = float(climbs[-1].scores_MP.mean())
+                on_step(Step(len(climbs), len(widths), width, fitness, base.fitness, climbs[-1].changed_share))
+    except KeyboardInterrupt as interrupt:
+        stopped = signal.SIGTERM if isinstance(interrupt, _Interrupted) else signal.SIGINT
+    rungs = _rungs(climbs, np.asarray(own_P), paired=paired)
+    advice = recommend(rungs, base, _setting(config), ETA / reach(config.es), planned=len(widths))
+    result = ProbeResult(
+        **{name: getattr(base, name) for name in ("fitness", "noise_floor", "broken_share", "truncated_share")},
         setting=_setting(config),
-        fitness=start.first,
-        broken_share=_broken(own),
-        noise_floor=start.floor,
         rungs=rungs,
-        width=width,
-        learning_rate=None if width is None else eta * width if by_sigma else eta,
-        reason=reason,
-        warnings=warnings,
-        completions=(len(widths) * members + 2) * len(rows),
+        width=advice.width,
+        learning_rate=advice.learning_rate,
+        gain_interval=advice.gain_interval,
+        reason=advice.reason,
+        warnings=advice.warnings,
+        completions=(len(climbs) * members + 2) * len(rows),
+        members=members,
+        examples=len(rows),
+        planned=len(widths),
+        prompt=base.prompt,
+        text=base.text,
     )
+    if stopped is not None:
+        raise ProbeStoppedError(result, stopped)
+    return result
+
+
+def _base(own: Sequence[Rollout], start: Control, max_score: float, prompt: str) -> Base:
+    return Base(start.first, start.floor, *_shares(own), max_score, len(own), prompt, own[0].text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +212,9 @@ class _Climb:
     scores_MP: Scores
     changed_share: float
     broken_share: float
+    truncated_share: float
+    texts_M: tuple[str, ...]
+    """Answers to the first prompt."""
 
 
 def _climb(
@@ -225,112 +228,52 @@ def _climb(
     rollouts = collect(parts.engine, Plan(0, width, tuple(members)), requests)
     scores_MP = judge(parts.objective, group_of(parts.task, examples, rollouts, len(members)))
     changed = float(np.mean([r.token_ids != own[r.request].token_ids for r in rollouts]))
-    return _Climb(width, scores_MP, changed, _broken(rollouts))
+    first = tuple(r.text for r in rollouts if r.request == requests[0].index)
+    return _Climb(width, scores_MP, changed, *_shares(rollouts), first)
 
 
-def _rung(climb: _Climb, nearer: _Climb, start: float, floor: float, *, paired: bool) -> Rung:
-    """`nearer` is the climb of the next smaller width; the lowest is told against itself."""
-    fitness_M = shaping.fitness(climb.scores_MP)
-    spread = float(fitness_M.std())
-    advantage, slope = (_advantage(shaping.fitness(c.scores_MP), paired=paired) for c in (climb, nearer))
-    worth = float(np.mean(advantage * slope)) * climb.width / nearer.width
-    return Rung(
-        width=climb.width,
-        changed_share=climb.changed_share,
-        spread=spread,
-        drop=start - float(fitness_M.mean()),
-        kept=(float(fitness_M.mean()) - floor) / (start - floor) if start > floor else 1.0,
-        broken_share=climb.broken_share,
-        gain=ETA * worth / spread if spread > 0 else 0.0,
-    )
+def _rungs(climbs: Sequence[_Climb], own_P: Scores, *, paired: bool) -> tuple[Rung, ...]:
+    """Of all climbs, in ascending order of their widths."""
+    if not climbs:
+        return ()
+    lowest_P = np.min([c.scores_MP.min(axis=0) for c in climbs], axis=0)
+    start = float(own_P.mean())
+    floor = min(float(lowest_P.mean()), start)
+    known = [None, *worths([advantages(c.scores_MP, paired=paired) for c in climbs])]
+    rungs: list[Rung] = []
+    for k, (climb, worth) in enumerate(zip(climbs, known, strict=True)):
+        fitness_M = shaping.fitness(climb.scores_MP)
+        mean, spread = float(fitness_M.mean()), float(fitness_M.std())
+        # What eta and the distance to the nearer width make of a product of advantages.
+        scale = ETA * climb.width / climbs[k - 1].width / spread if spread > 0 and k else 0.0
+        order_M = np.argsort(-fitness_M, kind="stable")
+        rungs.append(
+            Rung(
+                width=climb.width,
+                changed_share=climb.changed_share,
+                spread=spread,
+                drop=start - mean,
+                drop_error=rise(climb.scores_MP, own_P, paired=paired)[1],
+                kept=(mean - floor) / (start - floor) if start > floor else 1.0,
+                broken_share=climb.broken_share,
+                truncated_share=climb.truncated_share,
+                gain=None if worth is None else worth.value * scale,
+                gain_error=None if worth is None else worth.error * scale,
+                chance=None if worth is None else worth.chance,
+                least_gain=None if worth is None else worth.least * scale,
+                pairs=len(fitness_M) // 2 if paired else len(fitness_M),
+                best_text=climb.texts_M[order_M[0]],
+                median_text=climb.texts_M[order_M[len(order_M) // 2]],
+            )
+        )
+    return tuple(rungs)
 
 
-def _advantage(fitness_M: Scores, *, paired: bool) -> Scores:
-    """Half the difference of each pair; against the population's mean where there are no pairs."""
-    return (fitness_M[0::2] - fitness_M[1::2]) / 2 if paired else fitness_M - fitness_M.mean()
-
-
-def _broken(rollouts: Sequence[Rollout]) -> float:
-    return float(np.mean([hacking.is_broken(r.text, r.finish_reason) for r in rollouts]))
+def _shares(rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """Of broken texts, wherever they end, and of those that were cut off."""
+    broken = float(np.mean([hacking.is_broken(r.text, "stop") for r in rollouts]))
+    return broken, float(np.mean([r.finish_reason == "length" for r in rollouts]))
 
 
 def _setting(config: Config) -> str:
     return "sigma" if config.es.sigma is not None else "noise_multiplier"
-
-
-def recommend(
-    rungs: Sequence[Rung], setting: str, start: Control, max_score: float, eta: float = ETA, broken: float = 0.0
-) -> tuple[float | None, str, tuple[str, ...]]:
-    """The width of the largest gain among those whose members are not broken, the reason, and warnings.
-
-    `eta` is what takes the config's optimizer as far as `ETA` takes plain SGD; `broken` is the share of the
-    unperturbed model's completions that are broken.
-    """
-    # A reward without a bottom makes any model look whole beside the widest noise: then the texts tell.
-    whole = [r for r in rungs if r.kept >= KEPT and r.broken_share - broken <= RISEN]
-    usable = [r for r in whole if r.gain > 0 and r.spread > SIGNAL_TO_NOISE * start.floor]
-    if not usable:
-        return None, f"no {setting} of the ladder gives a signal to learn from", (_no_signal(rungs, whole, start),)
-    tied = [r for r in usable if r.gain >= NEAR * max(u.gain for u in usable)]
-    best = tied[(len(tied) - 1) // 2]
-    rate = f"{eta * best.width:.4g}" if setting == "sigma" else f"{eta:.4g}"
-    same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
-    reason = (
-        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate} (eta {eta:.3g}{same}): in the "
-        f"middle of those within {NEAR:.0%} of the largest gain ({best.gain:.2g} a generation) among widths whose "
-        f"members keep {KEPT:.0%} of the start's fitness and write few more broken completions; "
-        f"{best.changed_share:.0%} of their completions change"
-    )
-    warnings: list[str] = []
-    if best is rungs[0] or best is rungs[-1]:
-        side = ("smallest", "smaller") if best is rungs[0] else ("largest", "larger")
-        warnings.append(f"it is the {side[0]} of the ladder; try {side[1]} ones too with --sigmas")
-    if start.first >= max_score:
-        warnings.append("the unperturbed model earns the maximum already: there is nothing to learn; use harder data")
-    return best.width, reason, tuple(warnings)
-
-
-def _no_signal(rungs: Sequence[Rung], whole: Sequence[Rung], start: Control) -> str:
-    low, high = rungs[0], rungs[-1]
-    if not whole:
-        return (
-            f"the smallest width, {low.width:.4g}, already breaks the model (members keep {low.kept:.0%} of its "
-            f"fitness, {low.broken_share:.0%} of their completions are broken); try smaller ones with --sigmas"
-        )
-    if all(r.spread == 0 for r in rungs):
-        if high.changed_share == 0:
-            return f"the largest width, {high.width:.4g}, changes no completion; try larger ones with --sigmas"
-        return (
-            f"completions change (up to {max(r.changed_share for r in rungs):.0%}) and all earn the same: the reward "
-            "does not tell them apart; give partial credit, easier examples or more of them (--examples)"
-        )
-    coarse = _too_coarse(rungs, whole, start)
-    if coarse is not None:
-        return coarse
-    if start.floor > 0 and all(r.spread <= SIGNAL_TO_NOISE * start.floor for r in whole):
-        return (
-            f"the spread of the members is at the noise floor of {start.floor:.2g}; use more examples (--examples), or "
-            "lower sampling.temperature"
-        )
-    return (
-        "what members gain at one width they do not gain at the next smaller one: chance; use more members (--members) "
-        "and examples (--examples)"
-    )
-
-
-def _too_coarse(rungs: Sequence[Rung], whole: Sequence[Rung], start: Control) -> str | None:
-    """Where the ladder steps over what is between no signal and the widest members that are not broken."""
-    for near, far in pairwise(rungs):
-        telling = far.spread > SIGNAL_TO_NOISE * start.floor
-        if near.spread == 0 and telling and not any(r.width > far.width for r in whole):
-            what = (
-                f"keeps {far.kept:.0%} of the start's fitness"
-                if far.kept < KEPT
-                else "is the first that tells them apart"
-            )
-            return (
-                f"members of width {near.width:.4g} all earn the same ({near.changed_share:.0%} of their completions "
-                f"change), and {far.width:.4g}, the next, {what}; try widths between {near.width:.4g} and "
-                f"{far.width:.4g} with --sigmas"
-            )
-    return None

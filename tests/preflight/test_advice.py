@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is recommended of made-up measurements, and why nothing is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, fault, lines, recommend, table
+
+START = Base(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
+
+
+def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0, truncated=0.0, drop=0.0, chance=0.001):
+    sure = None if gain is None else chance
+    return Rung(width=width, changed_share=changed, spread=spread, drop=drop, drop_error=0.01, kept=kept,
+                broken_share=broken, truncated_share=truncated, gain=gain, gain_error=None if gain is None else 0.001,
+                chance=sure, least_gain=None if gain is None else 0.02, pairs=16)  # fmt: skip
+
+
+def ladder(*gains, low=0.001, **settings):
+    """Widths that double, from one that has no gain since none is below it."""
+    return [rung(low, None), *(rung(low * 2 ** (k + 1), gain, **settings) for k, gain in enumerate(gains))]
+
+
+def test_the_largest_gain_of_those_that_are_whole():
+    rungs = [*ladder(0.01, 0.02, 0.05, 0.04), rung(0.032, 0.2, kept=0.5)]
+    advice = recommend(rungs, START)
+    assert (advice.width, advice.learning_rate, advice.warnings) == (0.008, ETA * 0.008, ())
+    assert "es.sigma 0.008, es.learning_rate 0.004" in advice.reason
+
+
+def test_a_gain_that_chance_explains_is_none():
+    """The largest of many uncertain figures is always large."""
+    rungs = [*ladder(0.01, 0.02), rung(0.008, 0.2, chance=0.051)]
+    assert recommend(rungs, START).width == 0.004
+    assert recommend([*rungs[:1], *rungs[3:]], START).width is None
+    assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008
+
+
+def test_the_smallest_width_is_never_recommended():
+    """It has none below it: its own gain would be its own witness."""
+    assert recommend([rung(0.001, None, spread=0.9), *ladder(0.01, low=0.002)[1:]], START).width == 0.004
+    advice = recommend([rung(0.001, None), rung(0.002, 0.2, broken=0.9)], START)
+    assert advice.width is None and "only the smallest width, 0.001, does not break the model" in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("odd", "word"),
+    [
+        ({"broken": 0.12}, "breaks texts"),
+        ({"truncated": 0.3}, "cut off"),
+        ({"kept": 0.7}, "loses the reward"),
+        ({"kept": 4.3, "drop": -2.07}, "wins by breaking"),
+        ({"kept": 4.3, "drop": -0.02}, None),
+        ({"kept": 1.4, "drop": -2.07}, None),
+    ],
+)
+def test_widths_that_break_the_model(odd, word):
+    """Members that keep 430 % of a start of -3.1 win in whichever direction they go; within their error they may."""
+    wide = rung(0.004, 0.9, **odd)
+    assert fault(wide, START) == word
+    assert recommend([*ladder(0.01), wide], START).width == (0.004 if word is None else 0.002)
+
+
+def test_what_the_model_itself_writes_is_not_held_against_the_noise():
+    """Cut-off texts are counted apart from broken ones, and both beside the model's own."""
+    wide = rung(0.004, 0.9, broken=0.6, truncated=1.0)
+    cut = dataclasses.replace(START, truncated_share=0.9)
+    assert fault(wide, cut) == "breaks texts"
+    assert fault(wide, dataclasses.replace(cut, broken_share=0.55)) is None
+
+
+def test_of_equal_gains_the_width_in_the_middle():
+    rungs = ladder(0.01, 0.047, 0.05, 0.046, 0.02)
+    assert recommend(rungs, START).width == 0.008
+    assert recommend(rungs[:4], START).width == 0.004, "of two, the one that moves the model less"
+
+
+@pytest.mark.parametrize(("gains", "end"), [((0.5, 0.1, 0.1), "smallest"), ((0.1, 0.2, 0.5), "largest")])
+def test_the_end_of_the_ladder_is_told(gains, end):
+    advice = recommend(ladder(*gains), START)
+    assert advice.width == (0.002 if end == "smallest" else 0.008)
+    assert len(advice.warnings) == 1 and f"it is the {end}" in advice.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "eta", "words"),
+    [
+        ("sigma", ETA, "es.sigma 0.004, es.learning_rate 0.002 (eta 0.5): in the middle"),
+        ("sigma", 0.1, "es.learning_rate 0.0004 (eta 0.1, with this optimizer as far as 0.5 with sgd)"),
+        ("noise_multiplier", 0.1, "es.noise_multiplier 0.004, es.learning_rate 0.1 "),
+    ],
+)
+def test_the_rate_is_in_the_units_of_the_setting(setting, eta, words):
+    advice = recommend(ladder(0.01, 0.2, 0.01), START, setting, eta)
+    assert words in advice.reason and advice.learning_rate == pytest.approx(eta * (0.004 if setting == "sigma" else 1))
+
+
+@pytest.mark.parametrize(
+    ("rungs", "base", "words"),
+    [
+        ([rung(1e-9, None, spread=0, changed=0), rung(1e-8, 0, spread=0, changed=0)], {}, "changes no completion"),
+        ([rung(0.1, None, spread=0), rung(0.2, 0, spread=0)], {}, "nothing can be learned with this reward, which"),
+        ([rung(1, None, kept=0.3), rung(2, 0.1, kept=0.1)], {}, "already breaks the model (loses the reward: "),
+        ([rung(1, None, broken=0.3), rung(2, 0.1, broken=0.5)], {}, "30% of their completions are broken and 0% cut "),
+        ([rung(0.1, None, spread=0.03), rung(0.2, 0.1, spread=0.03)], {"noise_floor": 0.03}, "at the noise floor"),
+        (ladder(-0.2, -0.1, chance=1.0), {}, "beyond what chance shows: nothing can be learned with this reward"),
+        (ladder(0.01, chance=0.3), {}, "Nearest to it is 0.002, +0.01 (standard error 0.001) a generation, where 0.02 "
+         "would have been told from chance; were it real, about 128 members would tell; use more members"),
+        (ladder(0.5), {"fitness": 1.0}, "the unperturbed model earns the maximum already"),
+        (
+            [rung(1e-6, None, spread=0, changed=0), rung(1.0, 0, kept=0.1, changed=1.0)],
+            {},
+            "(0% of their completions change), and 1, the next, breaks the model (loses the reward); try widths "
+            "between 1e-06 and 1 with --sigmas",
+        ),
+        (
+            [rung(0.01, None, spread=0, changed=0), rung(0.1, 0, chance=1.0), rung(1.0, 0, kept=0.1)],
+            {},
+            "0.1, the next, is the first that tells them apart; try widths between 0.01 and 0.1 ",
+        ),
+    ],
+)  # fmt: skip
+def test_why_nothing_is_recommended(rungs, base, words):
+    advice = recommend(rungs, dataclasses.replace(START, **base))
+    assert (advice.width, advice.learning_rate, advice.gain_interval, advice.warnings) == (None, None, None, ())
+    assert advice.reason.startswith("nothing is recommended: ") and words in advice.reason
+
+
+def test_of_part_of_a_ladder_nothing_is_recommended():
+    assert recommend(ladder(0.1, 0.5), START, planned=9).reason == "nothing is recommended: stopped after 3 of 9 widths"
+
+
+def test_of_few_prompts_it_is_said_that_the_gain_is_theirs():
+    few = recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=5))
+    assert few.width == 0.004 and "whether it holds for others" in few.warnings[0]
+    assert recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=6)).warnings == ()
+
+
+def test_the_table_marks_the_recommended_one_and_says_why_not_the_others():
+    rungs = (*ladder(0.1, 0.2), rung(0.008, 0.01, chance=0.4), rung(0.016, 0.3, broken=0.5))
+    result = ProbeResult("sigma", 0.4, 0.0, 0.25, 0.01, rungs, 0.004, 0.002, (0.1, 0.3), "because", ("careful",), 100,
+                         32, 64, 5)  # fmt: skip
+    console = Console(width=140, record=True)
+    console.print(table(result))
+    rows = [line for line in console.export_text().splitlines() if "0.0" in line]
+    marked = [line for line in rows if "*" in line]
+    assert len(marked) == 1 and " 0.004 " in marked[0] and "+0.2 ± 0.001" in marked[0]
+    for row, word in zip(rows, ("start", "for the next", "", "", "chance", "breaks texts"), strict=True):
+        assert row.rstrip("│ ").endswith(word), row
+    assert lines(result) == [
+        "unperturbed: fitness 0.4, noise floor 0.01, broken 0.0%, cut off 25.0%", "because", "warning: careful"
+    ]  # fmt: skip

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sure a gain is: against formulas written out here, and by simulation of rewards that nobody can learn."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+
+from evoalign.preflight import gains
+from evoalign.preflight.gains import LEVEL, advantages, rise, worths
+
+
+def test_a_worth_is_the_mean_product_on_different_prompts():
+    rng = np.random.default_rng(0)
+    near, far = rng.standard_normal((2, 5, 6))
+    both = [far[k, p] * near[k, q] for k in range(5) for p, q in permutations(range(6), 2)]
+    (worth,) = worths([near, far])
+    assert worth.value == pytest.approx(np.mean(both))
+
+    def without(prompt):
+        return np.mean([far[k, p] * near[k, q] for k in range(5) for p, q in permutations(set(range(6)) - {prompt}, 2)])
+
+    by_pair = [np.mean([far[k, p] * near[k, q] for p, q in permutations(range(6), 2)]) for k in range(5)]
+    left = np.array([without(p) for p in range(6)])
+    variance = np.var(by_pair, ddof=1) / 5 + 5 / 6 * ((left - left.mean()) ** 2).sum()
+    assert worth.error == pytest.approx(math.sqrt(variance))
+
+
+def test_on_few_prompts_it_is_the_worth_on_these():
+    rng = np.random.default_rng(1)
+    near, far = rng.standard_normal((2, 7, 5))
+    (worth,) = worths([near, far])
+    products = far.mean(axis=1) * near.mean(axis=1)
+    assert worth.value == pytest.approx(products.mean())
+    assert worth.error == pytest.approx(products.std(ddof=1) / math.sqrt(7))
+
+
+def test_chance_is_the_share_of_signs_that_do_as_well():
+    """All 256 signs of eight pairs, counted out; the test draws 9,999 of them."""
+    near, far = np.random.default_rng(3).standard_normal((2, 8, 1))
+    far += near
+    products = (near * far)[:, 0]
+    exact = np.mean([np.dot(signs, products) >= products.sum() - 1e-9 for signs in product((-1, 1), repeat=8)])
+    (worth,) = worths([near, far])
+    assert 0.01 < exact < 0.5 and worth.chance == pytest.approx(exact, abs=0.02)
+
+
+def test_the_least_worth_is_where_chance_ends():
+    """A worth just above it would have been told from chance, and one just below would not."""
+    rng = np.random.default_rng(4)
+    near = rng.standard_normal((16, 3))
+    for seed in range(20):
+        far = 0.3 * near + np.random.default_rng(seed).standard_normal((16, 3))
+        (worth,) = worths([near, far])
+        assert (worth.value > worth.least) == (worth.chance <= LEVEL)
+
+
+def test_what_is_linear_in_the_noise_is_no_chance():
+    """However few the pairs: a t test would miss half of such gains, since the products are chi-squared."""
+    slope_K = np.random.default_rng(5).standard_normal(16)
+    ladder = [width * np.repeat(slope_K[:, None], 8, axis=1) for width in (0.5, 1.0, 2.0)]
+    assert [worth.chance < 0.02 for worth in worths(ladder)] == [True, True]
+
+
+def test_equal_scores_are_worth_nothing():
+    flat = np.zeros((4, 8))
+    (worth,) = worths([flat, flat])
+    assert (worth.value, worth.error, worth.chance, worth.least) == (0.0, 0.0, 1.0, 0.0)
+    assert worths([flat]) == []
+
+
+def test_what_is_linear_cancels_in_a_rise():
+    rng = np.random.default_rng(6)
+    noise = rng.standard_normal((8, 3))
+    start = np.array([1.0, 2.0, 3.0])
+    scores = np.stack([start + noise + 0.25, start - noise + 0.25], axis=1).reshape(16, 3)
+    above, error = rise(scores, start, paired=True)
+    assert above == pytest.approx(0.25) and error == pytest.approx(0.0, abs=1e-12)
+    assert rise(scores, start, paired=False)[1] > 0.1
+    assert advantages(scores, paired=True) == pytest.approx(noise)
+
+
+def chance(rng, members=32, prompts=64):
+    """A ladder whose changed completions earn a coin's 30 %; at the narrowest 5 % change, at the widest all."""
+    base_P = (rng.random(prompts) < 0.3).astype(float)
+    for k in range(9):
+        coin_MP = (rng.random((members, prompts)) < 0.3).astype(float)
+        yield np.where(rng.random((members, prompts)) < min(1.0, 0.05 * 2**k), coin_MP, base_P)
+
+
+def hashed(rng, members=32, prompts=16):
+    """A ladder of a reward that is a hash of the text. A text once changed stays or changes again as the noise grows,
+    so that one member earns much the same at two widths; what prompts have in common is nothing."""
+    kept_MP = np.zeros((members, prompts), dtype=int)
+    coin_MPT = rng.integers(0, 2, size=(members, prompts, 10)).astype(float)
+    coin_MPT[:, :, 0] = rng.integers(0, 2, size=prompts)
+    for k in range(9):
+        kept_MP = np.where(rng.random((members, prompts)) < 0.3, k + 1, kept_MP)
+        yield np.take_along_axis(coin_MPT, kept_MP[:, :, None], axis=2)[:, :, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", [chance, hashed])
+def test_of_rewards_that_nobody_can_learn_few_look_as_if(reward, monkeypatch):
+    """At most the level and three standard errors of the count; before, each of 400 such ladders had a width."""
+    monkeypatch.setattr(gains, "DRAWS", 499)
+    trials, found = 200, 0
+    for seed in range(trials):
+        ladder = [advantages(s, paired=True) for s in reward(np.random.default_rng([7, seed]))]
+        found += min(worth.chance for worth in worths(ladder)) <= LEVEL
+    assert found <= trials * LEVEL + 3 * math.sqrt(trials * LEVEL * (1 - LEVEL))
+
+
+def test_the_same_text_on_the_same_prompt_is_no_gain_elsewhere():
+    """The products on equal prompts show what a hash earns twice; those on different prompts do not."""
+    same, other = [], []
+    for seed in range(20):
+        near, far = [advantages(s, paired=True) for s in hashed(np.random.default_rng([8, seed]))][1:3]
+        same.append(float((far * near).mean()))
+        other.append(worths([near, far])[0].value)
+    assert np.mean(same) > 10 * np.std(same) / math.sqrt(20)
+    assert abs(np.mean(other)) < 3 * np.std(other) / math.sqrt(20)
