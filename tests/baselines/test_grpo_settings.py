@@ -20,15 +20,15 @@ from evoalign.rundir.identity import config_hash, differences
 from evoalign.sweeping.cells import make_cells
 from evoalign.training.resolve import of_run
 
-REPOSITORY = Path(__file__).parents[2]
+OLD = Path(__file__).parents[1] / "compatibility"
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))
-"""Of every config that ships, and two more: the arguments to TRL, the hash, and the resolved sections, as they were
-while each field of TRL stood in `grpo` itself."""
+"""Of every config that release 0.1.0 shipped, and two more: the arguments to TRL, the hash, and the resolved sections,
+as they were while each field of TRL stood in `grpo` itself."""
 
 
 def as_it_is(name: str) -> Config:
     frozen = FROZEN[name]
-    return from_dict({"grpo": frozen["given"]}) if "given" in frozen else load([REPOSITORY / name])
+    return from_dict({"grpo": frozen["given"]}) if "given" in frozen else load([OLD / name])
 
 
 def as_it_was(name: str) -> Config:
@@ -37,9 +37,9 @@ def as_it_was(name: str) -> Config:
     return from_dict(yaml.safe_load(yaml.safe_dump({**tree, **{k: FROZEN[name][k] for k in ("grpo", "model")}})))
 
 
-def test_every_shipped_config_of_grpo_is_frozen() -> None:
-    files = [f for f in (REPOSITORY / "configs").rglob("*.yaml") if f.parent.name != "sweeps"]
-    grpo = {str(f.relative_to(REPOSITORY)) for f in files if "grpo" in load([f]).model_fields_set}
+def test_every_old_config_of_grpo_is_frozen() -> None:
+    files = [f for f in (OLD / "configs").rglob("*.yaml") if f.parent.name != "sweeps"]
+    grpo = {str(f.relative_to(OLD)) for f in files if "grpo" in load([f]).model_fields_set}
     assert grpo == {name for name in FROZEN if "given" not in FROZEN[name]}
     plain, given = FROZEN["defaults"]["grpo"], FROZEN["every field"]["given"]
     assert {*OF_TRL} <= {name for name in given if given[name] != plain[name]}
