@@ -229,7 +229,7 @@ def page(tree: Mapping[str, Any]) -> str:
 
 def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the best cell is, and which do not differ significantly from it."""
-    from evoalign.analysis.compare.statistics import LEVEL, adjust, compare
+    from evoalign.analysis.compare.statistics import LEVEL, adjust, compare, shared
 
     sweep = SWEEPS[name]
     means = {_name(sweep, cell): mean(run["reward"] for run in cell["runs"]) for cell in cells}
@@ -238,7 +238,7 @@ def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     best = max(means, key=lambda label: means[label])
     lines = [f"The best mean reward is {means[best]:.4g}, at {best}; the start has {start:.4g}."]
     others = [label for label in means if label != best]
-    few = [label for label in others if len(values[label].keys() & values[best].keys()) < 2]
+    few = [label for label in others if not shared(values[label], values[best])]
     tests = [compare(best, values[best], label, values[label]) for label in others if label not in few]
     # A permutation test of three seeds can give no p below 0.25; a t test can, where differences are normal.
     tests = adjust([replace(pair, p=pair.p_values.get("paired t")) for pair in tests])
@@ -249,7 +249,7 @@ def in_words(name: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if alike:
         lines.append(f"No significant difference from it with these seeds: {listed(alike)}.")
     if few:
-        lines.append(f"Not tested against it, for want of two seeds in common: {listed(few)}.")
+        lines.append(f"Not tested against it, for want of seeds in common: {listed(few)}.")
     ordered = [label for label in means if label == best or label in alike]
     if name.startswith("rank"):
         lines.append(f"The least rank that does not differ significantly from the best one: {ordered[0]}.")

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.rollouts import collect, columns_of, derive_seed, sampling_of
+from evoalign.statistics import paired
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
@@ -118,19 +118,14 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of the per-example differences and its 95 % interval (BCa bootstrap, 9,999 resamples, fixed seed).
+    """Mean of the per-example differences and its 95 % interval for new examples: `evoalign.statistics.paired`.
 
+    Both ends are the mean where there is no interval: of fewer than three examples, or where all differ alike.
     Examples that have the measure in one of them only, which is NaN in the other, do not count; NaN where that is all.
     """
-    from scipy.stats import bootstrap
-
-    difference: NDArray[np.float64] = np.asarray(after_E, dtype=np.float64) - np.asarray(before_E, dtype=np.float64)
-    difference = difference[~np.isnan(difference)]
-    mean = float(difference.mean()) if len(difference) else math.nan
-    if len(difference) < 2 or difference.min() == difference.max():
-        return mean, mean, mean
-    result: Any = bootstrap((difference,), np.mean, n_resamples=9999, rng=np.random.default_rng(0))
-    return mean, float(result.confidence_interval.low), float(result.confidence_interval.high)
+    found = paired(before_E, after_E)
+    low, high = (found.mean if end is None else end for end in (found.low, found.high))
+    return found.mean, low, high
 
 
 def _scored(

@@ -52,6 +52,18 @@ def mean(values: ArrayLike) -> Estimate:
     return _of(float(values_N.mean()), len(values_N), lambda: _half_mean(values_N))
 
 
+def difference(a: ArrayLike, b: ArrayLike) -> Estimate:
+    """Welch's t interval of mean(a) - mean(b), of [N] and [M] values that are not paired. `n` is the smaller number."""
+    a_N, b_M = (np.asarray(values, dtype=np.float64) for values in (a, b))
+
+    def half() -> float:
+        square, df = welch([(float(v.var(ddof=1)) / len(v), len(v) - 1) for v in (a_N, b_M)])
+        return t_of(df) * square**0.5
+
+    fewest = min(len(a_N), len(b_M))
+    return _of(float(a_N.mean() - b_M.mean()), fewest, half, of=np.concatenate([a_N, b_M]))
+
+
 def interquartile_mean(values: ArrayLike) -> Estimate:
     """Mean of the middle half of [N] values (IQM; Agarwal et al. 2021, arXiv 2108.13264) with an interval of ranks.
 
@@ -156,12 +168,14 @@ def welch(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 # --- halves of intervals ----------------------------------------------------------------------------------------------
 
 
-def _of(centre: float, n: int, half: Callable[[], float], fewest: int | None = None) -> Estimate:
-    """`fewest` is the smallest of the numbers that the interval is over, where that is not n."""
+def _of(
+    centre: float, n: int, half: Callable[[], float], fewest: int | None = None, of: ArrayLike | None = None
+) -> Estimate:
+    """`fewest` is the smallest of the numbers that the interval is over, where that is not n; `of` are the values."""
     if (n if fewest is None else fewest) < FEWEST:
         return Estimate(centre, n, why=_few(n if fewest is None else fewest))
     width = half()
-    if _is_flat(width, centre):
+    if _is_flat(width, centre if of is None else of):
         return Estimate(centre, n, why="all alike: no interval")
     return Estimate(centre, n, centre - width, centre + width)
 

@@ -54,6 +54,14 @@ def test_metadata_as_the_hub_reads_it() -> None:
     assert "lora" not in whole["tags"] and "datasets" not in whole
 
 
+def test_intervals_are_called_what_they_are() -> None:
+    assert "(95 %, BCa bootstrap)" in card(facts()), "results of before they said so"
+    now = {**EVALUATION, "intervals": "t", "change_mean_low_high": {"reward": [2.0, 2.0, 2.0]}}
+    text = card(facts(evaluation=now))
+    assert "(95 %, t, or Bonett and Price where a measure is 0 or 1): they say nothing of other seeds." in text
+    assert "| reward | -3.25 | -1.25 | +2 |  |" in text
+
+
 def test_a_base_in_a_folder_is_named_in_the_text_alone() -> None:
     text = card(facts(base="base-1b", base_on_hub=False))
     assert not {"base_model", "base_model_relation"} & metadata(text).keys()

@@ -36,13 +36,15 @@ def test_measures_with_their_change() -> None:
 
 def test_intervals_stand_beside_the_change() -> None:
     console = Console(file=io.StringIO(), width=100)
-    intervals = {"reward": (126.0, 90.5, 150.25), "accuracy": (0.125, -0.01, 0.2)}
+    none = {"truncated_share": (-0.25, -0.25, -0.25)}
+    intervals = {"reward": (126.0, 90.5, 150.25), "accuracy": (0.125, -0.01, 0.2), **none}
     before_after(BEFORE, AFTER, console, intervals=intervals)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert cells(text, "reward")[-1] == "+90.5 to +150.2"
     assert cells(text, "accuracy")[-1] == "-1.0 to +20.0"
     assert cells(text, "empty")[-1] == ""
+    assert cells(text, "truncated")[-1] == "-", "an interval without width is none"
 
 
 def test_a_task_without_gold_answers_has_no_target() -> None:

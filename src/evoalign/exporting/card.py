@@ -184,17 +184,23 @@ def _change(facts: Facts) -> str:
         )
     head = (
         f"Means over {found['examples']} examples of the {found['split']} split, {decoding}, at most "
-        f"{settings['max_tokens']} tokens. Intervals are of the mean paired difference over examples (95 %, BCa "
-        "bootstrap).\n\n| measure | before | after | change | 95 % interval |\n|---|---:|---:|---:|---:|"
+        f"{settings['max_tokens']} tokens. Intervals are of the mean paired difference over examples (95 %, "
+        f"{_kind(found)}): they say nothing of other seeds.\n\n"
+        "| measure | before | after | change | 95 % interval |\n|---|---:|---:|---:|---:|"
     )
     rows = [_row(found, name) for name in found["before"] if name in found["after"]]
     return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
 
+def _kind(found: Mapping[str, Any]) -> str:
+    """Of its intervals; results of before they said so have those of the bootstrap."""
+    return "t, or Bonett and Price where a measure is 0 or 1" if "intervals" in found else "BCa bootstrap"
+
+
 def _row(found: Mapping[str, Any], name: str) -> str:
     before, after = found["before"][name], found["after"][name]
     interval = found.get("change_mean_low_high", {}).get(name)
-    bounds = f"{interval[1]:+.4g} to {interval[2]:+.4g}" if interval else ""
+    bounds = f"{interval[1]:+.4g} to {interval[2]:+.4g}" if interval and interval[1] < interval[2] else ""
     return f"| {_text(name)} | {before:.4g} | {after:.4g} | {after - before:+.4g} | {bounds} |"
 
 

@@ -20,7 +20,7 @@ from evoalign.types import Prompt
 SHARES = frozenset({"accuracy", "exact", "format", "high_reward"})
 """Measures shown in percent, beside those whose name ends in `_share`."""
 Interval = tuple[float, float, float]
-"""Mean of the paired differences, and the ends of its 95 % interval."""
+"""Mean of the paired differences, and the ends of its 95 % interval; both the mean where there is none."""
 LINES = 4
 """Lines of a table cell that a sample fills at most."""
 
@@ -58,7 +58,7 @@ def _measures(before: Mapping[str, float], after: Mapping[str, float], intervals
         cells = [_value(name, old), _value(name, new), _change(name, new - old)]
         if name in intervals:
             _, low, high = intervals[name]
-            cells.append(f"{_signed(name, low)} to {_signed(name, high)}")
+            cells.append(f"{_signed(name, low)} to {_signed(name, high)}" if low < high else "-")
         table.add_row(Text(name.removesuffix("_share").replace("_", " ")), *cells)
     return table
 

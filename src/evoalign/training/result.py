@@ -23,6 +23,8 @@ from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Task
 
 SHOWN_SAMPLES = 4
+INTERVALS = "over examples: Student's t; of measures that are 0 or 1, Bonett and Price"
+"""What those of results/evaluation.json are; where it does not say, they are of the bootstrap (BCa)."""
 Tell = Callable[[str], None]
 
 
@@ -79,7 +81,10 @@ def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell) ->
     change = _change(before, after)
     before_after(before.measures, after.measures, console, _samples(before, after), change)
     mean_change, low, high = change["reward"]
-    if low <= 0 <= high:
+    if low == high:
+        why = "too few examples, or all changed alike"
+        tell(f"the change of the reward on the test split, {mean_change:+.4g}, has no interval: {why}")
+    elif low <= 0 <= high:
         interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
         tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: {interval}")
 
@@ -115,6 +120,7 @@ def _write_evaluation(
         "settings": settings.model_dump(mode="json"),
         "before": before.measures,
         "after": after.measures,
+        "intervals": INTERVALS,
         "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
     }
     write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")

@@ -21,7 +21,7 @@ from evoalign.analysis.compare import figures as figures
 from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare
 from evoalign.analysis.compare.runs import find, read
-from evoalign.analysis.compare.statistics import Pair, adjust, estimate
+from evoalign.analysis.compare.statistics import Pair, adjust
 from evoalign.checks import hacking
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
@@ -69,7 +69,7 @@ def test_the_permutation_test_goes_through_all_signs() -> None:
 
 
 def test_the_smallest_p_of_so_many_seeds() -> None:
-    for n, smallest in ((2, 0.5), (5, 0.0625), (6, 0.03125), (8, 0.0078125)):
+    for n, smallest in ((3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125)):
         apart = statistics.compare("a", {s: 10.0 + s**2 for s in range(n)}, "b", {s: float(s) for s in range(n)})
         assert apart.p == apart.p_smallest == pytest.approx(smallest)
         assert ("Wilcoxon" in apart.p_values) == (n >= 6)
@@ -117,31 +117,29 @@ def test_holm() -> None:
                                                     None, pytest.approx(0.02)]  # fmt: skip
 
 
-def test_intervals_of_means() -> None:
-    found = estimate([1.0, 2.0, 4.0, 8.0, 9.0])
-    expected = stats.bootstrap(([1.0, 2.0, 4.0, 8.0, 9.0],), np.mean, n_resamples=9999, rng=np.random.default_rng(0))
-    assert (found.low, found.high) == tuple(expected.confidence_interval)
-    assert estimate([1.0, 2.0]).low is None
-    assert estimate([1.0, 2.0]).why == "2 runs: no interval"
-    assert estimate([3.0] * 4).why == "all runs alike: no interval"
-    mean, low, high = statistics.band([1.0, 2.0, 6.0])
-    half = stats.t.ppf(0.975, 2) * np.std([1, 2, 6], ddof=1) / 3**0.5
-    assert (mean, low, high) == (pytest.approx(3), pytest.approx(3 - half), pytest.approx(3 + half))
-    assert statistics.band([1.0, 3.0]) == (2.0, 2.0, 2.0)
+def test_few_shared_seeds_are_no_pairs() -> None:
+    """Twelve runs against twelve that share two seeds were once tested as two."""
+    a = {seed: 10.0 + (seed * 7 % 5) for seed in range(12)}
+    b = {seed: 0.0 + (seed * 3 % 5) for seed in range(10, 22)}
+    pair = statistics.compare("a", a, "b", b)
+    assert (pair.paired, pair.test, pair.n_a, pair.n_b) == (False, "Welch t", 12, 12)
+    assert pair.p is not None and pair.p < 1e-6
+    for many, few, both in ((5, 4, 4), (12, 10, 10), (12, 9, 0), (3, 3, 3), (2, 2, 0)):
+        found = statistics.shared(dict.fromkeys(range(many)), dict.fromkeys(range(few)))
+        assert len(found) == both, (many, few)
 
 
-def test_the_bootstrap_covers_what_is_said_of_it() -> None:
-    """Of normal samples of which the mean is 0. Fewer resamples than `estimate` takes: 9,999 give the same."""
-    random = np.random.default_rng(0)
-    for n, share in statistics.COVERAGE.items():
-        samples = random.standard_normal((2000, n))
-        found = stats.bootstrap((samples,), np.mean, axis=-1, n_resamples=999, batch=50, rng=random)
-        low, high = found.confidence_interval
-        assert 100 * np.mean((low <= 0) & (high >= 0)) == pytest.approx(share, abs=2.5), n
-    said = [f"{share} % with {n} seeds" for n, share in statistics.COVERAGE.items()]
-    guide = (Path(__file__).parents[3] / "docs/guides/compare.md").read_text()
-    for text in (" ".join(guide.split()), " ".join(report.HOW_TO_READ)):
-        assert all(words in text for words in said)
+def test_the_interval_of_an_effect_is_that_of_the_noncentral_t() -> None:
+    """The two effects under which a t as large as this one is as rare as 2.5 %."""
+    pair = statistics.compare("a", A, "b", B)
+    gaps = np.array([A[s] - B[s] for s in A])
+    t = gaps.mean() / gaps.std(ddof=1) * 5**0.5
+    assert pair.effect_low is not None and pair.effect_high is not None
+    assert stats.nct.cdf(t, 4, pair.effect_low * 5**0.5) == pytest.approx(0.975, abs=1e-6)
+    assert stats.nct.cdf(t, 4, pair.effect_high * 5**0.5) == pytest.approx(0.025, abs=1e-6)
+    far = statistics.compare("a", {s: 1e9 + s % 2 for s in range(6)}, "b", {s: s % 3 / 1e3 for s in range(6)})
+    assert far.effect is not None and far.effect_low is not None and far.effect_high is not None
+    assert far.effect_low < far.effect < far.effect_high, "and it ends"
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -356,9 +354,9 @@ def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path:
     assert curve.x == (0, 20, 22, 24, 40, 44, 48, 60)
     # At 22 the first two are at step 2, the third at its start.
     assert curve.mean == tuple(pytest.approx(v) for v in (1, 5 / 3, 7 / 3, 3, 11 / 3, 13 / 3, 5, 17 / 3))
-    mean, low, high = statistics.band([2.0, 3.0, 2.0])
+    low, high = stats.t.interval(0.95, 2, 7 / 3, stats.sem([2.0, 3.0, 2.0]))
     assert (curve.mean[2], curve.low[2], curve.high[2]) == (
-        pytest.approx(mean),
+        pytest.approx(7 / 3),
         pytest.approx(low),
         pytest.approx(high),
     )
@@ -588,8 +586,7 @@ def test_the_files_have_all_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> 
     assert "| FLOPs | 6 G | 6 G |" in page
     assert "| device time | 3 s | 3 s |" in page
     assert "| seconds a step | 0.5 | 0.5 |" in page
-    values = ([6.0, 12.0, 18.0],)
-    low, high = stats.bootstrap(values, np.mean, n_resamples=9999, rng=np.random.default_rng(0)).confidence_interval
+    low, high = stats.t.interval(0.95, 2, 12.0, stats.sem([6.0, 12.0, 18.0]))
     assert f"| reward \\[95 %\\] | 12 \\[{low:.4g}, {high:.4g}\\] | 7 \\[" in page
 
 

@@ -16,10 +16,11 @@ from typing import Literal, get_args
 
 from evoalign.analysis.compare.groups import Group, check_comparable, grouped, named, usable
 from evoalign.analysis.compare.runs import Point, Run, find, read
-from evoalign.analysis.compare.statistics import Estimate, Pair, adjust, band, estimate
+from evoalign.analysis.compare.statistics import Pair, adjust
 from evoalign.analysis.compare.statistics import compare as compare_groups
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, EvoalignError
+from evoalign.statistics import Estimate, interquartile_mean, mean
 
 Matching = Literal["wall", "completions", "tokens", "flops"]
 MATCHINGS: tuple[Matching, ...] = get_args(Matching)
@@ -48,11 +49,15 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One group at a matched budget; `estimate` is None where none of its runs was evaluated within."""
+    """One group at a matched budget; `estimate`, the mean over runs, is None where none was evaluated within.
+
+    `middle` is the interquartile mean, which a run that went astray does not move.
+    """
 
     group: Group
     taken: tuple[Taken, ...]
     estimate: Estimate | None
+    middle: Estimate | None
 
     @property
     def share(self) -> float:
@@ -155,9 +160,10 @@ def curve(group: Group, by: Matching, measure: str) -> Curve | None:
     first, last = span
     steps = tuple(tuple(_steps(run, by, measure)) for run in group.runs)
     x = sorted({at for s in steps for at, _ in s if first <= at <= last} | {first, last})
-    bands = [band([_at(s, here) for s in steps]) for here in x]
-    mean, low, high = zip(*bands, strict=True)
-    return Curve(tuple(x), mean, low, high, steps)
+    bands = [mean([_at(s, here) for s in steps]) for here in x]
+    lows, highs = ([b.mean if end is None else end for b, end in ends]
+                   for ends in ([(b, b.low) for b in bands], [(b, b.high) for b in bands]))  # fmt: skip
+    return Curve(tuple(x), tuple(b.mean for b in bands), tuple(lows), tuple(highs), steps)
 
 
 def _span(group: Group, by: Matching, measure: str) -> tuple[float, float] | None:
@@ -195,16 +201,20 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str) -> Match:
         takers = [_within(group, by, limit) for group in groups]
         notes += _seldom(groups, takers, by) if limit is not None else []
         notes += [_apart(g, measure) for g in groups if (span := _span(g, by, measure)) and span[0] > span[1]]
-    standings = [
-        Standing(g, tuple(taken), estimate([t.point.measures[measure] for t in taken]) if taken else None)
-        for g, taken in zip(groups, takers, strict=True)
-    ]
+    standings = [_standing(g, taken, measure) for g, taken in zip(groups, takers, strict=True)]
     values = {s.group.label: {t.run.seed: t.point.measures[measure] for t in s.taken} for s in standings if s.taken}
     labels = list(values)
     pairs = [
         compare_groups(a, values[a], b, values[b]) for i, a in enumerate(labels) for b in labels[i + 1 :]
     ]  # fmt: skip
     return Match(by, limit, tuple(standings), tuple(adjust(pairs)), tuple(notes))
+
+
+def _standing(group: Group, taken: Sequence[Taken], measure: str) -> Standing:
+    values = [t.point.measures[measure] for t in taken]
+    return Standing(
+        group, tuple(taken), mean(values) if values else None, interquartile_mean(values) if values else None
+    )  # fmt: skip
 
 
 def _at_end(group: Group) -> list[Taken]:

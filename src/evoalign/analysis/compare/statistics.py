@@ -1,43 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a few seeds can say: means with intervals, and tests between two groups of runs. scipy's, at 95 %.
+"""What a few seeds can say: tests between two groups of runs. scipy's, at 95 %. Intervals are of `evoalign.statistics`.
 
-Which test decides is fixed beforehand, not chosen by its result: the exact paired permutation test over the seeds that
-two groups share (it assumes nothing of the distribution, and with n seeds can give no less than 2 / 2^n), and Welch's
-t test where they share fewer than two. The others are reported beside it.
+Which test decides is fixed beforehand, not chosen by its result: the exact paired permutation test where two groups
+share nearly all their seeds (it assumes nothing of the distribution, and with n seeds can give no less than 2 / 2^n),
+and Welch's t test over all runs where they do not. The others are reported beside it.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-LEVEL = 0.05
-FEWEST = 3
-"""Runs from which an interval over seeds is given: two say next to nothing of their spread."""
+from evoalign.statistics import FEWEST, LEVEL, t_of, welch
+
+NEARLY_ALL = 0.8
+"""Of the seeds of the larger group, the share that both have to have, and at least three, to be compared as pairs. A
+test of the few that are shared would leave most of the runs out."""
 RESAMPLES = 9999
 EXACT_SEEDS = 13
 """So many pairs have 2^13 sign patterns, which is fewer than the resamples: all are gone through."""
-COVERAGE = {3: 72, 5: 84, 8: 88, 12: 91}
-"""In how many of 100 cases the bootstrap interval has the true mean in it, by the number of seeds: simulated with
-20,000 normal samples each (`tests/analysis/test_comparison.py` does so again with fewer)."""
 WILCOXON_SEEDS = 6
 """With fewer pairs that differ, its two-sided p can never be below 0.05."""
+FAR = 100.0
+"""A t statistic so large has the interval of its limit; the search for that of smaller ones ends."""
 PERMUTATION, WELCH = "paired permutation", "Welch t"
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over n runs and its 95 % interval; None where there is none, `why` says the reason."""
-
-    mean: float
-    n: int
-    low: float | None = None
-    high: float | None = None
-    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,7 @@ class Pair:
     """Two groups compared: `difference` is the mean of a less that of b, with its 95 % t interval.
 
     `effect` is the difference in standard deviations with Hedges' correction: of the paired differences, or, of groups
-    that are not paired, the root of the mean of both variances.
+    that are not paired, the root of the mean of both variances. Its interval is for normal samples.
     `p` is that of `test`, the one that decides, `p_adjusted` after Holm's correction over the pairs of one table;
     `p_smallest` is what a permutation test over so many seeds gives at the least. `p_values` has all that were made.
     """
@@ -68,54 +57,26 @@ class Pair:
     p_values: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and BCa bootstrap interval over runs (9,999 resamples, fixed seed), where there are three that differ.
-
-    With few runs it is too narrow: see `COVERAGE`.
-    """
-    from scipy.stats import bootstrap
-
-    values_R = np.asarray(values, dtype=np.float64)
-    mean, n = float(values_R.mean()), len(values_R)
-    if n < FEWEST:
-        return Estimate(mean, n, why=f"{n} run{'s' if n > 1 else ''}: no interval")
-    if np.ptp(values_R) == 0:
-        return Estimate(mean, n, why="all runs alike: no interval")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a resample without spread: the result is then not finite
-        found: Any = bootstrap((values_R,), np.mean, n_resamples=RESAMPLES, rng=np.random.default_rng(0))
-    low, high = float(found.confidence_interval.low), float(found.confidence_interval.high)
-    if not np.isfinite([low, high]).all():
-        return Estimate(mean, n, why="the bootstrap gives no interval")
-    return Estimate(mean, n, low, high)
-
-
-def band(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and the ends of its 95 % t interval; of fewer than three runs, the mean alone, three times."""
-    from scipy.stats import t
-
-    values_R = np.asarray(values, dtype=np.float64)
-    mean, n = float(values_R.mean()), len(values_R)
-    if n < FEWEST:
-        return mean, mean, mean
-    half = float(t.ppf(1 - LEVEL / 2, n - 1)) * float(values_R.std(ddof=1)) / n**0.5
-    return mean, mean - half, mean + half
-
-
 def compare(a: str, values_a: Mapping[int, float], b: str, values_b: Mapping[int, float]) -> Pair:
     """Compare two groups of runs, each as values by seed; the one with the larger mean becomes `a`.
 
-    Over the seeds that both have where these are two or more, and over all, unpaired, otherwise.
+    Over the seeds that both have where these are nearly all (`NEARLY_ALL`); otherwise over all runs, unpaired.
     """
-    seeds = sorted(values_a.keys() & values_b.keys())
-    paired = len(seeds) >= 2
-    x, y = (np.array([v[s] for s in (seeds if paired else sorted(v))], dtype=np.float64) for v in (values_a, values_b))
+    seeds = shared(values_a, values_b)
+    x, y = (np.array([v[s] for s in seeds or sorted(v)], dtype=np.float64) for v in (values_a, values_b))
+    paired = bool(seeds)
     if y.mean() > x.mean():
         a, b, x, y = b, a, y, x
     pair = Pair(a, b, len(x), len(y), paired, float(x.mean() - y.mean()))
     if min(len(x), len(y)) < 2:
         return pair
     return _paired(pair, x, y) if paired else _unpaired(pair, x, y)
+
+
+def shared(a: Mapping[int, Any], b: Mapping[int, Any]) -> list[int]:
+    """The seeds by which two groups are compared as pairs, sorted; none where they are not."""
+    both = sorted(a.keys() & b.keys())
+    return both if len(both) >= max(FEWEST, NEARLY_ALL * max(len(a), len(b))) else []
 
 
 def adjust(pairs: Sequence[Pair]) -> list[Pair]:
@@ -149,7 +110,7 @@ def _paired(pair: Pair, x: Any, y: Any) -> Pair:
         signed: Any = stats.wilcoxon(gaps)
         p_values["Wilcoxon"] = float(signed.pvalue)
     interval = result.confidence_interval(1 - LEVEL)
-    effect, low, high = _effect(float(gaps.mean()) / spread, n - 1, 1 / n)
+    effect, low, high = _effect(float(gaps.mean()) / spread, n - 1, 1 / n**0.5)
     return replace(
         pair, low=float(interval.low), high=float(interval.high), effect=effect, effect_low=low, effect_high=high,
         test=name, p=p_values[name], p_smallest=_smallest(n), p_values=p_values,
@@ -157,17 +118,17 @@ def _paired(pair: Pair, x: Any, y: Any) -> Pair:
 
 
 def _unpaired(pair: Pair, x: Any, y: Any) -> Pair:
-    from scipy import stats
+    from scipy.special import stdtr
 
     variances = float(x.var(ddof=1)), float(y.var(ddof=1))
     if _is_flat(sum(variances) ** 0.5, x, y):
         return pair
-    result: Any = stats.ttest_ind(x, y, equal_var=False)
-    interval, p = result.confidence_interval(1 - LEVEL), float(result.pvalue)
-    d = pair.difference / (sum(variances) / 2) ** 0.5
-    effect, low, high = _effect(d, float(result.df), 1 / len(x) + 1 / len(y))
+    square, df = welch([(v / len(values), len(values) - 1) for v, values in zip(variances, (x, y), strict=True)])
+    spread, error, half = (sum(variances) / 2) ** 0.5, square**0.5, t_of(df) * square**0.5
+    p = 2 * float(stdtr(df, -abs(pair.difference) / error))
+    effect, low, high = _effect(pair.difference / spread, df, error / spread)
     return replace(
-        pair, low=float(interval.low), high=float(interval.high), effect=effect, effect_low=low, effect_high=high,
+        pair, low=pair.difference - half, high=pair.difference + half, effect=effect, effect_low=low, effect_high=high,
         test=WELCH, p=p, p_values={WELCH: p},
     )  # fmt: skip
 
@@ -186,16 +147,20 @@ def _smallest(n: int) -> float:
     return max(2.0 / 2**n, 2.0 / (RESAMPLES + 1) if n > EXACT_SEEDS else 0.0)
 
 
-def _effect(d: float, df: float, variance: float) -> tuple[float | None, float | None, float | None]:
-    """Standardised difference and interval. `variance` is that of d where there is no effect.
+def _effect(d: float, df: float, error: float) -> tuple[float | None, float | None, float | None]:
+    """Standardised difference, with Hedges' correction, and its interval; `error` is the standard error by the spread.
 
-    Hedges' correction needs two degrees of freedom. The interval is the large-sample one of Hedges and Olkin (1985,
-    5.B): with few seeds it is a guide and no more.
+    d / error has a noncentral t distribution, whose noncentrality over `error` is the effect: the interval holds the
+    noncentralities that this t allows (Steiger and Fouladi 1997). Exact for normal pairs. The correction needs two
+    degrees of freedom.
     """
-    from scipy.stats import norm
+    from scipy.special import chdtri, nctdtrinc
 
     if df < 2:
         return None, None, None
-    correction = 1 - 3 / (4 * df - 1)
-    half = float(norm.ppf(1 - LEVEL / 2)) * (variance + d**2 / (2 * (df + 1))) ** 0.5
-    return correction * d, correction * (d - half), correction * (d + half)
+    t, tails = d / error, (1 - LEVEL / 2, LEVEL / 2)
+    if abs(t) < FAR:
+        low, high = (float(nctdtrinc(df, tail, t)) for tail in tails)
+    else:
+        low, high = (t * (float(chdtri(df, tail)) / df) ** 0.5 for tail in tails)
+    return (1 - 3 / (4 * df - 1)) * d, low * error, high * error

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from evoalign.analysis.compare.comparison import Comparison, Group, Match, flops_of
 from evoalign.analysis.compare.runs import Run
-from evoalign.analysis.compare.statistics import Estimate, Pair, estimate
+from evoalign.analysis.compare.statistics import Pair
 from evoalign.analysis.compare.words import END, counted, duration, seeds, where
+from evoalign.statistics import Estimate, mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,23 @@ def grids(comparison: Comparison) -> list[Grid]:
 
 
 def standing_grid(comparison: Comparison, match: Match) -> Grid:
-    """One row a group: what it reached within the budget."""
-    rows = [
-        (s.group.label, str(len(s.taken)), _interval(s.estimate), f"{s.share:.0%}" if s.taken else "-")
-        for s in match.standings
+    """One row a group: what it reached within the budget. Columns that no group has anything for are left out."""
+    measure = comparison.measure
+    columns: list[tuple[str, list[str]]] = [
+        ("runs", [str(len(s.taken)) for s in match.standings]),
+        (f"{measure} [95 %, over runs]", [_interval(s.estimate) for s in match.standings]),
+        (f"interquartile mean of {measure} [95 %]", [_sure(s.middle) for s in match.standings]),
+        ("budget used", [f"{s.share:.0%}" if s.taken else "-" for s in match.standings]),
     ]
-    return Grid(where(match), ("group", "seeds", f"{comparison.measure} [95 %]", "budget used"), tuple(rows))
+    shown = [(name, cells) for name, cells in columns if set(cells) != {"-"} or name == "budget used"]
+    labels = [s.group.label for s in match.standings]
+    rows = zip(labels, *(cells for _, cells in shown), strict=True)
+    return Grid(where(match), ("group", *(name for name, _ in shown)), tuple(rows))
+
+
+def _sure(found: Estimate | None) -> str:
+    """With its interval, or not at all."""
+    return "-" if found is None or found.low is None else _interval(found)
 
 
 def pair_grids(match: Match) -> list[Grid]:
@@ -83,7 +95,7 @@ def end_grid(comparison: Comparison) -> Grid:
 
 
 def _at_end(name: str, runs: Sequence[Run]) -> str:
-    return _interval(estimate([run.points[-1].measures[name] for run in runs])) if runs else "-"
+    return _interval(mean([run.points[-1].measures[name] for run in runs])) if runs else "-"
 
 
 def _quantities() -> dict[str, tuple[Numbers, Callable[[float], str], str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from evoalign.analysis.compare.comparison import Comparison, Group, Match, amount
 from evoalign.analysis.compare.runs import Run
-from evoalign.analysis.compare.statistics import estimate
 from evoalign.analysis.compare.words import summary
+from evoalign.statistics import mean
 
 FORMAT_VERSION = 1
 
@@ -35,7 +35,7 @@ def _group_tree(comparison: Comparison, group: Group) -> dict[str, Any]:
         "method": group.method,
         "settings": dict(group.settings),
         "differing": dict(group.differing),
-        "end": {n: asdict(estimate([end[n] for end in ends])) for n in comparison.measures} if ends else {},
+        "end": {n: asdict(mean([end[n] for end in ends])) for n in comparison.measures} if ends else {},
         "runs": [_run_tree(run) for run in group.runs],
     }
 
@@ -72,6 +72,7 @@ def _match_tree(match: Match) -> dict[str, Any]:
             {
                 "label": s.group.label,
                 "estimate": asdict(s.estimate) if s.estimate else None,
+                "interquartile_mean": asdict(s.middle) if s.middle else None,
                 "runs": [
                     {
                         "path": str(t.run.path),

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 
 from evoalign.analysis.compare.comparison import Comparison, Match, Matching
-from evoalign.analysis.compare.statistics import LEVEL, Estimate, Pair
+from evoalign.analysis.compare.statistics import Pair
+from evoalign.statistics import LEVEL, Estimate
 
 FEW = 3
 """More groups than so many that cannot be determined apart from the leading one share a sentence."""
