@@ -10,8 +10,8 @@ For SmolLM2-135M-Instruct (`recipes/smollm2`), or another model with a chat temp
 Each is probed; where a width is recommended, a run is trained with it and nothing else changed. Writes a line to
 `rows.jsonl` for each: the whole probe, the reward of the test split before and after, the shares of empty, broken and
 cut-off answers and of those with a literal special token or letters that are not Latin, and every answer, so that a
-reader can judge. A run is left in its folder, for placebos. Nothing is downloaded; a second call goes on with the rows
-that are missing.
+reader can judge, and what shuffled coefficients come to (`evoalign.placebo`). A run is left in its folder. Nothing is
+downloaded; a second call goes on with the rows that are missing.
 
     python benchmarks/probe_real.py .cache/smollm2 --device cuda
     python benchmarks/probe_real.py .cache/smollm2 --rewards five --spaces lora --generations 2 --population 4 \\
@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from evoalign import placebo
 from evoalign.checks import hacking
 from evoalign.evaluation import Evaluation
 from evoalign.preflight.advice import ProbeResult, lines, table, texts
@@ -196,6 +197,10 @@ def measured(arguments: argparse.Namespace, reward: str, space: str, special: Se
         "after": _evaluated(run.after, special),
     }
     _show_run(row["run"])
+    if arguments.shuffles:
+        found = placebo(run.path, reward=function, shuffles=arguments.shuffles)
+        row["run"]["placebo"] = found.as_dict()
+        print("\n".join(found.lines()), flush=True)
     return row
 
 
@@ -232,6 +237,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--test", type=int, default=64, help="questions of the test split")
+    parser.add_argument("--shuffles", type=int, default=20, help="placebos of each run")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark_probe_real"))
     arguments = parser.parse_args()
