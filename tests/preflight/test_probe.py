@@ -220,10 +220,10 @@ def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():
 
     def climb(width):
         x = np.stack([width * eps, -width * eps], axis=1).ravel()
-        return module._Climb(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
+        return module.Climb(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
 
     def measured(width):
-        return module._rungs([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
+        return module.rungs_of([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
 
     small, middle, large = (measured(width) for width in (0.05, 0.8, 4.0))
     assert small.gain == pytest.approx(ETA * 0.05, rel=0.01)  # linear: eta times the spread

@@ -42,7 +42,8 @@ class Rung:
     `changed_share` completions differ from the unperturbed model's; `spread` is the standard deviation of the members'
     fitness; `drop` how far their mean lies below the unperturbed model's, `drop_error` its standard error over pairs;
     `kept` the share of that model's fitness, above the lowest seen, that they keep. `broken_share` completions are
-    empty, looping or role-marked, `truncated_share` end for their length.
+    degenerate (`checks.hacking`: empty, looping, gibberish and so on) or in another script, `truncated_share` end for
+    their length.
 
     `gain` is the fitness that one generation at eta 0.5 is expected to bring, on other prompts where six or more were
     asked; `gain_error` its standard error over pairs, and over prompts where there are six; `chance` the p-value of no

@@ -34,7 +34,8 @@ import numpy as np
 
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
-from evoalign.checks.control import Control, control_of, redrawn, rewarded
+from evoalign.checks.control import control_of, redrawn, rewarded
+from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
@@ -166,18 +167,21 @@ def _measure(
     everyone = population(members, antithetic=paired)
     own, again = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
     own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
-    base = _base(own, control_of(own_P, again_P), parts.max_score, text_of(parts.task.prompt(examples[0])))
-    climbs: list[_Climb] = []
+    texts = [text_of(parts.task.prompt(example)) for example in examples]
+    asked = _Asked(requests, examples, own, tuple(parts.task.gold(parts.task.handed(e)) for e in examples), texts)
+    start = control_of(own_P, again_P)
+    base = Base(start.first, start.floor, *asked.shares(own), parts.max_score, len(own), texts[0], own[0].text)
+    climbs: list[Climb] = []
     stopped: int | None = None
     try:
         with _interruptible():
             for width in widths:
-                climbs.append(_climb(parts, width, everyone, requests, examples, own))
+                climbs.append(_climb(parts, width, everyone, asked))
                 fitness = float(climbs[-1].scores_MP.mean())
                 on_step(Step(len(climbs), len(widths), width, fitness, base.fitness, climbs[-1].changed_share))
     except KeyboardInterrupt as interrupt:
         stopped = signal.SIGTERM if isinstance(interrupt, _Interrupted) else signal.SIGINT
-    rungs = _rungs(climbs, np.asarray(own_P), paired=paired)
+    rungs = rungs_of(climbs, np.asarray(own_P), paired=paired)
     advice = recommend(rungs, base, _setting(config), ETA / reach(config.es), planned=len(widths))
     result = ProbeResult(
         **{name: getattr(base, name) for name in ("fitness", "noise_floor", "broken_share", "truncated_share")},
@@ -200,12 +204,30 @@ def _measure(
     return result
 
 
-def _base(own: Sequence[Rollout], start: Control, max_score: float, prompt: str) -> Base:
-    return Base(start.first, start.floor, *_shares(own), max_score, len(own), prompt, own[0].text)
+class _Asked:
+    """What every width is asked, with the unperturbed model's answers, `own`."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        examples: Sequence[Example],
+        own: Sequence[Rollout],
+        golds: Sequence[str | None],
+        prompts: Sequence[str],
+    ) -> None:
+        self.requests, self.examples, self.own, self.golds = requests, examples, own, golds
+        self.known = scripts([*prompts, *(r.text for r in own), *(gold or "" for gold in golds)])
+
+    def shares(self, rollouts: Sequence[Rollout]) -> tuple[float, float]:
+        """Of broken texts, wherever they end, and of those that were cut off. Gold answers are never broken."""
+        broken = [
+            hacking.is_degenerate(r.text, self.golds[r.request]) or is_foreign(r.text, self.known) for r in rollouts
+        ]
+        return float(np.mean(broken)), float(np.mean([r.finish_reason == "length" for r in rollouts]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Climb:
+class Climb:
     """What one width's members came to, before it is told against the others."""
 
     width: float
@@ -217,22 +239,15 @@ class _Climb:
     """Answers to the first prompt."""
 
 
-def _climb(
-    parts: Parts,
-    width: float,
-    members: Sequence[Member],
-    requests: Sequence[Request],
-    examples: Sequence[Example],
-    own: Sequence[Rollout],
-) -> _Climb:
-    rollouts = collect(parts.engine, Plan(0, width, tuple(members)), requests)
-    scores_MP = judge(parts.objective, group_of(parts.task, examples, rollouts, len(members)))
-    changed = float(np.mean([r.token_ids != own[r.request].token_ids for r in rollouts]))
-    first = tuple(r.text for r in rollouts if r.request == requests[0].index)
-    return _Climb(width, scores_MP, changed, *_shares(rollouts), first)
+def _climb(parts: Parts, width: float, members: Sequence[Member], asked: _Asked) -> Climb:
+    rollouts = collect(parts.engine, Plan(0, width, tuple(members)), asked.requests)
+    scores_MP = judge(parts.objective, group_of(parts.task, asked.examples, rollouts, len(members)))
+    changed = float(np.mean([r.token_ids != asked.own[r.request].token_ids for r in rollouts]))
+    first = tuple(r.text for r in rollouts if r.request == asked.requests[0].index)
+    return Climb(width, scores_MP, changed, *asked.shares(rollouts), first)
 
 
-def _rungs(climbs: Sequence[_Climb], own_P: Scores, *, paired: bool) -> tuple[Rung, ...]:
+def rungs_of(climbs: Sequence[Climb], own_P: Scores, *, paired: bool) -> tuple[Rung, ...]:
     """Of all climbs, in ascending order of their widths."""
     if not climbs:
         return ()
@@ -267,12 +282,6 @@ def _rungs(climbs: Sequence[_Climb], own_P: Scores, *, paired: bool) -> tuple[Ru
             )
         )
     return tuple(rungs)
-
-
-def _shares(rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """Of broken texts, wherever they end, and of those that were cut off."""
-    broken = float(np.mean([hacking.is_broken(r.text, "stop") for r in rollouts]))
-    return broken, float(np.mean([r.finish_reason == "length" for r in rollouts]))
 
 
 def _setting(config: Config) -> str:
