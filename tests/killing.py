@@ -38,6 +38,10 @@ PROCESSES.set_forkserver_preload(PRELOADED)
 Patch = Callable[[int], None]
 
 
+VALIDATION = {"validation_data": "data/tasks/conciseness/conciseness_test.json", "validation_size": 3}
+"""A second split to be brought back, in less time than one of its own takes."""
+
+
 def config(space: str, output: Path) -> dict[str, Any]:
     """Everything that has a state: an optimizer, schedules, decay, batches, sampled texts, checkpoints."""
     es: dict[str, Any] = {
@@ -48,7 +52,7 @@ def config(space: str, output: Path) -> dict[str, Any]:
         es |= {"optimizer": "adam"}
     return {
         "output_dir": str(output), "seed": 5, "deterministic": True, "space": space, "es": es,
-        "task": {"name": "conciseness", "batch_size": 2}, "checkpoint": {"every": 1, "keep_last": 2},
+        "task": {"name": "conciseness", "batch_size": 2, **VALIDATION}, "checkpoint": {"every": 1, "keep_last": 2},
         "evaluation": {"max_tokens": 8, "temperature": 0.8, "every": 2},
         "checks": {"control_every": 2, "canary_every": 3}, "tracking": {"completions_every": 0},
     }  # fmt: skip

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
-from evoalign.config import Config, from_dict, load
+from evoalign.config import Config, TaskConfig, from_dict, load
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards.objective import Objective
 from evoalign.spaces import Space
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Split, Task
+from evoalign.tasks.data import held_back
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -59,7 +60,11 @@ class Parts(Served):
 
     def evaluate_test(self) -> Evaluation:
         """The mean on the test split."""
-        return evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
+        return self.evaluate("test")
+
+    def evaluate(self, split: Split) -> Evaluation:
+        """The mean on a split."""
+        return evaluation.evaluate(self.engine, self.tokens, self.task, self.data.of(split), self.config.evaluation)
 
     def close(self) -> None:
         self.engine.close()
@@ -103,7 +108,7 @@ def serve(config: Config) -> Served:
 
 
 def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> tuple[Task, Data]:
-    """The task, scoring in a process of its own where the code is the user's, and both splits. Close the task."""
+    """The task, scoring in a process of its own where the code is the user's, and its splits. Close the task."""
     rewards = None if reward is None else ([reward] if callable(reward) else list(reward))
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
@@ -116,6 +121,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:
                 raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
+        data = _with_validation(chosen, data, config.task)
     except BaseException:
         chosen.close()
         raise
@@ -132,6 +138,25 @@ def _refuse_cut_answers(config: Config, task: Task) -> None:
                     f"{section}.stop {shown(stop)}: a completion would end before the {task.graded_text} that task "
                     f"{task.name} looks for; set sampling.stop: ['{task.graded_text}'] and sampling.keep_stop: true"
                 )
+
+
+def _with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
+    """The splits of a task of one's own that gives none for validation, as the settings say.
+
+    `asked` are those of the run; a task that was handed over has settings too. Raises ConfigError, DataError: what is
+    asked for is not passed over.
+    """
+    path = asked.validation_data or task.config.validation_data
+    size = asked.validation_size or task.config.validation_size
+    if data.validation or path is size is None:
+        return data
+    if path is not None or size is None:
+        raise ConfigError(
+            f"task.validation_data: the load_data of task {task.name} gives no validation split; let it read {path}, "
+            "as evoalign.tasks.data.load does, or set task.validation_size alone"
+        )
+    train, validation = held_back(data.train, size, f"the training split of task {task.name}")
+    return replace(data, train=train, validation=validation)
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:

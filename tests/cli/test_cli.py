@@ -347,7 +347,7 @@ def test_a_config_that_is_none(name: str, message: str, run: Run, folder: Path) 
         (["nowhere"], "does not exist; give a run directory, or a model's folder or hub name"),
         (["./nowhere", "--task", "conciseness"], "no folder ./nowhere"),
         (["tiny", "--task", "concisness"], "did you mean conciseness?"),
-        (["tiny", "--task", "conciseness", "--split", "dev"], "use test or train"),
+        (["tiny", "--task", "conciseness", "--split", "dev"], "use test, validation or train"),
         (["tiny", "--task", "conciseness", "--seeds", "a,b"], "expected integers"),
         (["tiny", "--task", "conciseness", "--samples", "0"], "evaluation.samples"),
         (["tiny", "--task", "conciseness", "--temperature", "-1"], "evaluation.temperature"),

@@ -90,9 +90,12 @@ def test_an_unfinished_run_says_so() -> None:
 
 def test_data_seeds_versions_and_hashes() -> None:
     data = [DataFile("training", "rows.jsonl", "c" * 64), DataFile("test", "hub:org/rows")]
-    text = card(facts({"seed": 41, "model": {"name": "org/base-1b", "revision": "f00"}}, data=data, sizes=(1700, 500)))
+    text = card(
+        facts({"seed": 41, "model": {"name": "org/base-1b", "revision": "f00"}}, data=data, sizes=(1700, 500, 0))
+    )
     assert f"- training: `rows.jsonl`, SHA-256 `{'c' * 64}`" in text and "- test: `hub:org/rows`\n" in text
-    assert "1700 training examples, 500 test examples" in text
+    assert "1700 training examples, 500 test examples\n" in text
+    assert "9 training examples, 5 test examples, 3 validation examples" in card(facts(sizes=(9, 5, 3)))
     assert "seeds: run 41" in text and "torch 2.99" in text and "hardware: NVIDIA H200" in text
     assert "evoalign 9.8.7" in text and "a" * 64 in text and "b" * 64 in text
     assert "at revision `f00`" in text and "from_pretrained(base, revision='f00', dtype='bfloat16')" in text

@@ -401,11 +401,11 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
-    def found(**sections: Any) -> tuple[tuple[int, int] | None, bool]:
+    def found(**sections: Any) -> tuple[tuple[int, int, int] | None, bool]:
         return export_module._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
 
     counts, _ = found()
-    assert counts is not None and min(counts) > 0
+    assert counts is not None and min(counts[:2]) > 0 and counts[2] == 0
     none = "nowhere:Part"
     parts = {"engine": "nowhere:Engine", "space": "nowhere:Space", "tracking": {"backends": ["nowhere:Lines"]}}
     assert found(**parts)[0] == counts

@@ -214,7 +214,8 @@ def test_a_damaged_mean_does_not_count_among_those_that_stay(copy: Path) -> None
 
 
 def test_the_best_is_known_without_the_metrics(copy: Path) -> None:
-    rewards = {n: checkpoint.reward_of(f) for n, f in zip(numbers(copy), saved_folders(copy), strict=True)}
+    marks = {n: checkpoint.verify(f) for n, f in zip(numbers(copy), saved_folders(copy), strict=True)}
+    rewards = {n: mark.validation for n, mark in marks.items()}
     assert rewards.pop(6) is None and None not in rewards.values(), "the last is evaluated apart"
     best = max(rewards, key=lambda n: (rewards[n] or 0.0, -n))
     (copy / "metrics.jsonl").unlink()

@@ -16,6 +16,7 @@ from evoalign.analysis.compare import runs, tables
 from evoalign.analysis.compare.comparison import compare
 from evoalign.errors import DataError
 from evoalign.rundir import parquet, sealing
+from killing import VALIDATION
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(output: Path, generations: int, *, resume: bool = False) -> Path:
     tree = {"output_dir": str(output), "es": {"sigma": 0.02, "num_generations": generations, "population_size": 2},
-            "evaluation": {"max_tokens": 2}, "task": {"name": "conciseness", "batch_size": 1}}  # fmt: skip
+            "evaluation": {"max_tokens": 2},
+            "task": {"name": "conciseness", "batch_size": 1, **VALIDATION}}  # fmt: skip
     evoalign.train(tree, resume=resume, console=Console(file=io.StringIO()))
     return output
 

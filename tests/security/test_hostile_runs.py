@@ -286,7 +286,7 @@ def test_other_errors_of_the_engine_are_not_called_memory(monkeypatch: pytest.Mo
 
 # --- saved means ----------------------------------------------------------------------------------------------------
 
-MARK = checkpoint.Mark(1, "a" * 64, "b" * 64, 0.5)
+MARK = checkpoint.Mark(1, "a" * 64, "b" * 64, 0.5, validation=0.25)
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def saved(tmp_path: Path) -> Path:
     with files.filled(tmp_path / "mean") as folder:
         save_file({"w": torch.zeros(2)}, folder / checkpoint.ADAPTER)
         checkpoint.seal(folder, MARK)
-    assert checkpoint.verify(tmp_path / "mean") == MARK and checkpoint.reward_of(tmp_path / "mean") == 0.5
+    assert checkpoint.verify(tmp_path / "mean") == MARK == checkpoint.mark_of(tmp_path / "mean")
     return tmp_path / "mean"
 
 
@@ -311,6 +311,8 @@ RECORDS: dict[str, object] = {
     "a place that is none": {"journal": None},
     "a reward in words": {"reward": "1"},
     "a reward beyond floats": {"reward": 10**400},
+    "a validation reward in words": {"validation": "1"},
+    "a validation reward beyond floats": {"validation": 10**400},
     "files as a list": {"files": ["a"]},
     "files as a text": {"files": "a"},
     "files without hashes": {"files": {"a": 1}},
@@ -339,7 +341,7 @@ def test_an_odd_record_is_passed_over(name: str, saved: Path) -> None:
         file.write_text("[" * 100_000 if change is None else json.dumps(change))
     with pytest.raises(CheckpointError, match=r"evoalign\.json is missing or damaged") as caught:
         checkpoint.verify(saved)
-    assert checkpoint.reward_of(saved) is None
+    assert checkpoint.mark_of(saved) is None
     assert str(caught.value).isprintable()
 
 

@@ -387,9 +387,13 @@ def test_a_range_that_is_turned_around_is_told_so() -> None:
         domain("es.sigma=0.1..0.05:log")
 
 
+SEARCHED: dict[str, Any] = {**BASE, "task": {**BASE["task"], "validation_data": str(DATA / "conciseness_test.json"),
+                                           "validation_size": 4}}  # fmt: skip
+
+
 def look(to: Path, trials: int, space: dict[str, Domain], **options: Any) -> tuple[Sweep, str]:
     out = io.StringIO()
-    base = options.pop("base", BASE)
+    base = options.pop("base", SEARCHED)
     done = search(base, space, trials=trials, to=to, jobs=1, console=Console(file=out, width=200), **options)
     return done, out.getvalue()
 
@@ -411,18 +415,18 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     sigmas = [cell["settings"]["es.sigma"] for cell in done.cells]
     assert sigmas[1] == killed
     assert len(set(sigmas)) == 2
-    rewards = [cell["mean"]["reward"] for cell in done.cells]
+    rewards = [cell["mean"]["validation/reward"] for cell in done.cells]
     best = load([tmp_path / "sweep" / "best.yaml"])
     assert best == done.best
     assert best.es.sigma == sigmas[rewards.index(max(rewards))]
     cost = json.loads((tmp_path / "sweep" / "results.json").read_text())["search"]
     assert (cost["trials"], cost["complete"], cost["training"]["completions"]) == (2, 2, 2 * 2 * 4 * 2)
-    assert "do not report results on the same data" in output
+    assert "conciseness_test.json (4 examples); the test split is left for what is reported" in output
     assert "2 trials (0 pruned, 0 failed), 32 training completions" in output
     figure = tmp_path / "sweep" / "figures" / "search.png"
     assert figure.is_file() and f"figure   {figure}\n" in output
     table = (tmp_path / "sweep" / "table.md").read_text()
-    assert "| cell | es.sigma | seeds done | reward |" in table and table in output
+    assert "| cell | es.sigma | seeds done | reward | validation reward |" in table and table in output
     assert all(f"| `trial_{i:04d}` | {sigma:g} | 1 of 1 |" in table for i, sigma in enumerate(sigmas))
 
     with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
@@ -435,7 +439,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_trial_that_lags_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
     monkeypatch.setattr(search_module, "STARTUP_TRIALS", 1)
-    base = {**BASE, "evaluation": {"max_tokens": 24, "every": 1}, "es": {**BASE["es"], "num_generations": LONG}}
+    base = {**SEARCHED, "evaluation": {"max_tokens": 24, "every": 1}, "es": {**BASE["es"], "num_generations": LONG}}
     original = search_module._optuna
 
     def prepared() -> Any:
@@ -474,10 +478,14 @@ def test_a_measure_that_evaluations_lack_is_told_in_words(tmp_path: Path) -> Non
     asked = source.next()
     assert asked is not None
     asked.path.mkdir(parents=True)
-    (asked.path / "metrics.jsonl").write_text('{"generation": 0, "evaluation": {"reward": 1.0}}\n')
+    (asked.path / "metrics.jsonl").write_text(
+        '{"generation": 0, "evaluation": {"reward": 1.0, "accuracy": 1.0}, "validation": {"reward": 1.0}}\n'
+    )
     children = Children(tmp_path, 1, [])
     children.running[asked.name] = SimpleNamespace(run=asked)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="--measure accuracy: the test split has no such measure; it has reward"):
+    with pytest.raises(
+        ConfigError, match="--measure accuracy: the validation split has no such measure; it has reward"
+    ):
         source.look(children)
 
 

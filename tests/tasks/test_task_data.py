@@ -82,6 +82,61 @@ def test_first_last_needs_both_sizes(sizes: dict[str, int]) -> None:
         split(split="first_last", **sizes)
 
 
+def test_validation_is_taken_from_the_training_side_alone(tmp_path: Path) -> None:
+    """The rows that follow the training rows where those are counted, or else the last; the test rows are as ever."""
+    whole, held = split(5), split(5, validation_size=3)
+    assert (held.train, held.validation, held.test) == (whole.train[:5], whole.train[5:], whole.test)
+    after = split(5, train_size=2, validation_size=3, test_size=1)
+    assert (after.train, after.validation, after.test) == (whole.train[:2], whole.train[2:5], whole.test[:1])
+    ends = split(split="first_last", train_size=2, validation_size=3, test_size=4)
+    assert [numbers(part) for part in (ends.train, ends.validation, ends.test)] == [[0, 1], [2, 3, 4], [6, 7, 8, 9]]
+    train, test = jsonl(tmp_path / "train", ROWS[:6]), jsonl(tmp_path / "test", ROWS[6:])
+    files = load(seed=9, train_data=train, test_data=test, validation_size=2)
+    assert [numbers(part) for part in (files.train, files.validation)] == [[0, 1, 2, 3], [4, 5]]
+    files = load(seed=9, train_data=train, test_data=test, train_size=1, validation_size=2)
+    assert [numbers(part) for part in (files.train, files.validation)] == [[0], [1, 2]]
+    assert numbers(files.test) == [6, 7, 8, 9]
+
+
+def test_a_validation_file_is_cut_to_its_first_rows_and_takes_none_from_training(tmp_path: Path) -> None:
+    train, own = jsonl(tmp_path / "train", ROWS[:5]), jsonl(tmp_path / "own", ROWS[5:])
+    without, parts = load(train_data=train), load(train_data=train, validation_data=own)
+    assert (parts.train, parts.test) == (without.train, without.test)
+    assert numbers(parts.validation) == [5, 6, 7, 8, 9] and not without.validation
+    assert numbers(load(train_data=train, validation_data=own, validation_size=2).validation) == [5, 6]
+    assert load(train_data=train, test_data=own, validation_data=own).validation == ROWS[5:]
+    default = (train, own)
+    assert numbers(load(default=default, validation_data=own, validation_size=1).validation) == [5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"validation_size": 8}, r"task\.validation_size is 8, but the 80 % of rows.json has 8 rows"),
+        ({"train_size": 6, "validation_size": 3}, r"task\.train_size 6 and task\.validation_size 3 are 9 rows, but"),
+        (
+            {"split": "first_last", "train_size": 6, "test_size": 3, "validation_size": 2},
+            r"validation_size 2 are 8 rows, but rows.json before its test rows has 7",
+        ),
+    ],
+)
+def test_a_validation_split_that_does_not_fit_names_the_setting(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match=told) as error:
+        split(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_validation_file_that_is_not_there_empty_or_too_short_is_told(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "train", ROWS)
+    empty, short = jsonl(tmp_path / "empty", []), jsonl(tmp_path / "short", ROWS[:2])
+    with pytest.raises(DataError, match="empty holds no rows"):
+        load(train_data=train, validation_data=empty)
+    with pytest.raises(DataError, match=r"task\.validation_size is 3, but .*short has 2 rows"):
+        load(train_data=train, validation_data=short, validation_size=3)
+    with pytest.raises(DataError, match=r"set task\.train_data, test_data or validation_data"):
+        load(train_data=train, validation_data=str(tmp_path / "nowhere"))
+
+
 def test_an_empty_part_is_an_error() -> None:
     with pytest.raises(DataError, match="too few rows"):
         split(rows=ROWS[:1])

@@ -355,7 +355,7 @@ def test_the_latest_and_the_best_stay(
     tree["evaluation"] |= {"every": every}
     evoalign.train(tree, console=Console(file=io.StringIO()))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    scores = {row["generation"] + 1: row["evaluation"]["reward"] for row in rows if row["evaluation"]}
+    scores = {row["generation"] + 1: row["validation"]["reward"] for row in rows if row["evaluation"]}
     if expected is None:
         best = max(scores, key=lambda g: (scores[g], -g))
         expected = sorted({best, 6})

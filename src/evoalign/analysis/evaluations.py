@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +29,9 @@ from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import Method, method_of
 from evoalign.setup import ConfigLike, as_config
 from evoalign.statistics import Estimate
+from evoalign.tasks import Split
 from evoalign.training import resolve
 
-Split = Literal["train", "test"]
 IS_MODEL = ("config.json", "adapter_config.json")
 
 

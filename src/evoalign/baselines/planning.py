@@ -25,6 +25,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
 from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
 from evoalign.spaces import create as create_space
+from evoalign.training import splits
 from evoalign.types import TensorSpec
 
 SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
@@ -64,7 +65,8 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     task, data = task_and_data(config, None, None)
     task.close()
     refusals = _refusals(config, len(data.train), task.objective())
-    lines = [*standing, *refusals, *default_lines(config), *step_lines(config), *work_lines(config)]
+    known = [*splits.lines(config, task, data), *default_lines(config)]
+    lines = [*standing, *refusals, *known, *step_lines(config), *work_lines(config)]
     try:
         specs = specs_of_config(config)
     except ModelError as error:

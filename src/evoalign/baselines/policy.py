@@ -34,7 +34,7 @@ from evoalign.rundir.files import filled
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import method_of
 from evoalign.spaces import create as create_space
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Split, Task
 from evoalign.tokens import Tokens
 from evoalign.types import Example, text_of
 
@@ -67,12 +67,13 @@ class Policy:
         """Whether an adapter is trained, and not the model."""
         return bool(self.tuned)
 
-    def evaluate(self) -> tuple[Evaluation, Cost]:
-        """The policy on the test split, by the engine that answers for members of a population; what it took."""
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
+        """The policy on a split, by the engine that answers for members of a population; what it took."""
         start = time.perf_counter()
         with answering(self.model, mixed=self.mixed):
-            found = evaluation.evaluate(self.engine, self.tokens, self.task, self.data.test, self.config.evaluation)
-        return found, self._cost_of_evaluation(found, time.perf_counter() - start)
+            examples = self.data.of(split)
+            found = evaluation.evaluate(self.engine, self.tokens, self.task, examples, self.config.evaluation)
+        return found, self._cost_of_evaluation(found, examples, time.perf_counter() - start)
 
     def divergence(self) -> Divergence:
         """KL of the policy from the base model, a copy of which is loaded the first time."""
@@ -138,7 +139,7 @@ class Policy:
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
         """As a PEFT adapter or a Hugging Face checkpoint, unless that is there already."""
         folder = run.saved(done, adapter=self.is_adapter)
-        mark = Mark(done, self.fingerprint(), NO_JOURNAL, reward)
+        mark = Mark(done, self.fingerprint(), NO_JOURNAL, validation=reward)
         if checkpoint.holds(folder, mark):
             return folder
         with filled(folder, replace=True) as temporary:
@@ -195,8 +196,7 @@ class Policy:
         members = [(prompts[i::group], generated[i::group]) for i in range(group)]
         return noise + sum(flops.rollout_flops(self.shape, p, n, factors, room) for p, n in members)
 
-    def _cost_of_evaluation(self, found: Evaluation, seconds: float) -> Cost:
-        examples: Sequence[Example] = self.data.test
+    def _cost_of_evaluation(self, found: Evaluation, examples: Sequence[Example], seconds: float) -> Cost:
         encoded = {e: self.tokens.encode(self.task.prompt(examples[e])) for e in {s.example for s in found.completions}}
         prompts, generated = [encoded[s.example] for s in found.completions], [s.tokens for s in found.completions]
         answers = answers_cost(self.shape, prompts, generated, self.adapted, self.config.evaluation.max_tokens)

@@ -114,7 +114,7 @@ class Steps(TrainerCallback):
         if session is not None:
             session.done = int(state.global_step)
             if self._is_evaluated(session):
-                row["evaluation"] = session.evaluate().measures
+                row |= {"evaluation": session.evaluate().measures, **session.validation()}
             row["divergence"] = session.divergence_if_due()
             row["seconds"]["other"] = time.perf_counter() - start
             session.record(row)

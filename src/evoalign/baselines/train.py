@@ -32,8 +32,8 @@ from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
-from evoalign.tasks import Data, Task
-from evoalign.training import saving
+from evoalign.tasks import Data, Split, Task
+from evoalign.training import saving, splits
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, read_completions, show, shown
 from evoalign.training.session import Session, locked, object_given, place
@@ -186,7 +186,8 @@ class _Grpo:
     def open(self, session: Session) -> None:
         """Say what is going to run."""
         note = [self.policy.note] if self.policy.note and session.is_new else []
-        lines = [*gold_lines(self.task, self.data), *planning.default_lines(self.config)]
+        known = splits.lines(self.config, self.task, self.data)
+        lines = [*gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
         for line in [*lines, *planning.step_lines(self.config), *note]:
             session.tell(line)
 
@@ -223,9 +224,9 @@ class _Grpo:
         self.steps.session = session
         self._train()
 
-    def evaluate(self) -> tuple[Evaluation, Cost]:
-        """The policy on the test split."""
-        return self.policy.evaluate()
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
+        """The policy on a split."""
+        return self.policy.evaluate(split)
 
     def divergence(self) -> Divergence:
         """KL of the policy from the base model."""

@@ -25,7 +25,7 @@ def evaluate(
     task: Annotated[str | None, typer.Option(help="The task; a run has its own.")] = None,
     config: More = None,
     set_: Sets = None,
-    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
     samples: Annotated[int | None, typer.Option(help="Completions of each prompt and seed.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated, such as 0,1,2,3.")] = None,
@@ -36,9 +36,9 @@ def evaluate(
     several cannot be."""
     from evoalign.errors import ConfigError
 
-    if split not in ("test", "train"):
-        raise ConfigError(f"--split {split}: use test or train")
-    chosen: Literal["test", "train"] = "test" if split == "test" else "train"
+    if split not in ("test", "validation", "train"):
+        raise ConfigError(f"--split {split}: use test, validation or train")
+    chosen: Literal["test", "validation", "train"] = split
     overrides = {"samples": samples, "temperature": temperature, "seeds": integers(seeds)}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     quiet()

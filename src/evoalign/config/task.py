@@ -48,6 +48,13 @@ class TaskConfig(Section):
     """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
     train_size: Count | None = None
     test_size: Count | None = None
+    validation_data: Place | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Examples to choose by: a file or a hub data set as for `test_data`. What is chosen, such as the best mean on the
+    way or the settings of a search, is chosen on these and never on the test split. Written
+    down only where it is set."""
+    validation_size: Count | None = Field(default=None, exclude_if=lambda value: value is None)
+    """With `validation_data`, its first rows. Without, so many rows are taken from the training split and not trained
+    on: those that follow the first `train_size`, or else the last. Written down only where it is set."""
     prompt: Literal["raw", "chat", "short", "chat_opened"] | None = None
     """The form of the prompt; None is the task's own default. `chat_opened` (`countdown`) is `chat` with the beginning
     of the answer."""
@@ -66,6 +73,11 @@ class TaskConfig(Section):
     )
     """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
     config, and so the journal, that it always had."""
+
+    @property
+    def files(self) -> tuple[str | None, ...]:
+        """Where its rows are: for training, test and validation."""
+        return self.train_data, self.test_data, self.validation_data
 
     @property
     def options(self) -> dict[str, Any]:

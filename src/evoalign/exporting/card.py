@@ -71,7 +71,7 @@ class Facts:
     """results/evaluation.json, where it is of this mean."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Sequence[DataFile] = ()
-    sizes: tuple[int, int] | None = None
+    sizes: tuple[int, int, int] | None = None
     """Examples to train and to test on."""
 
 
@@ -118,7 +118,7 @@ def card(facts: Facts) -> str:
 
 def _metadata(facts: Facts) -> str:
     task = facts.config.task
-    hub = [source.split(":")[1] for source in (task.train_data, task.test_data) if source and source.startswith("hub:")]
+    hub = [source.split(":")[1] for source in task.files if source and source.startswith("hub:")]
     adapter = facts.kind == "adapter"
     return ModelCardData(
         base_model=facts.base if facts.base_on_hub else None,
@@ -234,7 +234,8 @@ def _data(facts: Facts) -> list[str]:
         split = "given as two files" if task.test_data is not None else f"`{task.split}`"
         lines = [*map(_file, facts.data), f"- split: {split}"]
     if facts.sizes is not None:
-        lines += [f"- sizes: {facts.sizes[0]} training examples, {facts.sizes[1]} test examples"]
+        named = zip(facts.sizes, ("training", "test", "validation"), strict=True)
+        lines += [f"- sizes: {', '.join(f'{count} {name} examples' for count, name in named if count)}"]
     return lines
 
 

@@ -353,8 +353,8 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 def _data(config: Config) -> list[card.DataFile]:
     shown = public(config).task
-    pairs = [("training", config.task.train_data, shown.train_data), ("test", config.task.test_data, shown.test_data)]
-    return [card.DataFile(role, str(name), _sha256(source)) for role, source, name in pairs if source is not None]
+    named = zip(("training", "test", "validation"), config.task.files, shown.files, strict=True)
+    return [card.DataFile(role, str(name), _sha256(source)) for role, source, name in named if source is not None]
 
 
 def _sha256(source: str) -> str | None:
@@ -363,15 +363,15 @@ def _sha256(source: str) -> str | None:
     return files.digest_of(locate(source))
 
 
-def _task_of(config: Config) -> tuple[tuple[int, int] | None, bool]:
-    """Examples of both splits, and whether prompts are messages: where that takes no network and no code but ours."""
+def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool]:
+    """Sizes of training, test and validation where that takes no network and no code but ours; whether it chats."""
     chosen = config.task
     named = (chosen.name, *chosen.rewards, chosen.objective.name if chosen.objective else "")
-    if any(":" in name for name in named) or (chosen.train_data or "").startswith(HUB):
+    if any(":" in name for name in named) or any((file or "").startswith(HUB) for file in chosen.files):
         return None, chosen.prompt != "raw"
     try:
         task, data = task_and_data(config, None, None)
-        return (len(data.train), len(data.test)), not isinstance(task.prompt(data.test[0]), str)
+        return data.sizes, not isinstance(task.prompt(data.test[0]), str)
     except EvoalignError:  # the data has moved since; the card does without
         return None, chosen.prompt != "raw"
 

@@ -12,7 +12,7 @@ from evoalign.config import Config
 def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
     task = config.task
-    found = [config.model.name, task.name, task.train_data, task.test_data, *task.rewards, config.space.name]
+    found = [config.model.name, task.name, *task.files, *task.rewards, config.space.name]
     objective = task.objective.model_dump() if task.objective else {}
     own = (task.options, config.space.options, config.grpo.trl, objective, config.engine.model_dump())
     found += [*_texts(list(own)), *config.tracking.backends]
@@ -26,6 +26,7 @@ def public(config: Config) -> Config:
             "name": _short(config.task.name),
             "train_data": config.task.train_data and _short(config.task.train_data),
             "test_data": config.task.test_data and _short(config.task.test_data),
+            "validation_data": config.task.validation_data and _short(config.task.validation_data),
             "rewards": [_short(reward) for reward in config.task.rewards],
             **_cut(config.task.options),
             "objective": config.task.objective

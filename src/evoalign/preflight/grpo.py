@@ -11,12 +11,12 @@ from evoalign.baselines import planning, settings
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import EvoalignError
 from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
-from evoalign.preflight.work import TRIED_PROMPTS, generated, seconds_text
+from evoalign.preflight.work import generated, seconds_text, tried
 from evoalign.rollouts import collect, rewards_of
 from evoalign.rundir.manifest import versions
+from evoalign.training import splits
 from evoalign.types import MEAN_PLAN, Request, Sampling
 
 
@@ -75,7 +75,7 @@ def check_disk(case: Case) -> Finding:
     """Room for the policies that are kept, and for two states of the trainer: one is deleted once the next is whole."""
     config = case.config
     policy, state = planning.checkpoint_bytes(config, need(case.specs, "targets"))
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best if state else 1
+    kept = config.checkpoint.keep_last + splits.keeps_best(config, case.data) if state else 1
     what = f"{kept + 1} checkpoints of {gib(policy)}" + (
         f" and 2 states of the trainer of {gib(state)}" if state else ""
     )
@@ -99,13 +99,12 @@ def check_canary(case: Case) -> Finding:
 
 
 def check_generation(case: Case) -> Finding:
-    """A group of completions of one prompt, scored by the task; and some of the test split, with which a run begins."""
+    """A group of completions of one prompt, scored by the task; and some of what a run evaluates at its start."""
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
-    try:
-        evaluation.evaluate(engine, tokens_, task, data.test[:TRIED_PROMPTS], config.evaluation)
-    except EvoalignError as error:
-        return Finding("generation", "failed", f"the test split: {error}")
+    failed = tried(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
+    if failed is not None:
+        return failed
     grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
     sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
     began = time.perf_counter()

@@ -23,7 +23,7 @@ from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
 from evoalign.tokens import Tokens
-from evoalign.training import saving
+from evoalign.training import saving, splits
 from evoalign.types import Example, Messages, text_of
 
 PROBE_BYTES = 1 << 20
@@ -94,13 +94,14 @@ def _existing(path: Path) -> Path:
 
 
 def check_task(case: Case) -> Finding:
-    """The task and its rows."""
+    """The task and its rows; a warning where splits share prompts."""
     case.task, case.data = setup.task_and_data(case.config, None, None)
     train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
-    detail = f"{case.task.name}: {train} training and {test} test examples"
-    return Finding(
-        "task", "ok", f"{detail}, {min(batch or train, train)} a generation" if case.method == "es" else detail
-    )
+    validation = f", {len(case.data.validation)} validation" if case.data.validation else ""
+    detail = f"{case.task.name}: {train} training{validation} and {test} test examples"
+    detail += f", {min(batch or train, train)} a generation" if case.method == "es" else ""
+    shared = [line.removeprefix("warning: ") for line in splits.shared_lines(case.task, case.data)]
+    return Finding("task", "warning" if shared else "ok", detail, ". ".join(shared))
 
 
 def check_gold(case: Case) -> Finding:
@@ -116,8 +117,7 @@ def check_gold(case: Case) -> Finding:
 
 
 def _examples(case: Case) -> list[Example]:
-    data = need(case.data, "task")
-    return [*data.train, *data.test]
+    return need(case.data, "task").all
 
 
 def check_tokenizer(case: Case) -> Finding:
@@ -259,7 +259,7 @@ def check_disk(case: Case) -> Finding:
     config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
     slots, dtype = OPTIMIZER_SLOTS[config.es.optimizer.name], estimate.served_dtype(config)
     size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best if saving.every(config) else 1
+    kept = config.checkpoint.keep_last + splits.keeps_best(config, case.data) if saving.every(config) else 1
     wanted = size * (kept + 1)
     return room_on_disk(config, wanted, f"{kept + 1} checkpoints of {gib(size)}")
 

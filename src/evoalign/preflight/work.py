@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
@@ -14,6 +14,7 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight.case import Case, Finding, need
 from evoalign.rewards.objective import score
 from evoalign.rollouts import collect, group_of
+from evoalign.tasks import Data
 from evoalign.types import Example, Layout, Plan, Rollout, population
 
 PROMPT = "Solve: 3 + 5 ="
@@ -68,7 +69,7 @@ def check_canary(case: Case) -> Finding:
 def check_generation(case: Case) -> Finding:
     """Two members on a prompt or two, scored by the task: a small generation end to end, with noise no run uses.
 
-    The test split is scored too, as a run does before its first generation: its rows may lack a column.
+    What is evaluated is scored too, as a run does before its first generation: its rows may lack a column.
     """
     need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
@@ -81,10 +82,9 @@ def check_generation(case: Case) -> Finding:
         rollouts = collect(engine, plan, evolve.requests_of(config, range(len(prompts)), prompts, 0))
         return rollouts, score(task.objective(), group_of(task, examples, rollouts, len(members)))
 
-    try:
-        scored(data.test[:TRIED_PROMPTS])
-    except EvoalignError as error:
-        return Finding("generation", "failed", f"the test split: {error}")
+    failed = tried(data, scored)
+    if failed is not None:
+        return failed
     began = time.perf_counter()
     rollouts, scores_MP = scored(data.train[:TRIED_PROMPTS])
     took = time.perf_counter() - began
@@ -95,6 +95,17 @@ def check_generation(case: Case) -> Finding:
         f"generation of {work} takes about {estimated} at that pace, less where more rows share a batch"
     )
     return generated(detail, rollouts)
+
+
+def tried(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding | None:
+    """What came of scoring a few rows of the splits that a run evaluates; None where nothing failed."""
+    for split, examples in (("test", data.test), ("validation", data.validation)):
+        try:
+            if examples:
+                score(examples[:TRIED_PROMPTS])
+        except EvoalignError as error:
+            return Finding("generation", "failed", f"the {split} split: {error}")
+    return None
 
 
 def generated(detail: str, rollouts: Sequence[Rollout]) -> Finding:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 
-MEAN, BEST, TEST, ZERO = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d"
+MEAN, BEST, TEST, ZERO, VALIDATION = "#0b5cad", "#5aa469", "#c2410c", "#7a3e9d", "#e0a100"
 PHASES = {"rollout": "#0b5cad", "score": "#e0a100", "update": "#5aa469", "other": "#b8bec5"}
 EXTRA = ("#7a3e9d", "#c2410c", "#2a9d8f", "#6c757d")
 """Colours of phases that an engine of one's own may add."""
@@ -39,14 +39,21 @@ GRPO_WORDS = Words("step", "mean of the completions", "best completion", "reward
 
 
 def evolution(
-    rows: Rows, path: str | Path, *, title: str = "", baseline: float | None = None, words: Words = ES_WORDS
+    rows: Rows,
+    path: str | Path,
+    *,
+    title: str = "",
+    baseline: float | None = None,
+    validated: float | None = None,
+    words: Words = ES_WORDS,
 ) -> None:
-    """Reward by generation: mean, best, 20th to 80th percentile, and the test split wherever it was measured.
+    """Reward by generation: mean, best, 20th to 80th percentile, and validation and test split wherever measured.
 
     A row's evaluation is of the mean after that row's update, the one the next generation spreads around, and is
-    drawn there. `baseline` is the test reward before training, at generation 0.
+    drawn there. `baseline` is the test reward before training, at generation 0, `validated` the validation reward.
     """
-    _draw(path, title, lambda axes: _evolution(axes, rows, baseline, words), across=words.unit)
+    start = {"validation": validated, "evaluation": baseline}
+    _draw(path, title, lambda axes: _evolution(axes, rows, start, words), across=words.unit)
 
 
 def time_breakdown(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
@@ -131,7 +138,7 @@ def _apart(x: Sequence[float], y: Sequence[float]) -> list[int]:
     return named
 
 
-def _evolution(axes: Axes, rows: Rows, baseline: float | None, words: Words) -> None:
+def _evolution(axes: Axes, rows: Rows, start: Mapping[str, float | None], words: Words) -> None:
     x = [int(row["generation"]) for row in rows]
     _limit(axes, x, right=1)
     marker = "o" if len(rows) < 3 else ""  # a line through one point is invisible
@@ -139,7 +146,9 @@ def _evolution(axes: Axes, rows: Rows, baseline: float | None, words: Words) -> 
     axes.fill_between(x, *band, color=MEAN, alpha=0.18, linewidth=0, label="20th to 80th percentile")
     axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label=words.best)
     axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label=words.mean)
-    _test_points(axes, rows, baseline, words.tested)
+    validated = words.tested.replace("test", "validation", 1)
+    _measured(axes, rows, "validation", start["validation"], color=VALIDATION, marker="s", label=validated)
+    _measured(axes, rows, "evaluation", start["evaluation"], color=TEST, marker="D", label=words.tested)
     still = [row["generation"] for row in rows if row["zero_variance"]]
     if still:
         axes.plot(
@@ -156,18 +165,19 @@ def _evolution(axes: Axes, rows: Rows, baseline: float | None, words: Words) -> 
     axes.set_ylabel("reward")
 
 
-def _test_points(axes: Axes, rows: Rows, baseline: float | None, label: str) -> None:
-    points = [(row["generation"] + 1, row["evaluation"]["reward"]) for row in rows if row.get("evaluation")]
+def _measured(axes: Axes, rows: Rows, key: str, baseline: float | None, *, color: str, marker: str, label: str) -> None:
+    """The reward of the mean where rows have an evaluation of this name; nothing where none has."""
+    points = [(row["generation"] + 1, row[key]["reward"]) for row in rows if row.get(key)]
     if baseline is not None:
         points.insert(0, (0, baseline))
     if points:
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
-            color=TEST,
+            color=color,
             linewidth=1.0,
             linestyle=":",
-            marker="D",
+            marker=marker,
             markersize=6,
             markeredgecolor="white",
             label=label,

@@ -44,6 +44,7 @@ class Display:
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._row: Mapping[str, Any] | None = None
         self._test: float | None = None
+        self._validation: float | None = None
         self._printed = -PLAIN_SECONDS
         self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2)
 
@@ -68,6 +69,8 @@ class Display:
         self._row = row
         if row.get("evaluation"):
             self._test = float(row["evaluation"]["reward"])
+        if row.get("validation"):
+            self._validation = float(row["validation"]["reward"])
         if self.console.is_terminal:
             self._live.refresh()
         else:
@@ -101,7 +104,8 @@ class Display:
         figures += [(name, _short(mean)) for name, mean in row.get("rewards", {}).items() if mean is not None]
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
-        return figures if self._test is None else [*figures, ("test reward", _short(self._test))]
+        known = (("validation reward", self._validation), ("test reward", self._test))
+        return [*figures, *((name, _short(value)) for name, value in known if value is not None)]
 
     def _speed(self) -> float:
         seconds = sum(s for s, _ in self._recent)

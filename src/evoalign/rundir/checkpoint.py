@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,6 +40,7 @@ NO_JOURNAL = "0" * 64
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PlainName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=255)]
 """Of a file in the folder itself."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 _NOT_THE_RUN = """# Not the result of a run
 
 These weights are a counterfactual ({0.counterfactual}) of a run of Evolution Strategies: its noise, and other
@@ -52,9 +53,10 @@ State = Iterable[tuple[str, torch.Tensor]]
 class Mark:
     """Where in a run a saved mean stands. `journal` is the hash of the journal line that sealed it.
 
-    `reward` is that of its evaluation on the test split, where there was one: by it the best is kept. `objective` is
-    the state that the objective had after that generation; written down only where there is one. So is
-    `counterfactual`, of a mean that is not the run's own: with which other coefficients it was reached.
+    `validation` is its reward on the validation split, where it was evaluated: by it the best is kept. `reward` is
+    that on the test split, by which earlier releases kept the best; this one leaves it None. `objective` is the state
+    that the objective had after that generation, `counterfactual` of a mean that is not the run's own: with which other
+    coefficients it was reached. These three are written down only where they are.
     """
 
     generation: int
@@ -63,6 +65,7 @@ class Mark:
     reward: float | None = None
     objective: Mapping[str, float] = field(default_factory=dict[str, float])
     counterfactual: str | None = None
+    validation: float | None = None
 
 
 class _Record(BaseModel):
@@ -74,8 +77,9 @@ class _Record(BaseModel):
     generation: Annotated[int, Field(ge=0, lt=2**32)]
     weights_hash: Hash
     journal: Hash
-    reward: Annotated[float, Field(allow_inf_nan=False)] | None
-    objective: Annotated[dict[str, Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)] | None = None
+    reward: Finite | None
+    validation: Finite | None = None
+    objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
     counterfactual: Annotated[str, Field(min_length=1, max_length=99)] | None = None
     files: dict[PlainName, Hash]
     hash: Hash
@@ -124,14 +128,7 @@ def verify(folder: Path) -> Mark:
             raise CheckpointError(f"{folder / name} is missing")
         if digest_of(folder / name) != digest:
             raise CheckpointError(f"{folder / name} was altered")
-    return Mark(
-        record.generation,
-        record.weights_hash,
-        record.journal,
-        record.reward,
-        record.objective or {},
-        record.counterfactual,
-    )
+    return _mark(record)
 
 
 def verify_policy(folder: Path) -> Mark:
@@ -143,19 +140,25 @@ def verify_policy(folder: Path) -> Mark:
 
 
 def holds(folder: Path, mark: Mark) -> bool:
-    """Whether a mean is saved there already, whole."""
+    """Whether a mean is saved there already, whole; one of an earlier release may have a reward on the test split."""
     try:
-        return verify(folder) == mark
+        return replace(verify(folder), reward=mark.reward) == mark
     except CheckpointError:
         return False
 
 
-def reward_of(folder: Path) -> float | None:
-    """The reward that a saved mean was marked with; None where there is none to be read."""
+def mark_of(folder: Path) -> Mark | None:
+    """What a saved mean was marked with, its files not looked at; None where that cannot be read."""
     try:
-        return _record_of(folder).reward
+        return _mark(_record_of(folder))
     except CheckpointError:
         return None
+
+
+def _mark(found: _Record) -> Mark:
+    own = found.objective or {}
+    place = found.generation, found.weights_hash, found.journal
+    return Mark(*place, found.reward, own, found.counterfactual, found.validation)
 
 
 def _record_of(folder: Path) -> _Record:
@@ -271,8 +274,8 @@ def seal(folder: Path, mark: Mark) -> None:
     """Write down what is in a folder, last of all."""
     files = {file.name: digest_of(file) for file in sorted(folder.iterdir())}
     record = {"format_version": FORMAT_VERSION, **asdict(mark), "files": files}
-    for name in ("objective", "counterfactual"):
-        if not record[name]:
+    for name in ("objective", "counterfactual", "validation"):
+        if record[name] in (None, {}):
             del record[name]
     (folder / RECORD).write_text(_record_text(record), encoding="utf-8")
 

@@ -26,7 +26,12 @@ OURS = (JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer", FAILE
 """What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
 all the others are known to be of a run."""
 FOLDERS = ("results", "results/completions", "figures", "logs")
-EARLY = (MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet")
+BEFORE_VALIDATION, AFTER_VALIDATION = "before_validation", "after_validation"
+"""Completions of the validation split, beside `before` and `after` of the test split."""
+EARLY = (
+    MANIFEST, JOURNAL, "results/budget.json", "results/completions/before.parquet",
+    f"results/completions/{BEFORE_VALIDATION}.parquet",
+)  # fmt: skip
 """The files that a run may have left before its first generation, beside config.yaml; without our manifest none."""
 
 

@@ -75,7 +75,7 @@ class Header(_Line):
     noise_table: Hash
     tokenizer_hash: Hash
     data_hash: Hash
-    """Of the rows of both splits."""
+    """Of the rows of all splits."""
     given_as: Literal["task", "reward"] | None
     """What was handed over as a Python object, in place of what the config names."""
     space: str

@@ -36,6 +36,7 @@ class _Row(_Open):
     zero_variance: StrictBool | None = None
     seconds: dict[str, StrictFloat | StrictInt] = {}
     evaluation: Numbers = None
+    validation: Numbers = None
     divergence: Numbers = None
     budget: Numbers = None
     rewards: Numbers = None

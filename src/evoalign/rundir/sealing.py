@@ -18,6 +18,7 @@ from evoalign.config import FORMAT_VERSION
 from evoalign.config.reading import MissingError, parse, read_bytes, read_object
 from evoalign.errors import DataError
 from evoalign.rundir.checkpoint import NO_JOURNAL, Hash
+from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION
 from evoalign.rundir.files import digest_of, write_text
 from evoalign.rundir.method import JOURNAL
 
@@ -25,7 +26,8 @@ SEAL = "results/sealed.json"
 EVALUATION = "results/evaluation.json"
 SEALED = (
     EVALUATION, "results/budget.json", "metrics.jsonl", "results/completions/before.parquet",
-    "results/completions/after.parquet",
+    "results/completions/after.parquet", f"results/completions/{BEFORE_VALIDATION}.parquet",
+    f"results/completions/{AFTER_VALIDATION}.parquet",
 )  # fmt: skip
 MEND = f"put it back from a copy; if the change is meant, delete {SEAL}, and tables and cards say that it is not sealed"
 

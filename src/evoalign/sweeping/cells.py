@@ -72,6 +72,20 @@ class Run:
         return None if odd else tree
 
 
+def judged(tree: Tree) -> Tree:
+    """Of what `Run.evaluation` gives, the measures of the end that may be chosen by: validation's, where there are any.
+
+    Those of the test split otherwise, to be shown; whoever chooses refuses such a run.
+    """
+    return tree["validation"]["after"] if has_validation(tree) else tree["after"]
+
+
+def has_validation(tree: Tree) -> bool:
+    """Whether a run's evaluation.json has measures of a validation split."""
+    found = tree.get("validation")
+    return isinstance(found, dict) and isinstance(found.get("after"), dict)  # pyright: ignore[reportUnknownMemberType]
+
+
 def axis(text: str) -> tuple[str, list[Any]]:
     """`es.sigma=0.001,0.003` as a setting and its values. Raises ConfigError."""
     key, sign, values = text.partition("=")

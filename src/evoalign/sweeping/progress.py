@@ -86,11 +86,12 @@ class Display:
 
 
 def _progress(child: Child) -> tuple[int, float | None]:
-    """Steps done, and the latest reward: of the test split where it was evaluated, else the population's mean."""
+    """Steps done, and the latest reward: of validation or test where evaluated, else the population's mean."""
     rows = last_rows(child.run.path / "metrics.jsonl")
     if not rows:
         return 0, None
-    evaluated = next((row["evaluation"]["reward"] for row in reversed(rows) if row.get("evaluation")), None)
+    measured = (row.get("validation") or row.get("evaluation") for row in reversed(rows))
+    evaluated = next((measures["reward"] for measures in measured if measures), None)
     return int(rows[-1]["generation"]) + 1, rows[-1].get("mean") if evaluated is None else evaluated
 
 

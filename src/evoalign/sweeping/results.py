@@ -18,13 +18,16 @@ from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.sweeping import report as figures
-from evoalign.sweeping.cells import Run, Settings, Tree, read_json
+from evoalign.sweeping.cells import Run, Settings, Tree, has_validation, judged, read_json
 from evoalign.sweeping.children import Ended
 
 FORMAT_VERSION = 1
 ENDS = ("before", "after")
+VALIDATION = "validation/"
+"""Before a number of a run: on its validation split."""
 COLUMNS = {
     "reward": "reward",
+    "validation/reward": "validation reward",
     "hacked_share": "hacked",
     "kl": "KL, nats a token",
     "distance": "relative distance",
@@ -32,6 +35,8 @@ COLUMNS = {
     "seconds": "training seconds",
 }
 """Numbers of table.md and their headings; a measure that is asked for comes first."""
+UNRANKED = {*COLUMNS, "empty_share", "truncated_share", "tokens"} - {"reward", "validation/reward"}
+"""Measures of which the highest is not the best."""
 
 
 def collect(runs: Sequence[Run], failed: Mapping[str, Ended], known: dict[str, Tree]) -> list[Tree]:
@@ -77,10 +82,13 @@ def outcome(run: Run, failed: Ended | None = None) -> Tree:
         "seconds": cost.get("wall_seconds"),
     }
     numbers |= {name: float(value) for name, value in more.items() if value is not None}
+    if has_validation(tree):
+        numbers |= {f"{VALIDATION}{name}": float(value) for name, value in judged(tree).items()}
     return found | {
         "numbers": {name: value for name, value in numbers.items() if math.isfinite(value)},
         "before": tree["before"],
         "after": tree["after"],
+        **({"validation": tree["validation"]} if has_validation(tree) else {}),
         "divergence": tree.get("divergence"),
         "distance": tree.get("distance"),
         "training": cost,
@@ -109,15 +117,50 @@ def cost_of(run: Run) -> Tree:
 
 def write(folder: Path, tree: Tree, cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> None:
     """results.json and table.md, which shows the settings `keys` in columns of their own."""
-    whole = {"format_version": FORMAT_VERSION, **tree, "measure": measure, "cells": list(cells)}
+    found = {} if tree.get("search") else {"best": best(cells, measure)}
+    whole = {"format_version": FORMAT_VERSION, **tree, "measure": measure, **found, "cells": list(cells)}
     write_text(folder / "results.json", json.dumps(whole, indent=2, allow_nan=False) + "\n")
     write_text(folder / "table.md", table(cells, measure, keys))
 
 
+def best(cells: Sequence[Tree], measure: str) -> Tree | None:
+    """The cell with the highest mean, of those whose runs are all done, and on which split: validation where each has
+    one, else the test split, where the highest of several means is higher than it will be again.
+
+    None of fewer than two, and for a measure of which more is not better.
+    """
+    known = [cell for cell in cells if cell["mean"] and all(run["state"] == "done" for run in cell["runs"])]
+    name = measure.removeprefix(VALIDATION)
+    validated = [cell for cell in known if f"{VALIDATION}{name}" in cell["mean"]]
+    if measure in UNRANKED or len(known) < 2:
+        return None
+    is_fair = len(validated) == len(known)
+    key = f"{VALIDATION}{name}" if is_fair else name
+    ranked = [cell for cell in known if key in cell["mean"]]
+    if len(ranked) < 2:
+        return None
+    first = max(ranked, key=lambda cell: cell["mean"][key])
+    split = "validation" if is_fair else "test"
+    return {"cell": first["name"], "settings": first["settings"], "chosen_on": split, measure: first["mean"][key]}
+
+
+def best_line(found: Tree | None, measure: str) -> str:
+    """The best cell in words, and what may be believed of it; empty where none is known."""
+    if found is None:
+        return ""
+    if found["chosen_on"] == "validation":
+        return f"The highest mean {measure} on the validation split has `{found['cell']}`."
+    return (
+        f"The highest mean {measure} has `{found['cell']}`. It is chosen on the test split, so what it has there "
+        "is optimistic; with task.validation_size the best cell is chosen on other examples."
+    )
+
+
 def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
     """Markdown: each cell with its seeds, mean and standard deviation; `keys` are settings that no name says."""
-    names = [name for name in dict.fromkeys([measure, *COLUMNS]) if any(name in cell["mean"] for cell in cells)]
-    heads = ["cell", *keys, "seeds done", *(COLUMNS.get(name, name) for name in names)]
+    wanted = dict.fromkeys([measure, f"{VALIDATION}{measure}", *COLUMNS])
+    names = [name for name in wanted if any(name in cell["mean"] for cell in cells)]
+    heads = ["cell", *keys, "seeds done", *map(_heading, names)]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for cell in cells:
         done = sum(run["state"] == "done" for run in cell["runs"])
@@ -128,8 +171,18 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
         )
     starts = [cell["mean"]["start"] for cell in cells if "start" in cell["mean"]]
     start = f" The reward of the start is {np.mean(starts):.4g}." if starts else ""
-    note = f"Mean and standard deviation over seeds (ddof 1), of the final model on the test split.{start}"
+    where = "on the test split" + (" or the validation split" if any(map(_is_validated, names)) else "")
+    ranked = best_line(None if keys else best(cells, measure), measure)
+    note = f"Mean and standard deviation over seeds (ddof 1), of the final model {where}.{start} {ranked}".rstrip()
     return "\n".join([*lines, "", note]) + "\n"
+
+
+def _is_validated(name: str) -> bool:
+    return name.startswith(VALIDATION)
+
+
+def _heading(name: str) -> str:
+    return COLUMNS.get(name) or (name.replace(VALIDATION, "validation ", 1) if _is_validated(name) else name)
 
 
 def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] | None = None) -> list[Path]:
@@ -156,12 +209,13 @@ def draw(folder: Path, cells: Sequence[Tree], measure: str, axes: Sequence[str] 
 
 
 def draw_search(folder: Path, cells: Sequence[Tree], measure: str, keys: Sequence[str]) -> list[Path]:
-    """The trials of a search that are complete, over each setting."""
+    """The trials of a search that are complete, over each setting, by what they are chosen by."""
+    measure = measure if _is_validated(measure) else f"{VALIDATION}{measure}"
     points = [point for point in (_point(cell, measure) for cell in cells) if point.values]
     if not points:
         return []
-    path, title = folder / "figures" / "search.png", f"{measure} after training, {len(points)} trials"
-    figures.scatter(points, path, keys=keys, measure=measure, title=title)
+    path, name = folder / "figures" / "search.png", _heading(measure)
+    figures.scatter(points, path, keys=keys, measure=name, title=f"{name} after training, {len(points)} trials")
     return [path]
 
 

@@ -26,11 +26,21 @@ from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike
 from evoalign.sweeping import results
-from evoalign.sweeping.cells import Cell, Run, Settings, Tree, make_cells, make_run, product
+from evoalign.sweeping.cells import (
+    Cell,
+    Run,
+    Settings,
+    Tree,
+    has_validation,
+    judged,
+    make_cells,
+    make_run,
+    product,
+)
 from evoalign.sweeping.children import Children, Ended, is_busy, last_rows
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
-from evoalign.sweeping.sweep import Sweep, check_measure, conclude, drive, make_children, prepare
+from evoalign.sweeping.sweep import Sweep, check_measure, check_validation, conclude, drive, make_children, prepare
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -91,10 +101,11 @@ def search(
     to: str | Path | None = None,
     console: Console | None = None,
 ) -> Sweep:
-    """Look for the settings with the highest mean of `measure` over the seeds, on the config's test data.
+    """Look for the settings with the highest mean of `measure` over the seeds, on the validation split.
 
-    What is chosen by that data can not be reported on it: name data of its own in `task.test_data`. `trials` counts
-    those of earlier commands too. Raises ConfigError before anything runs; StoppedError after a signal.
+    The pruner reads that too, and neither reads the test split, on which the best is reported. `trials` counts those
+    of earlier commands too. Raises ConfigError before anything runs, also where there is no validation split;
+    StoppedError after a signal.
     """
     base, seeds, folder = prepare(config, seeds, method, to)
     corners = product({key: found.corners for key, found in space.items()})[:CHECKED_CORNERS]
@@ -106,6 +117,7 @@ def search(
                 "--prune needs evaluations on the way: set evaluation.every, such as --set evaluation.every=5"
             )
     check_measure(configs, measure)
+    check_validation(configs, "--search")
     study_of = _optuna()
     console = console or Console()
     spec = {"space": {key: repr(found) for key, found in space.items()}, "seeds": seeds, "measure": measure}
@@ -116,7 +128,7 @@ def search(
         source = _Search(study_of(folder.path), space, folder, seeds, trials, measure, prune)
         with Display(children, trials * len(seeds), source.runs_ended, console) as display:
             display.tell(f"{trials} trials, {len(seeds)} seeds, in {folder.path}; {children.jobs} runs at once")
-            display.tell(f"chooses by {measure} on {_judge(base)}: do not report results on the same data")
+            display.tell(f"chooses by {measure} on {_judge(base)}; the test split is left for what is reported")
             failed = drive(source, children, display, folder, measure, ())
         best = source.conclude()
         found = conclude(folder, failed, measure, (), console)
@@ -200,9 +212,9 @@ class _Search:
                 continue
             for row in last_rows(child.run.path / "metrics.jsonl"):
                 step = int(row["generation"]) + 1
-                if row.get("evaluation") and step not in trial.reported:
+                if row.get("validation") and step not in trial.reported:
                     trial.reported.add(step)
-                    trial.trial.report(self._value(row["evaluation"]), step)
+                    trial.trial.report(self._value(row["validation"]), step)
                     trial.pruned = trial.pruned or trial.trial.should_prune()
             if trial.pruned:
                 children.stop(first)
@@ -245,9 +257,8 @@ class _Search:
         config = run.config.model_copy(update={"output_dir": str(self.folder.path / "best")})
         tree["best"] = {"cell": cell.name, "settings": cell.settings, self.measure: best.value}
         note = f"# {cell.name}: mean {self.measure} {best.value:.6g} over seeds {', '.join(map(str, self.seeds))}"
-        write_text(
-            self.folder.path / "best.yaml", f"{note},\n# chosen on {_judge(self.folder.base)}\n{to_yaml(config)}"
-        )
+        where = f"# on {_judge(self.folder.base)}, by which it was chosen"
+        write_text(self.folder.path / "best.yaml", f"{note},\n{where}\n{to_yaml(config)}")
         return config
 
     def lines(self) -> list[str]:
@@ -262,7 +273,8 @@ class _Search:
         if "best" in tree:
             best = tree["best"]
             settings = ", ".join(f"{key} {value}" for key, value in best["settings"].items())
-            lines.append(f"best     {best['cell']}: {self.measure} {best[self.measure]:.4g} with {settings}; best.yaml")
+            value = f"{self.measure} {best[self.measure]:.4g} on validation"
+            lines.append(f"best     {best['cell']}: {value}, with {settings}; best.yaml")
         return lines
 
     def _asked(self) -> int:
@@ -304,7 +316,9 @@ class _Search:
         tree = run.evaluation()
         assert tree is not None
         trial.running.discard(run.name)
-        trial.values.append(self._value(tree["after"]))
+        if not has_validation(tree):  # of an earlier release, or changed since: never taken from the test split
+            raise ConfigError(f"{run.path} has no validation measures to choose by; move it aside to run it again")
+        trial.values.append(self._value(judged(tree)))
         if len(trial.values) == len(self.seeds):
             self._tell(trial, float(np.mean(trial.values)), TrialState.COMPLETE)
 
@@ -312,7 +326,7 @@ class _Search:
         value = measures.get(self.measure)
         if value is None or not math.isfinite(value):
             known = ", ".join(measures)
-            raise ConfigError(f"--measure {self.measure}: the test split has no such measure; it has {known}")
+            raise ConfigError(f"--measure {self.measure}: the validation split has no such measure; it has {known}")
         return float(value)
 
     def _tell(self, trial: _Trial, value: float | None, state: Any) -> None:
@@ -371,4 +385,6 @@ def _name(number: int) -> str:
 
 def _judge(base: Tree) -> str:
     task = base.get("task") or {}
-    return str(task.get("test_data") or f"the test split of task {task.get('name', 'conciseness')}")
+    named = task.get("validation_data") or f"the validation split of task {task.get('name', 'conciseness')}"
+    size = task.get("validation_size")
+    return f"{named} ({size} examples)" if size else str(named)

@@ -19,7 +19,7 @@ from evoalign.rundir.manifest import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
 from evoalign.sweeping import results
-from evoalign.sweeping.cells import Run, Settings, Tree, make_cells, make_runs, product
+from evoalign.sweeping.cells import Run, Settings, Tree, judged, make_cells, make_runs, product
 from evoalign.sweeping.children import Children, Ended, is_busy, visible_gpus
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
@@ -147,6 +147,21 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
                 raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 
 
+def check_validation(configs: Iterable[Config], what: str) -> None:
+    """Raise ConfigError where `what`, which chooses settings, would have no validation split to choose by.
+
+    Loads the data of each task, so that a size that does not fit is told before the first run, too.
+    """
+    for config in {config.task.model_dump_json(): config for config in configs}.values():
+        task, data = task_and_data(config, None, None)
+        task.close()
+        if not data.validation:
+            raise ConfigError(
+                f"{what} chooses by a validation split, and task {config.task.name} has none: set task.validation_size"
+                ", such as --set task.validation_size=20, or task.validation_data; the test split is for what is told"
+            )
+
+
 def make_children(folder: Folder, jobs: int | None, gpus: Sequence[str] | None) -> Children:
     """Raises ConfigError."""
     found = visible_gpus(gpus)
@@ -258,7 +273,7 @@ def _take_in(end: Ended, source: Source, display: Display, stop: Stop, failed: d
     evaluation = end.run.evaluation()
     if evaluation is not None:
         source.done(end.run)
-        display.ended(end, "done", evaluation["after"].get("reward"))
+        display.ended(end, "done", judged(evaluation).get("reward"))
         return
     state = "stopped" if stop.asked is not None else source.broken_off(end)
     if state == "failed":

@@ -12,11 +12,11 @@ from evoalign.config import GraderConfig, TaskConfig
 from evoalign.config.task import TASKS as SHIPPED
 from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
-from evoalign.tasks.base import Data, Task
+from evoalign.tasks.base import Data, Split, Task
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.isolated import task as isolation
 
-__all__ = ["PLAIN", "TASKS", "Custom", "Data", "Task", "create", "isolate"]
+__all__ = ["PLAIN", "TASKS", "Custom", "Data", "Split", "Task", "create", "isolate"]
 
 TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
 PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}

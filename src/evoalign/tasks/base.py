@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -24,12 +24,31 @@ SHOWN = 3
 """Gold answers that are shown where some fail."""
 
 
+Split: TypeAlias = Literal["train", "validation", "test"]
+"""What a task's examples are for: to train on, to choose by, to report."""
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The two splits of a task, in a fixed order."""
+    """The splits of a task, in a fixed order. Where `validation` is empty, nothing is chosen on the way."""
 
     train: Sequence[Example]
     test: Sequence[Example]
+    validation: Sequence[Example] = ()
+
+    def of(self, split: Split) -> Sequence[Example]:
+        """The examples of one of them."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}[split]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many there are for training, test and validation."""
+        return len(self.train), len(self.test), len(self.validation)
+
+    @property
+    def all(self) -> list[Example]:
+        """The examples of all of them."""
+        return [*self.train, *self.validation, *self.test]
 
 
 class Task(ABC):
@@ -65,7 +84,11 @@ class Task(ABC):
 
     @abstractmethod
     def load_data(self, seed: int) -> Data:
-        """Both splits. Raises DataError that names the file and the row."""
+        """The training and the test split, and where there is one the validation split.
+
+        Where `task.validation_size` is set and this gives none, it is taken from the end of the training split.
+        Raises DataError that names the file and the row.
+        """
 
     @abstractmethod
     def prompt(self, example: Example) -> Prompt:

@@ -52,15 +52,20 @@ class Custom(Task):
     def load_data(self, seed: int) -> Data:
         """The files of the config. Raises DataError, also where a reward function wants a column that is not there."""
         loaded = data.load(self.config, seed, self._check)
-        columns = list(dict.fromkeys(name for example in loaded.train for name in example))
+        self._check_columns(loaded.train, "data")
+        if loaded.validation:
+            self._check_columns(loaded.validation, "validation data")
+        return loaded
+
+    def _check_columns(self, examples: Sequence[Example], what: str) -> None:
+        columns = list(dict.fromkeys(name for example in examples for name in example))
         for function in self.functions:
             missing = function.missing(columns)
             if missing:
                 raise DataError(
-                    f"reward function {function.name} takes {', '.join(missing)}, which the data does not have "
+                    f"reward function {function.name} takes {', '.join(missing)}, which the {what} does not have "
                     f"(columns: {plain(cut(', '.join(columns), 200))}); add the column or give the parameter a default"
                 )
-        return loaded
 
     def prompt(self, example: Example) -> Prompt:
         """The prompt column, as one user message where it is a string and `prompt: chat` is set."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows from a file or a hub data set, and how they become a training and a test split.
+"""Rows from a file or a hub data set, and how they become a training, a validation and a test split.
 
 A file is read by what it holds, not by its extension: parquet, a JSON list of objects, or JSON objects one a line.
 """
@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -26,6 +27,8 @@ Row: TypeAlias = tuple[str, dict[str, Any]]
 """Where a row stands, for error messages (`data.jsonl, line 7`), and its columns."""
 Check: TypeAlias = Callable[[str, dict[str, Any]], Example]
 """Turns a row into an example, or raises DataError with the place it was given."""
+Parts: TypeAlias = tuple[Sequence[Example], Sequence[Example]]
+"""Rows to train on, and rows to choose by."""
 
 HUB = "hub:"
 MAX_TEXT = 1 << 24
@@ -45,20 +48,25 @@ def locate(source: str) -> Path:
 
 
 def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None = None) -> Data:
-    """Both splits of a task: two files, or one file split by `config.split`. Raises DataError, ConfigError.
+    """The splits of a task: two files, or one file split by `config.split`. Raises DataError, ConfigError.
 
-    `default` names the training and the test file where the config names none; the default test file goes with the
-    default training file only. `seed` decides the `seeded` split and nothing else.
+    The validation split is a file of its own, or a part of the training side: see `TaskConfig`. `default` names the
+    training and the test file where the config names none; the default test file goes with the default training file
+    only. `seed` decides the `seeded` split and nothing else.
     """
     train_source, test_source = _sources(config, default)
     train = [check(where, row) for where, row in read(train_source)]
     if test_source is None:
-        return split(train, config, seed, train_source)
-    test = [check(where, row) for where, row in read(test_source)]
-    return Data(
-        _first(train, config.train_size, "train_size", train_source),
-        _first(test, config.test_size, "test_size", test_source),
-    )
+        found = split(train, config, seed, train_source)
+    else:
+        test = [check(where, row) for where, row in read(test_source)]
+        kept, validation = _parted(train, config, train_source)
+        found = Data(kept, _first(test, config.test_size, "test_size", test_source), validation)
+    own = config.validation_data
+    if own is None:
+        return found
+    rows = [check(where, row) for where, row in read(own)]
+    return replace(found, validation=_first(rows, config.validation_size, "validation_size", own))
 
 
 def _sources(config: TaskConfig, default: tuple[str, str | None] | None) -> tuple[str, str | None]:
@@ -75,7 +83,7 @@ def split(examples: Sequence[Example], config: TaskConfig, seed: int, source: st
     """One file as two splits: a seeded 80/20, or its first `train_size` and last `test_size` rows.
 
     `seeded` takes the permutation of `random_state(seed)`. Its parts are cut to their first `train_size` and
-    `test_size` rows where those are set.
+    `test_size` rows where those are set. A validation split is taken from the training part.
     """
     if config.split == "first_last":
         return _first_last(examples, config, source)
@@ -86,10 +94,8 @@ def split(examples: Sequence[Example], config: TaskConfig, seed: int, source: st
         raise DataError(
             f"{source} has too few rows ({len(examples)}) for an 80/20 split; add rows or set task.test_data"
         )
-    return Data(
-        _first(train, config.train_size, "train_size", f"the 80 % of {source}"),
-        _first(test, config.test_size, "test_size", f"the 20 % of {source}"),
-    )
+    kept, validation = _parted(train, config, f"the 80 % of {source}")
+    return Data(kept, _first(test, config.test_size, "test_size", f"the 20 % of {source}"), validation)
 
 
 def random_state(seed: int) -> np.random.RandomState:
@@ -105,7 +111,36 @@ def _first_last(examples: Sequence[Example], config: TaskConfig, source: str) ->
             f"{source} has {len(examples)} rows, so its first {config.train_size} and last {config.test_size} overlap; "
             "lower task.train_size or task.test_size"
         )
-    return Data(examples[: config.train_size], examples[len(examples) - config.test_size :])
+    end = len(examples) - config.test_size
+    train, validation = _parted(examples[:end], config, f"{source} before its test rows")
+    return Data(train, examples[end:], validation)
+
+
+def _parted(examples: Sequence[Example], config: TaskConfig, source: str) -> Parts:
+    """The rows of the training side that are trained on, and those for validation. Raises DataError."""
+    train = _first(examples, config.train_size, "train_size", source)
+    if config.validation_size is None or config.validation_data is not None:
+        return train, ()
+    if config.train_size is None:
+        return held_back(train, config.validation_size, source)
+    end = config.train_size + config.validation_size
+    if end > len(examples):
+        raise DataError(
+            f"task.train_size {config.train_size} and task.validation_size {config.validation_size} are {end} rows, "
+            f"but {source} has {len(examples)}; lower one of them"
+        )
+    return train, examples[config.train_size : end]
+
+
+def held_back(examples: Sequence[Example], size: int, source: str) -> Parts:
+    """Training rows without their last `size`, and those. Raises DataError where none is left to train on."""
+    if size >= len(examples):
+        raise DataError(
+            f"task.validation_size is {size}, but {source} has {len(examples)} rows, of which at least one has to be "
+            "left to train on; lower it, or set task.validation_data"
+        )
+    cut = len(examples) - size
+    return examples[:cut], examples[cut:]
 
 
 def _first(examples: Sequence[Example], size: int | None, setting: str, source: str) -> Sequence[Example]:
@@ -129,7 +164,7 @@ def _read_file(path: Path) -> list[Row]:
         content = read_bytes(path, sys.maxsize, "give a JSON, JSONL or parquet file")
     except MissingError:
         raise DataError(
-            f"no data file {path} (looked from {Path.cwd()}); set task.train_data or task.test_data"
+            f"no data file {path} (looked from {Path.cwd()}); set task.train_data, test_data or validation_data"
         ) from None
     if content[:4] == b"PAR1":
         return _read_parquet(path, content)

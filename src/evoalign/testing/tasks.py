@@ -43,12 +43,19 @@ def check_loading_repeats(task: Task, seed: int = 0) -> None:
     first, second = task.load_data(seed), task.load_data(seed)
     assert list(first.train) == list(second.train), "the same seed gives another training split"
     assert list(first.test) == list(second.test), "the same seed gives another test split"
+    assert list(first.validation) == list(second.validation), "the same seed gives another validation split"
 
 
 def check_splits(task: Task, data: Data) -> None:
-    """Both splits have rows."""
+    """Training and test split have rows; what is asked for in validation is asked for nowhere else.
+
+    A run warns of shared prompts and goes on; a task that hands out one row twice is wrong.
+    """
     assert len(data.train) > 0, "the training split is empty"
     assert len(data.test) > 0, "the test split is empty"
+    chosen_by = {id(row) for row in data.validation}
+    assert not any(id(row) in chosen_by for row in data.train), "a validation row is a training row too"
+    assert not any(id(row) in chosen_by for row in data.test), "a validation row is a test row too"
 
 
 def check_prompts(task: Task, data: Data) -> None:
@@ -68,6 +75,7 @@ def check_gold_answers(task: Task, data: Data) -> None:
     """Every gold answer earns the maximum; `self_check` agrees."""
     task.self_check(data.train)
     task.self_check(data.test)
+    task.self_check(data.validation)
     for row in _rows(data):
         gold = task.gold(row)
         if gold is not None:
@@ -152,4 +160,4 @@ def _refused(create: Callable[[TaskConfig], Task], config: TaskConfig, text: str
 
 
 def _rows(data: Data) -> Sequence[Example]:
-    return [*data.train[:ROWS], *data.test[:ROWS]]
+    return [*data.train[:ROWS], *data.test[:ROWS], *data.validation[:ROWS]]

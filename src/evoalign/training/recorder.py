@@ -54,13 +54,14 @@ class Labels:
 class Recorder:
     """Given each row once, and passes it on; a context manager around the loop. It measures and asks nothing.
 
-    `baseline` is the reward of the start on the test split, `evaluations` what all of its evaluations took; None
-    where a part of that is not known.
+    `baseline` is the reward of the start on the test split, `validated` that on the validation split, if there is one;
+    `evaluations` is what all of its evaluations took, None where a part of that is not known.
     """
 
     def __init__(self, config: Config, run: RunDir, console: Console, labels: Labels) -> None:
         self.config, self.run, self.console, self.labels = config, run, console, labels
         self.baseline: float | None = None
+        self.validated: float | None = None
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
         self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
@@ -96,7 +97,7 @@ class Recorder:
         self._track(row)
 
     def evaluated(self, cost: Cost) -> None:
-        """Add what an evaluation of the test split took."""
+        """Add what an evaluation took."""
         self.evaluations = None if self.evaluations is None else self.evaluations + cost
         self._write_budget()
 
@@ -131,7 +132,8 @@ class Recorder:
         self.run.check()
         start = time.monotonic()
         rows, folder, title, words = self.run.rows, self.run.figures, self.labels.title, self.labels.words
-        figures.evolution(rows, folder / "evolution.png", title=title, baseline=self.baseline, words=words)
+        start_of = {"baseline": self.baseline, "validated": self.validated}
+        figures.evolution(rows, folder / "evolution.png", title=title, words=words, **start_of)
         figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
         figures.rewards(rows, folder / "rewards.png", title=title, words=words)
         figures.divergence(rows, folder / "divergence.png", title=title, baseline=self.baseline, final=final)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
-from evoalign.tasks import Task
+from evoalign.tasks import Split, Task
 from evoalign.tokens import Tokens
 from evoalign.training import saving, weights
 from evoalign.types import Layout
@@ -36,13 +36,14 @@ def evaluate(
     config: ConfigLike | None = None,
     task: Task | None = None,
     reward: Rewards | None = None,
-    split: Literal["train", "test"] = "test",
+    split: Split = "test",
     overrides: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Score a finished run, a model folder, a PEFT adapter or a hub model on a split.
 
     A run brings its own config; for a model, `config` says the task (its `model` section is replaced by `target`).
-    `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds.
+    `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds. Raises ConfigError
+    for a validation split that is not there.
     """
 
     def resolve() -> tuple[Config, Path | None]:
@@ -60,9 +61,11 @@ def evaluate(
 
     chosen, data = task_and_data(resolved[0][0], task, reward)
     with closing(chosen):
+        examples = data.of(split)
+        if not examples:
+            raise ConfigError(f"task {chosen.name} has no {split} split; set task.validation_size or validation_data")
         found, tokens_, engine = again_if_pruned(Path(target), load, there)
         with closing(engine):
-            examples = data.test if split == "test" else data.train
             return evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
 
 

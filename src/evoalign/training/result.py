@@ -20,7 +20,7 @@ from evoalign.report.tables import Interval, Sample, before_after
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Split, Task
 
 SHOWN_SAMPLES = 4
 INTERVALS = "over examples: Student's t; of measures that are 0 or 1, Bonett and Price"
@@ -41,7 +41,7 @@ class Result:
 def gold_lines(task: Task, data: Data) -> list[str]:
     """A warning where gold answers do not earn the maximum: published data has such rows, so it is no error."""
     try:
-        task.self_check([*data.train, *data.test])
+        task.self_check(data.all)
     except DataError as error:
         return [f"warning: {error}"]
     return []
@@ -52,11 +52,11 @@ def write_completions(run: RunDir, name: str, result: Evaluation) -> None:
     parquet.write(run.completions(name), [s.flat() for s in result.completions])
 
 
-def read_completions(run: RunDir, name: str, task: Task, data: Data) -> Evaluation | None:
-    """An evaluation of the test split as it was written; None where it is not there or damaged."""
+def read_completions(run: RunDir, name: str, task: Task, data: Data, split: Split = "test") -> Evaluation | None:
+    """An evaluation of a split as it was written; None where it is not there or damaged."""
     try:
         scored = [Scored.of(row) for row in parquet.read(run.completions(name))]
-        return evaluation.summarise(task, data.test, scored)
+        return evaluation.summarise(task, data.of(split), scored)
     except (DataError, TypeError, IndexError, AttributeError):
         return None
 
@@ -87,6 +87,19 @@ def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell) ->
     elif low <= 0 <= high:
         interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
         tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: {interval}")
+
+
+def validation_of(before: Evaluation, after: Evaluation) -> dict[str, Any]:
+    """What evaluation.json says of the validation split, by which may be chosen."""
+    count = len(next(iter(before.measures_E.values())))
+    return {"examples": count, "before": before.measures, "after": after.measures}
+
+
+def validation_line(before: Evaluation, after: Evaluation) -> str:
+    """The same in words."""
+    first, last = (found.measures["reward"] for found in (before, after))
+    count = len(next(iter(before.measures_E.values())))
+    return f"on the {count} validation examples the reward went from {first:.4g} to {last:.4g}"
 
 
 def shown(path: Path) -> Path:

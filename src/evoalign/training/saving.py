@@ -64,9 +64,9 @@ def _facts(served: Served) -> dict[str, Any]:
 
 
 def data_hash(data: Data) -> str:
-    """SHA-256 of the rows of both splits, in order."""
+    """SHA-256 of the rows of all splits, in order; without a validation split that of the two others, as ever."""
     digest = hashlib.sha256()
-    for split in (data.train, data.test):
+    for split in (data.train, data.test, *([data.validation] if data.validation else [])):
         for row in split:
             digest.update(json.dumps(dict(row), sort_keys=True, default=repr).encode() + b"\n")
         digest.update(b"\0")
@@ -105,16 +105,25 @@ def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> P
 
 def retain(run: RunDir, config: Config) -> None:
     """Delete saved means beyond the latest `keep_last` and the best one."""
-    best = best_saved(run) if config.checkpoint.keep_best else None
+    best = {best_saved(run), _kept_before(run)} if config.checkpoint.keep_best else set[Path | None]()
     for folder in saved_folders(run.path)[: -config.checkpoint.keep_last]:
-        if folder != best:
+        if folder not in best:
             remove_whole(folder)
 
 
 def best_saved(run: RunDir) -> Path | None:
-    """The saved mean whose evaluation was best, the earliest of equals; None where none was evaluated."""
-    rewards = [(folder, checkpoint.reward_of(folder)) for folder in saved_folders(run.path)]
-    known = [(folder, reward) for folder, reward in rewards if reward is not None]
+    """The saved mean that was best on the validation split, the earliest of equals; None where none was evaluated."""
+    return _highest(run, lambda mark: mark.validation)
+
+
+def _kept_before(run: RunDir) -> Path | None:
+    """The saved mean that an earlier release kept as the best on the test split: it stays, no other is held to it."""
+    return _highest(run, lambda mark: mark.reward)
+
+
+def _highest(run: RunDir, value: Callable[[Mark], float | None]) -> Path | None:
+    marks = [(folder, checkpoint.mark_of(folder)) for folder in saved_folders(run.path)]
+    known = [(folder, found) for folder, mark in marks if mark is not None and (found := value(mark)) is not None]
     return max(known, key=lambda pair: pair[1])[0] if known else None
 
 
@@ -134,7 +143,7 @@ def check_start(served: Served, recorded: Header) -> None:
 
 
 def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> None:
-    """Raise ResumeError where the rows of both splits are not those that a run began with."""
+    """Raise ResumeError where the rows of all splits are not those that a run began with."""
     if recorded != data_hash(data):
         raise ResumeError(
             f"{run.path} was trained on other data than task {task.name} has now; put the files back as they were, or "

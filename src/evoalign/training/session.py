@@ -28,13 +28,21 @@ from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, 
 from evoalign.evaluation import Evaluation
 from evoalign.report.rows import Row
 from evoalign.rundir import sealing
-from evoalign.rundir.directory import RunDir
+from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, RunDir
 from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
-from evoalign.tasks import Data, Task
+from evoalign.tasks import Data, Split, Task
 from evoalign.training import saving
 from evoalign.training.recorder import Labels, Recorder
-from evoalign.training.result import Result, conclude, read_completions, shown, write_completions
+from evoalign.training.result import (
+    Result,
+    conclude,
+    read_completions,
+    shown,
+    validation_line,
+    validation_of,
+    write_completions,
+)
 from evoalign.training.stop import Stop
 
 
@@ -70,8 +78,8 @@ class Algorithm(Protocol):
         """Train to the end, or until the session is asked to stop and all of it is saved."""
         ...
 
-    def evaluate(self) -> tuple[Evaluation, Cost]:
-        """The mean on the test split, and what that took."""
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
+        """The mean on a split, and what that took."""
         ...
 
     def divergence(self) -> Divergence:
@@ -83,7 +91,7 @@ class Algorithm(Protocol):
         ...
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
-        """Save the mean, unless it is saved already; `reward` is its own on the test split, if known."""
+        """Save the mean, unless it is saved already; `reward` is its own on the validation split, if known."""
         ...
 
     def fingerprint(self) -> str:
@@ -151,6 +159,8 @@ class Session:
         self.tell = self.recorder.tell
         self.done, self.total = done or 0, self.labels.total
         self.is_new, self._has_begun = done is None, False
+        self._validated: Evaluation | None = None
+        """The start on the validation split, where there is one."""
 
     def live(self, *, overwrite: bool) -> Result:
         """All of it: begin or resume, the steps that are left, and the comparison. Raises EvoalignError."""
@@ -159,6 +169,8 @@ class Session:
             before = self._begin(overwrite=overwrite) if self.is_new else self._resume()
             self._has_begun = True
             self.recorder.baseline = before.measures["reward"]
+            if self._validated is not None:
+                self.recorder.validated = self._validated.measures["reward"]
             self._stop_if_asked()
             with self.recorder:
                 self.algorithm.advance(self)
@@ -176,11 +188,15 @@ class Session:
         """Write down one step."""
         self.recorder.record(row)
 
-    def evaluate(self) -> Evaluation:
-        """The mean on the test split; what that took goes to the budget."""
-        found, cost = self.algorithm.evaluate()
+    def evaluate(self, split: Split = "test") -> Evaluation:
+        """The mean on a split; what that took goes to the budget."""
+        found, cost = self.algorithm.evaluate(split)
         self.recorder.evaluated(cost)
         return found
+
+    def validation(self) -> Row:
+        """What a row that has an evaluation says of the validation split; nothing where there is none."""
+        return {"validation": self.evaluate("validation").measures} if self.algorithm.data.validation else {}
 
     def divergence_if_due(self) -> dict[str, Any] | None:
         """KL of the mean from the base model, every `checks.kl_every` steps."""
@@ -195,8 +211,9 @@ class Session:
         return folder
 
     def reward(self) -> float | None:
-        """The mean's reward on the test split, where it was evaluated after this step."""
-        measures = self.run.rows[self.done - 1].get("evaluation") if 0 < self.done <= len(self.run.rows) else None
+        """The mean's reward on the validation split, where it was evaluated after this step: nothing is chosen by the
+        test split."""
+        measures = self.run.rows[self.done - 1].get("validation") if 0 < self.done <= len(self.run.rows) else None
         return float(measures["reward"]) if measures else None
 
     # --- a life ------------------------------------------------------------------------------------------------------
@@ -206,11 +223,15 @@ class Session:
         self.recorder.start(None)
         self._measure_start()
         before = self._evaluate("start")
+        if self.algorithm.data.validation:
+            self._validated = self._evaluate("start", "validation")
         if self.stop.asked is not None:
             raise StoppedError(f"stopped before the first {self.labels.unit}; nothing was written", self.stop.asked)
         if self.run.aside is not None:
             self.tell(f"the run that was there is now {self.run.aside}")
         write_completions(self.run, "before", before)
+        if self._validated is not None:
+            write_completions(self.run, BEFORE_VALIDATION, self._validated)
         self.algorithm.begin(self)
         return before
 
@@ -239,11 +260,16 @@ class Session:
 
     def _read_before(self) -> Evaluation:
         """The evaluation of the start, where the mean is now: as it was written, or else made again."""
-        before = read_completions(self.run, "before", self.algorithm.task, self.algorithm.data)
-        if before is None:
-            before = self._evaluate("start")
-            write_completions(self.run, "before", before)
-        return before
+        if self.algorithm.data.validation:
+            self._validated = self._written_or_made(BEFORE_VALIDATION, "validation")
+        return self._written_or_made("before", "test")
+
+    def _written_or_made(self, name: str, split: Split) -> Evaluation:
+        found = read_completions(self.run, name, self.algorithm.task, self.algorithm.data, split)
+        if found is None:
+            found = self._evaluate("start", split)
+            write_completions(self.run, name, found)
+        return found
 
     def _measure_start(self) -> None:
         """What cannot be measured, or does not fit, is reported before the first step."""
@@ -255,9 +281,14 @@ class Session:
     def _finish(self, before: Evaluation) -> Result:
         saved = self.save()
         after = self._evaluate("result")
+        validation = None if self._validated is None else (self._validated, self._evaluate("result", "validation"))
         moved = self._moved()
         self.run.check()
         mean = {"generation": self.total, "weights_hash": self.algorithm.fingerprint(), **moved}
+        if validation is not None:
+            write_completions(self.run, AFTER_VALIDATION, validation[1])
+            mean["validation"] = validation_of(*validation)
+            self.tell(validation_line(*validation))
         conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
         sealing.seal(self.run.path)
         for line in self.algorithm.summary():
@@ -279,9 +310,9 @@ class Session:
             moved = None
         return {"divergence": kl, "distance": moved}
 
-    def _evaluate(self, which: str) -> Evaluation:
-        self.tell(f"evaluating the {which} on {len(self.algorithm.data.test)} test examples")
-        return self.evaluate()
+    def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
+        self.tell(f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples")
+        return self.evaluate(split)
 
     def _stop_if_asked(self) -> None:
         if self.stop.asked is not None and self.done < self.total:

@@ -34,8 +34,8 @@ from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
-from evoalign.tasks import Task
-from evoalign.training import saving
+from evoalign.tasks import Split, Task
+from evoalign.training import saving, splits
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result, gold_lines
 from evoalign.training.session import Session, locked, object_given, place
@@ -86,7 +86,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    work = estimate.work_lines(config, len(data.train))
+    work = [*splits.lines(config, task, data), *estimate.work_lines(config, len(data.train))]
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
@@ -180,7 +180,7 @@ class _EvolutionStrategies:
         parts = self.parts
         note = [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
         step = [*estimate.step_lines(self.config, parts.layout), *self._rounding()]
-        for line in [*note, *gold_lines(self.task, self.data), *step]:
+        for line in [*note, *gold_lines(self.task, self.data), *splits.lines(self.config, self.task, self.data), *step]:
             session.tell(line)
         self._check_canary(session.done)
 
@@ -240,11 +240,11 @@ class _EvolutionStrategies:
                 return
             noise_floor = self._control(session.done)
 
-    def evaluate(self) -> tuple[Evaluation, Cost]:
+    def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         start = time.perf_counter()
-        found = self.parts.evaluate_test()
+        found = self.parts.evaluate(split)
         seconds = time.perf_counter() - start
-        prompts = [self.parts.tokens.encode(self.task.prompt(example)) for example in self.data.test]
+        prompts = [self.parts.tokens.encode(self.task.prompt(example)) for example in self.data.of(split)]
         asked = [prompts[c.example] for c in found.completions]
         return found, self._meter.evaluation(asked, [c.tokens for c in found.completions], seconds)
 
@@ -256,7 +256,8 @@ class _EvolutionStrategies:
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
         folder = run.saved(done, adapter=not self.parts.space.evolves_model)
-        mark = Mark(done, self._weights_hash, self.journal.last_hash, reward, self.parts.objective.state)
+        own, journal_hash = self.parts.objective.state, self.journal.last_hash
+        mark = Mark(done, self._weights_hash, journal_hash, objective=own, validation=reward)
         return folder if checkpoint.holds(folder, mark) else saving.save(self.parts, folder, mark)
 
     def fingerprint(self) -> str:
@@ -299,6 +300,7 @@ class _EvolutionStrategies:
         row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
         row["budget"] = self._meter.generation(generation).as_dict()
         row["divergence"] = session.divergence_if_due()
+        row |= session.validation() if generation.evaluation is not None else {}
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
@@ -319,7 +321,7 @@ class _EvolutionStrategies:
             rows.append({**row, **{k: None for k in LATER if k not in row}} if row is not None and whole else again)
             rebuilt += [] if whole else [again]
         if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
-            rows[-1]["evaluation"] = session.evaluate().measures
+            rows[-1] |= {"evaluation": session.evaluate().measures, **session.validation()}
         if rows and rows[-1]["divergence"] is None:
             rows[-1]["divergence"] = session.divergence_if_due()
         session.run.replace_metrics(rows)
@@ -331,7 +333,8 @@ class _EvolutionStrategies:
         is_best = False
         if self.config.checkpoint.keep_best and reward is not None:
             best = saving.best_saved(session.run)
-            is_best = best is None or reward > (checkpoint.reward_of(best) or 0.0)
+            mark = None if best is None else checkpoint.mark_of(best)
+            is_best = mark is None or mark.validation is None or reward > mark.validation
         if (every and session.done % every == 0) or is_best:
             session.save()
 

@@ -64,8 +64,8 @@ class Isolated(Task):
     def load_data(self, seed: int) -> Data:
         """The task's own, in this process, as lists: a row has to stay the same object. Starts the worker."""
         loaded = self.task.load_data(seed)
-        data = Data(list(loaded.train), list(loaded.test))
-        splits = (("train", data.train), ("test", data.test))
+        data = Data(list(loaded.train), list(loaded.test), list(loaded.validation) or ())
+        splits = (("train", data.train), ("test", data.test), ("validation", data.validation))
         self._place = {id(row): (split, i) for split, rows in splits for i, row in enumerate(rows)}
         # A Task may keep what it loads, and some rows do not fit JSON: then the worker loads the data as well.
         wanted = type(self.task) is not Custom or any(
