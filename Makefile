@@ -28,6 +28,10 @@ VLLM_TESTS ?= not long
 
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
+	@echo
+	@echo 'next, after . $(BIN)/activate:'
+	@echo '  evoalign placebo runs/quickstart    how much of this gain any coefficients would have given'
+	@echo '  evoalign init my_task               a config, a reward and prompts to make your own'
 
 # One thread a worker: two workers with two threads each would take turns on two cores. Modules are compiled once, and not
 # by each process that a test starts.

@@ -125,7 +125,12 @@ def test_a_dry_run_needs_no_weights_but_the_layers(run: Run, tmp_path: Path) -> 
 def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """init, train and eval, as the texts of init say; train as a process of its own."""
     made = run("init", "mine")
-    assert made.code == 0 and "evoalign train config.yaml" in made.out
+    assert made.code == 0
+    told = [line.split("   ")[0].strip() for line in made.out.splitlines()[1:]]
+    assert told == [
+        *(f"evoalign {word} config.yaml" for word in ("doctor", "probe", "train")),
+        "evoalign placebo runs/my_task",
+    ]
     folder = tmp_path / "mine"
     trained = command("train", "config.yaml", *SMALL, cwd=folder)
     assert trained.returncode == 0, trained.stderr
@@ -137,7 +142,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.chdir(folder)
     unasked = run("eval", "runs/my_task")
-    assert unasked.code == 2 and "names code of its own (reward.py:brief)" in unasked.err
+    assert unasked.code == 2 and "names code of its own (reward.py:right, reward.py:brief)" in unasked.err
     assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
     scores = json.loads((folder / "out/scores.json").read_text())
     results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())

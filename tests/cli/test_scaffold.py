@@ -25,24 +25,23 @@ def test_the_files_make_a_task_that_runs_from_their_folder(project: Path) -> Non
     config = load(["config.yaml"])
     task = create(config.task)
     data = task.load_data(config.seed)
-    assert (len(data.train), len(data.test)) == (8, 4)
+    assert (len(data.train), len(data.test)) == (203, 245)
     assert {example["prompt"] for example in data.train}.isdisjoint(example["prompt"] for example in data.test)
-    assert task.prompt(data.train[0]) == [{"role": "user", "content": "What is 3 + 4?"}]
+    assert task.prompt(data.train[0]) == [{"role": "user", "content": data.train[0]["prompt"]}]
+    assert all(row.keys() == {"prompt", "answer"} for row in (*data.train, *data.test))
+    golds = [row["answer"] for row in data.test]
+    assert task.rewards(golds, data.test) == [1.0] * len(golds)
 
 
-def test_the_reward_prefers_brief_answers_but_not_none(project: Path) -> None:
+def test_the_rewards_ask_for_the_answer_and_for_no_more_than_it(project: Path) -> None:
     task = create(load(["config.yaml"]).task)
     row = {"prompt": "What is 3 + 4?", "answer": "7"}
-    texts = ["7", " 7\n", "x" * 20, "x" * 30, "", " \n"]
-    assert task.rewards(texts, [row] * 6) == pytest.approx([0.0, 0.0, 0.0, -0.1, -1.0, -1.0])
-
-
-def test_the_second_reward_can_be_added_as_the_file_says(project: Path) -> None:
-    config = load(["config.yaml"], ["task.rewards=[reward.py:brief, reward.py:right]"])
-    task = create(config.task)
-    assert all("answer" in row for row in task.load_data(config.seed).train)
-    row = {"prompt": "Opposite of big:", "answer": "Small"}
-    assert task.rewards(["small", "large", ""], [row] * 3) == [1.0, 0.0, -1.0]
+    worth = {
+        "7": 1.0, " 7.\n": 1.0, "Answer: 7": 0.5, "The answer to this sum is 7.": 0.5 - 0.08, "Answer: igo": 0.0,
+        "17": 0.0, "": 0.0, "x" * 30: -0.1,
+    }  # fmt: skip
+    assert task.rewards(list(worth), [row] * len(worth)) == pytest.approx(list(worth.values()))
+    assert task.rewards(["SI", "sí"], [{"prompt": "yes in Spanish", "answer": "Sí"}] * 2) == [0.0, 1.0]
 
 
 def test_the_step_is_a_sound_one(project: Path) -> None:
@@ -91,4 +90,4 @@ def test_the_section_for_grpo_is_good_once_its_marks_are_taken_away(project: Pat
     file.write_text("\n".join([*lines[:start], *(x.removeprefix("# ") for x in lines[start:stop]), *lines[stop:]]))
     config = load(["config.yaml"])
     assert "grpo" in config.model_fields_set
-    settings.check_prompts(config, config.task.train_size or 0)
+    settings.check_prompts(config, len((project / "prompts.jsonl").read_text().splitlines()))

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign init`: a config, a reward and a few prompts to start a task of one's own from."""
+"""`evoalign init`: a config, a reward and prompts to start a task of one's own from."""
 
 from __future__ import annotations
 
+import json
 from importlib import resources
 from pathlib import Path
 
 from evoalign.errors import ConfigError
+from evoalign.tasks import data
 
-FILES = ("config.yaml", "reward.py", "prompts.jsonl")
+TEMPLATES = ("config.yaml", "reward.py")
+QUESTIONS = {"prompts.jsonl": "train", "test.jsonl": "test"}
+"""Files whose rows are the shipped Conciseness questions of a split, the target under the name `answer`."""
+FILES = (*TEMPLATES, *QUESTIONS)
 
 
 def init(directory: str | Path) -> list[Path]:
@@ -18,12 +23,20 @@ def init(directory: str | Path) -> list[Path]:
     existing = [path.name for path in paths if path.exists() or path.is_symlink()]
     if existing:
         raise ConfigError(f"{folder} already has {', '.join(existing)}; give another folder, or move them away")
-    templates = resources.files("evoalign.cli") / "templates"
+    contents = [_content(name) for name in FILES]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in paths:
+        for path, content in zip(paths, contents, strict=True):
             with path.open("xb") as file:
-                file.write((templates / path.name).read_bytes())
+                file.write(content)
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}; give another folder") from None
     return paths
+
+
+def _content(name: str) -> bytes:
+    if name in TEMPLATES:
+        return (resources.files("evoalign.cli") / "templates" / name).read_bytes()
+    rows = data.read(f"data/tasks/conciseness/questions_{QUESTIONS[name]}.json")
+    kept = ({"prompt": row["prompt"], "answer": row["target"]} for _, row in rows)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept).encode()
