@@ -3,21 +3,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
 import evoalign
 from evoalign import cli
-from evoalign.checks.placebo import Distances, Placebos, Split, distance_line, flip_line, sentence, signal_line, split
+from evoalign.checks.placebo import Distances, Placebos, Split, beyond_drift, distance_line, flip_line, sentence, split
+from evoalign.config import from_dict
+from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, JournalError, ResumeError
+from evoalign.rundir.sealing import is_sealed
+from evoalign.training.placebos import Follower
+from evoalign.types import EvolvedTensor, Layout, TensorSpec
 
 BEFORE = [-10.0, -8.0, -12.0, -10.0, -9.0]
 REAL = [-2.0, -1.0, -3.0, -4.0, -2.0]
@@ -58,8 +66,8 @@ def test_words() -> None:
         "3 placebos (the same noise, shuffled coefficients) reached -4.4 on average (-6.4 to -2), from -9.8; the run "
         "itself -2.4: about 73% of the gain is drift (95 % interval "
     )
-    assert "above the mean placebo; 1 of 3 reach the run, one-sided p 0.5" in signal_line(found)
-    assert signal_line(found).endswith("not shown to be more than drift")
+    assert "above the mean placebo; 1 of 3 reach the run, one-sided p 0.5" in beyond_drift(found)
+    assert beyond_drift(found).endswith("not shown to be more than drift")
     assert flip_line(found) == ["all signs flipped: -11"]
     one = split(BEFORE, REAL, PLACEBOS[:1])
     assert one.sd is None and flip_line(one) == []
@@ -101,7 +109,7 @@ def tree(folder: Path, **more: Any) -> dict[str, Any]:
         "output_dir": str(folder), "seed": 2, "task": {"name": "conciseness"}, "engine": {"threads": 1},
         "lora": {"rank": 4, "alpha": 4, "target_layers": [3], "target_modules": ["down_proj"]},
         "es": {"num_generations": 2, "population_size": 4, "sigma": 0.2, "learning_rate": 0.2},
-        "evaluation": {"max_tokens": 8}, "checks": {"control_every": 0},
+        "evaluation": {"max_tokens": 8}, "checks": {"control_every": 0, "placebo": 0},
         "tracking": {"completions_every": 0}, **more,
     }  # fmt: skip
 
@@ -181,3 +189,90 @@ def test_the_public_result(run: Path) -> None:
     found = evoalign.placebo(run, shuffles=1, generation=1)
     assert isinstance(found, Placebos) and isinstance(found.reward, Split)
     assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
+
+
+# --- at the end of a training ----------------------------------------------------------------------------------------
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results/evaluation.json").read_text())
+
+
+def train(folder: Path, placebos: int | None = 2, resume: bool = False) -> str:
+    checks = {"control_every": 0, "placebo": placebos}
+    told = io.StringIO()
+    evoalign.train(tree(folder, checks=checks), resume=resume, console=Console(file=told, width=300))
+    return told.getvalue()
+
+
+def test_a_training_ends_with_its_placebos(run: Path, tmp_path: Path) -> None:
+    """The ones that the command measures; and nothing else of the run is another."""
+    told = train(tmp_path / "run")
+    assert "evaluating 2 placebos: the run with shuffled coefficients" in told and "mean placebo" in told
+    found, alone = results(tmp_path / "run"), evoalign.placebo(run, shuffles=2)
+    assert found["placebo"]["reward"]["placebos"] == list(alone.reward.placebos)
+    assert found["placebo"]["distance"] == {**alone.as_dict()["distance"], "flip": None}
+    assert found["placebo"]["seeds"] == [0, 1] and is_sealed(tmp_path / "run")
+    assert sentence(alone.reward) in told and distance_line(alone.distance) in told
+    without = results(run)
+    assert "placebo" not in without and {k: v for k, v in found.items() if k != "placebo"} == without
+    for file in ("journal.jsonl", "loras/generation_0002/adapter_model.safetensors"):
+        assert (run / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["failure", "stop"])
+def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
+    kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow, calls = Follower.follow, list[int]()
+
+    def ends(self: Follower, other: Any) -> str:
+        calls.append(1)
+        if kind == "failure":
+            raise torch.OutOfMemoryError("no room\nat all")
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return follow(self, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Follower, "follow", ends)
+        told = train(tmp_path / "run")
+    why = {"failure": "no room", "stop": "stopped"}[kind]
+    assert (
+        f"warning: placebos were not measured ({why}); the run is whole without them; to measure them, resume" in told
+    )
+    assert len(calls) == 1 and results(tmp_path / "run") == results(run) and is_sealed(tmp_path / "run")
+    train(tmp_path / "run", resume=True)
+    train(tmp_path / "straight")
+    assert results(tmp_path / "run") == results(tmp_path / "straight")
+
+
+def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whatever ends the process there takes nothing with it."""
+
+    def dies(self: Follower, other: Any) -> str:
+        assert results(tmp_path / "run") == results(run) and is_sealed(tmp_path / "run")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "follow", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run")
+    assert results(tmp_path / "run") == results(run) and is_sealed(tmp_path / "run")
+
+
+def test_few_enough_for_a_tenth_by_counts_alone() -> None:
+    """By hand: 8 members x 10 prompts x 20 generations are 1,600 completions of 10 + 20 tokens."""
+    specs = [TensorSpec("w", (100, 100), "linear", 0, 0.1)]
+    layout = Layout((EvolvedTensor("w.lora_B", (100, 1), "w"),), 0, "float32", rank=1)
+    es = {"num_generations": 20, "population_size": 8, "sigma": 0.1}
+
+    def count(test: int, tokens: int = 20, es: dict[str, Any] = es, **evaluation: Any) -> int:
+        tree = {"es": es, "sampling": {"max_tokens": 20}, "evaluation": {"max_tokens": tokens, **evaluation}}
+        return placebos_in_a_tenth(from_dict(tree), specs, layout, [10] * 10, [10] * test)
+
+    assert [count(n) for n in (10, 32, 53, 80, 160, 161)] == [5, 4, 2, 1, 0, 0], "and their updates"
+    assert count(40, tokens=80) == 1, "90 tokens each for 30: 4 by completions, and 1 by FLOPs"
+    assert count(10, temperature=1.0, samples=4, seeds=[0, 1]) == 1
+    wide = [TensorSpec("w", (5, 5), "linear", 0, 0.1)]
+    config = from_dict({"es": es, "sampling": {"max_tokens": 20}, "evaluation": {"max_tokens": 20}})
+    assert placebos_in_a_tenth(config, wide, layout, [10] * 10, [10] * 10) == 0, "here the noise costs as much"

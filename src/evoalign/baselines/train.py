@@ -236,6 +236,9 @@ class _Grpo:
         """Of the policy."""
         return distance_of(self.policy.model, self.config)
 
+    def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> None:
+        """None: gradients have no coefficients to shuffle."""
+
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
         """As a PEFT adapter or a checkpoint."""
         return self.policy.save(run, done, reward)

@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from evoalign import statistics
+from evoalign.errors import DataError
 from evoalign.statistics import Estimate
 
 
@@ -71,6 +73,9 @@ class Split:
         }  # fmt: skip
 
 
+_SPLIT = TypeAdapter(Split)
+
+
 @dataclass(frozen=True, slots=True)
 class Distances:
     """L2 norm of the change of all numbers that evolve. `expected` is that of shuffled coefficients by formula
@@ -108,7 +113,7 @@ class Placebos:
     def lines(self) -> list[str]:
         """In words."""
         split = self.reward
-        said = [sentence(split), signal_line(split), *flip_line(split), distance_line(self.distance)]
+        said = [sentence(split), beyond_drift(split), *flip_line(split), distance_line(self.distance)]
         if self.off_task is not None:
             said += [f"off-task: {line}" for line in off_lines(self.off_task)]
         return said
@@ -136,6 +141,15 @@ def split(
     )
 
 
+def of_file(tree: object, where: str) -> Split:
+    """What `Placebos.as_dict` wrote of the reward, back. Raises DataError where it cannot be that."""
+    try:
+        return _SPLIT.validate_python(tree)
+    except ValidationError as error:
+        what = ".".join(map(str, error.errors()[0]["loc"]))
+        raise DataError(f"{where} is damaged (placebo.reward.{what}); put it back from a copy") from None
+
+
 def is_sure(found: Estimate) -> bool:
     """Whether there is an interval, without 0 in it."""
     return found.low is not None and found.high is not None and not found.low <= 0 <= found.high
@@ -150,11 +164,11 @@ def sentence(split: Split) -> str:
     return f"{head}: {_share(split)}"
 
 
-def signal_line(split: Split) -> str:
+def beyond_drift(split: Split) -> str:
     """What is left of the change, and how surely."""
     reach = f"{split.reached} of {len(split.placebos)} reach the run"
     least = " (the least that so many can give)" if not split.reached else ""
-    line = f"signal: {_bounds(split.signal)} above the mean placebo; {reach}, one-sided p {split.p:.2g}{least}"
+    line = f"beyond drift: {_bounds(split.signal)} above the mean placebo; {reach}, one-sided p {split.p:.2g}{least}"
     if split.signal.low is not None and not is_sure(split.signal):
         return f"{line}; not shown to be more than drift"
     return line

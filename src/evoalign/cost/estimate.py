@@ -12,6 +12,7 @@ import torch
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.config.engines import Held
+from evoalign.cost.flops import es_flops, noise_numbers
 from evoalign.engines.specs import on_gpu
 from evoalign.optimizer import reach
 from evoalign.types import Layout, TensorSpec
@@ -107,3 +108,32 @@ def work_lines(config: Config, examples: int | None) -> list[str]:
 def gib(size: float) -> str:
     """Bytes as people read them."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+
+
+NORMAL = 64
+"""FLOPs of a matrix product that take about as long as one normal: a tenth of a Philox call and a look-up. A round
+number on the safe side, since what is counted with it decides what a run does and has to be the same everywhere."""
+MOST_PLACEBOS, TENTH = 5, 10
+
+
+def placebos_in_a_tenth(
+    config: Config, specs: Sequence[TensorSpec], layout: Layout, train: Sequence[int], test: Sequence[int]
+) -> int:
+    """How many placebos cost at most a tenth of what training did, up to `MOST_PLACEBOS`; by counts alone.
+
+    `train` and `test` are the prompts' lengths in tokens. Work is 2 FLOPs a parameter and token, of prompts and of the
+    completions as long as they may get, and `NORMAL` for each number of noise; and neither may the placebos ask for
+    more than a tenth of the completions: scoring them may cost more than making them.
+    """
+    es, space, drawn = config.es, spaces.create(config), config.evaluation
+    streams = es.population_size // (2 if es.antithetic else 1)
+    parameters = sum(math.prod(spec.shape) for spec in specs)
+    noise = NORMAL * noise_numbers(space, layout)
+    product = es_flops(space, layout, 0, streams)
+    update = es.num_generations * (noise * streams + product)
+    asked = es.num_generations * es.population_size * min(config.task.batch_size or len(train), len(train))
+    draws = 1 if drawn.temperature == 0 else len(drawn.seeds) * drawn.samples
+    length = sum(train) / len(train) + config.sampling.max_tokens
+    training = update + es.num_generations * noise * es.population_size + 2 * parameters * asked * length
+    placebo = update + 2 * parameters * draws * (sum(test) + len(test) * drawn.max_tokens)
+    return int(min(MOST_PLACEBOS, training // (TENTH * placebo), asked // (TENTH * draws * len(test))))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
+from evoalign.checks.placebo import beyond_drift, of_file, sentence
 from evoalign.config import Config, to_yaml
 from evoalign.report.tables import visible
 from evoalign.rundir.method import Method
@@ -189,7 +190,16 @@ def _change(facts: Facts) -> str:
         "| measure | before | after | change | 95 % interval |\n|---|---:|---:|---:|---:|"
     )
     rows = [_row(found, name) for name in found["before"] if name in found["after"]]
-    return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
+    return "\n".join([head, *rows, *_placebo(found), *([] if found.get("sealed", True) else ["", NOT_SEALED])])
+
+
+def _placebo(found: Mapping[str, Any]) -> list[str]:
+    """How much of the gain is drift, where the run measured that. Raises DataError."""
+    if "placebo" not in found:
+        return []
+    tree: Any = found["placebo"]
+    split = of_file(tree.get("reward") if isinstance(tree, Mapping) else tree, "results/evaluation.json")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return ["", f"**Signal beside drift.** Reward: {sentence(split)}; {beyond_drift(split)}."]
 
 
 def _kind(found: Mapping[str, Any]) -> str:

@@ -41,17 +41,27 @@ def before_after(
     console: Console,
     samples: Sequence[Sample] = (),
     intervals: Mapping[str, Interval] | None = None,
+    placebo: Mapping[str, float] | None = None,
 ) -> None:
-    """Prints the measures that both have, with the change and its interval where there is one, then the samples."""
-    console.print(_measures(before, after, intervals or {}))
+    """Prints the measures that both have, with the change and its interval where there is one, then the samples.
+
+    `placebo` is what the mean placebo has of them, in a column of its own.
+    """
+    console.print(_measures(before, after, intervals or {}, placebo))
     if samples:
         console.print(_samples(samples, console))
 
 
-def _measures(before: Mapping[str, float], after: Mapping[str, float], intervals: Mapping[str, Interval]) -> Table:
+def _measures(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    intervals: Mapping[str, Interval],
+    placebo: Mapping[str, float] | None,
+) -> Table:
     table = Table(title="test split", title_justify="left", title_style="bold")
     table.add_column("", overflow="fold")
-    for heading in ("before", "after", "change", *(["95 % interval"] if intervals else [])):
+    more = [*(["95 % interval"] if intervals else []), *(["mean placebo"] if placebo is not None else [])]
+    for heading in ("before", "after", "change", *more):
         table.add_column(heading, justify="right", overflow="fold")
     for name in (name for name in before if name in after):
         old, new = before[name], after[name]
@@ -59,6 +69,10 @@ def _measures(before: Mapping[str, float], after: Mapping[str, float], intervals
         if name in intervals:
             _, low, high = intervals[name]
             cells.append(f"{_signed(name, low)} to {_signed(name, high)}" if low < high else "-")
+        elif intervals:
+            cells.append("")
+        if placebo is not None:
+            cells.append(_value(name, placebo[name]) if name in placebo else "")
         table.add_row(Text(name.removesuffix("_share").replace("_", " ")), *cells)
     return table
 

@@ -237,6 +237,11 @@ class Journal:
         self._write({"type": "seal", "index": index, "weights_hash": weights_hash})
 
     @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
     def last_hash(self) -> str:
         """The hash of the last line: it stands for the whole run so far."""
         return self._previous

@@ -16,7 +16,8 @@ from evoalign.checks.distance import moved, start_of
 from evoalign.checks.drift import expected_distance
 from evoalign.checks.placebo import Distances, Placebos, split
 from evoalign.config import Config, from_dict
-from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError
+from evoalign.cost.estimate import placebos_in_a_tenth
+from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
@@ -27,6 +28,7 @@ from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving
 from evoalign.training.counterfactual import Counterfactual, parse
 from evoalign.training.replay import config_of, log_of, refuse_taken
+from evoalign.training.stop import Stop
 
 SHUFFLES = 20
 """Of the standard set. One that beats all of them does so with p = 1 / 21."""
@@ -85,8 +87,7 @@ class Follower:
 
     def expected_distance(self) -> float | None:
         """That of shuffled coefficients, by formula."""
-        updates = [recorded.update for recorded in self.generations]
-        return expected_distance(updates, self.served.layout, self.served.config.es)
+        return expected_of(self.served, self.log, len(self.generations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,44 @@ def measured(found: Counterfactuals, shuffles: int, progress: Progress | None = 
         flip.evaluation,
         off,
     )
+
+
+def expected_of(served: Served, log: Log, generations: int | None = None) -> float | None:
+    """How far the coefficients of a journal take the mean where they know nothing; see `checks.drift`."""
+    updates = [recorded.update for recorded in log.generations[:generations]]
+    return expected_distance(updates, served.layout, served.config.es)
+
+
+def count_of(parts: Parts, log: Log) -> int:
+    """How many placebos belong to the end of a training: none of a run that never moved, as they would not either."""
+    wanted = parts.config.checks.placebo
+    if not any(any(recorded.update.coefficients) for recorded in log.generations):
+        return 0
+    if wanted is not None:
+        return wanted
+    lengths = [
+        [len(parts.tokens.encode(parts.task.prompt(example))) for example in split]
+        for split in (parts.data.train, parts.data.test)
+    ]
+    return placebos_in_a_tenth(parts.config, parts.engine.specs(), parts.layout, *lengths)
+
+
+def after_training(parts: Parts, log: Log, before: Evaluation, after: Evaluation, count: int, stop: Stop) -> Placebos:
+    """Placebos with the seeds 0, 1, ... of a run whose last mean is in the engine; the mean is lost by it.
+
+    Raises StoppedError as soon as one has ended after `stop` was asked: some of them alone would not be those that
+    the config asks for.
+    """
+    follower = Follower(parts, log, log.sealed)
+    real, distances, found = follower.distance(), list[float](), list[Evaluation]()
+    for seed in range(count):
+        if stop.asked is not None:
+            raise StoppedError("stopped", stop.asked)
+        follower.follow(parse("shuffle", log, seed))
+        distances.append(follower.distance())
+        found.append(parts.evaluate_test())
+    went = Distances(real, follower.expected_distance(), tuple(distances))
+    return of_evaluations(before, after, found, went, len(follower.generations))
 
 
 def of_evaluations(

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evaluation
+from evoalign.checks.placebo import Placebos
 from evoalign.config import EvaluationConfig
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
@@ -69,17 +70,33 @@ def conclude(
     after: Evaluation,
     console: Console,
     tell: Tell,
+    placebos: Placebos | None = None,
 ) -> None:
     """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
+    write_results(run, settings, mean, before, after, placebos)
+    show(before, after, console, tell, placebos)
+
+
+def write_results(
+    run: RunDir,
+    settings: EvaluationConfig,
+    mean: Mapping[str, Any],
+    before: Evaluation,
+    after: Evaluation,
+    placebos: Placebos | None = None,
+) -> None:
+    """Write results/evaluation.json and the completions; see `conclude`."""
     write_completions(run, "after", after)
-    _write_evaluation(run, settings, mean, before, after, _change(before, after))
-    show(before, after, console, tell)
+    _write_evaluation(run, settings, mean, before, after, _change(before, after), placebos)
 
 
-def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell) -> None:
-    """Both with the change between them, and whether that is sure."""
+def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell, placebos: Placebos | None = None) -> None:
+    """Both with the change between them, beside what placebos came to, and whether it is sure."""
     change = _change(before, after)
-    before_after(before.measures, after.measures, console, _samples(before, after), change)
+    mean = None if placebos is None else placebos.measures
+    before_after(before.measures, after.measures, console, _samples(before, after), change, mean)
+    for line in () if placebos is None else placebos.lines():
+        tell(line)
     mean_change, low, high = change["reward"]
     if low == high:
         why = "too few examples, or all changed alike"
@@ -124,6 +141,7 @@ def _write_evaluation(
     before: Evaluation,
     after: Evaluation,
     change: Mapping[str, Interval],
+    placebos: Placebos | None,
 ) -> None:
     tree = {
         "format_version": 1,
@@ -135,6 +153,7 @@ def _write_evaluation(
         "after": after.measures,
         "intervals": INTERVALS,
         "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
+        **({} if placebos is None else {"placebo": placebos.as_dict()}),
     }
     write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
 

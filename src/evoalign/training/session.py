@@ -20,6 +20,7 @@ from rich.console import Console
 from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
+from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, code_of
 from evoalign.config.grpo import asked
 from evoalign.cost import budget
@@ -42,6 +43,7 @@ from evoalign.training.result import (
     validation_line,
     validation_of,
     write_completions,
+    write_results,
 )
 from evoalign.training.stop import Stop
 
@@ -88,6 +90,13 @@ class Algorithm(Protocol):
 
     def distance(self) -> Distance:
         """How far the weights are from those of the base model. Raises EvoalignError where that is unknown."""
+        ...
+
+    def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> Placebos | None:
+        """The finished run against the noise alone; None where that is not asked for. The mean is lost by it.
+
+        Raises StoppedError where the session is asked to stop.
+        """
         ...
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
@@ -289,7 +298,11 @@ class Session:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
-        conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell)
+        write_results(self.run, self.config.evaluation, mean, before, after)  # before placebos, which may be stopped
+        sealing.seal(self.run.path)
+        placebos = self._placebos(before, after)
+        sealing.unseal(self.run.path)
+        conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell, placebos)
         sealing.seal(self.run.path)
         for line in self.algorithm.summary():
             self.tell(line)
@@ -297,6 +310,20 @@ class Session:
         self.run.check()
         self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
         return Result(self.run.path, saved, before, after)
+
+    def _placebos(self, before: Evaluation, after: Evaluation) -> Placebos | None:
+        """What the noise alone comes to; None where that is not asked for, was stopped, or cannot be measured."""
+        try:
+            return self.algorithm.placebos(self, before, after)
+        except RunGoneError:
+            raise
+        except StoppedError:
+            why = "stopped"
+        except (EvoalignError, OSError, RuntimeError) as error:  # the last of a device that is out of memory, or lost
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = f"warning: placebos were not measured ({why}); the run is whole without them"
+        self.tell(f"{line}; to measure them, {how_to_resume(self)}")
+        return None
 
     def _moved(self) -> dict[str, Any]:
         """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""

@@ -18,6 +18,7 @@ from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
 from evoalign.checks.divergence import Divergence, Reference
+from evoalign.checks.placebo import Distances, Placebos, distance_line
 from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
@@ -35,7 +36,7 @@ from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.tasks import Split, Task
-from evoalign.training import saving, splits
+from evoalign.training import placebos, saving, splits
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result, gold_lines
 from evoalign.training.session import Session, locked, object_given, place
@@ -154,6 +155,7 @@ class _EvolutionStrategies:
         self._reference = Reference.of(parts)
         self._journal: Journal | None = None
         self._weights_hash = ""
+        self._found: Placebos | None = None
         self.labels = Labels(
             "es",
             self.config.es.num_generations,
@@ -254,6 +256,15 @@ class _EvolutionStrategies:
     def distance(self) -> Distance:
         return distance_of_mean(self.parts)
 
+    def placebos(self, session: Session, before: Evaluation, after: Evaluation) -> Placebos | None:
+        """As many as `checks.placebo` says; where it says nothing, those that are cheap."""
+        log = journal.read(self.journal.path)
+        count = placebos.count_of(self.parts, log)
+        if count:
+            session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
+            self._found = placebos.after_training(self.parts, log, before, after, count, session.stop)
+        return self._found
+
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
         folder = run.saved(done, adapter=not self.parts.space.evolves_model)
         own, journal_hash = self.parts.objective.state, self.journal.last_hash
@@ -270,7 +281,15 @@ class _EvolutionStrategies:
         return self.config.engine.smaller(self.config)
 
     def summary(self) -> list[str]:
-        return self._diagnosis.summary()
+        return [*self._diagnosis.summary(), *self._drift()]
+
+    def _drift(self) -> list[str]:
+        """How far the mean went beside a random walk, from the sample, where placebos have not told it exactly."""
+        rows = self._diagnosis.history.rows
+        if self._found is not None or not rows or rows[-1].get("distance") is None:
+            return []
+        expected = placebos.expected_of(self.parts, journal.read(self.journal.path))
+        return [distance_line(Distances(rows[-1]["distance"], expected, ()))]
 
     def close(self) -> None:
         self._reference.close()

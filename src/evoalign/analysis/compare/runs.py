@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from evoalign.checks import verdict
+from evoalign.checks.placebo import Split
 from evoalign.config import Config, load
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
@@ -63,6 +64,8 @@ class Run:
     """Name of the task, and what it was given as, where that was a Python object."""
     sealed: bool
     """Whether its results have a seal, which fits them."""
+    placebo: Split | None
+    """The gain split in signal and drift, of a run of ES that measured it."""
     questions: str | None
     """SHA-256 over the prompts and targets of the test split."""
 
@@ -134,6 +137,7 @@ def read(path: Path) -> Run:
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         sealed=sealed,
+        placebo=result.placebo.reward if result and result.placebo else None,
         questions=_questions(before or after),
     )
 
@@ -164,12 +168,17 @@ class _Row(_Plain):
     divergence: Known | None = None
 
 
+class _Placebo(_Plain):
+    reward: Split
+
+
 class _Result(_Plain):
     generation: Annotated[int, Field(ge=0)] | None = None
     before: Measures
     after: Measures
     divergence: Known | None = None
     distance: Known | None = None
+    placebo: _Placebo | None = None
 
 
 class _Manifest(_Plain):

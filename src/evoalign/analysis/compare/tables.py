@@ -113,11 +113,16 @@ def _quantities() -> dict[str, tuple[Numbers, Callable[[float], str], str]]:
     def spent(name: str) -> Numbers:
         return lambda run: getattr(run.cost, name) if run.cost else None
 
+    def drift(run: Run) -> float | None:
+        return run.placebo.share.mean if run.placebo and run.placebo.share else None
+
     percent, plain = "{:.1%}".format, "{:.4g}".format
     return {
         "hacked share": (share("hacked"), percent, "mean"),
         "hacked share before training": (lambda run: (run.shares_before or {}).get("hacked"), percent, "mean"),
         "truncated share": (share("truncated"), percent, "mean"),
+        "reward of the mean placebo": (lambda run: run.placebo.mean if run.placebo else None, plain, "mean"),
+        "share of the gain that is drift": (drift, "{:.0%}".format, "mean"),
         "KL from the base model, exact (nats a token)": (divergence("exact"), plain, "mean"),
         "KL from the base model, k3": (divergence("k3"), plain, "mean"),
         "distance moved, L2": (distance("l2"), plain, "mean"),
