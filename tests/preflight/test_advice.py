@@ -34,7 +34,7 @@ def test_the_largest_gain_of_those_that_are_whole():
 
 def test_a_gain_that_chance_explains_is_none():
     """The largest of many uncertain figures is always large."""
-    rungs = [*ladder(0.01, 0.02), rung(0.008, 0.2, chance=0.051)]
+    rungs = [*ladder(0.01, 0.02), rung(0.008, 0.2, chance=0.101)]
     assert recommend(rungs, START).width == 0.004
     assert recommend([*rungs[:1], *rungs[3:]], START).width is None
     assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008

@@ -67,9 +67,9 @@ def test_from_no_noise_to_far_too_much(wide):
 
 @pytest.fixture(scope="module")
 def brief(tmp_path_factory):
-    """The quickstart's two questions, at the width below its own, at its own, and at one that breaks the model."""
-    folder = tmp_path_factory.mktemp("brief")
-    settings = load([QUICKSTART], [f"output_dir={folder}/run"])
+    """Two questions, at a width of use, at twice that, and at one that breaks the model."""
+    folder, questions = tmp_path_factory.mktemp("brief"), "data/tasks/conciseness/conciseness_train.json"
+    settings = load([QUICKSTART], [f"output_dir={folder}/run", f"task.train_data={questions}", "task.batch_size=null"])
     return probe(settings, sigmas=[0.025, 0.05, 1.0], members=64)
 
 

@@ -29,6 +29,8 @@ SURE = 3.0
 """Standard errors by which it has to be above the start to be taken for that."""
 BROKEN = 0.1
 """Rise of the share of broken texts, over the unperturbed model's, at which a width breaks the model."""
+COVERED = 0.95
+"""How often the interval of the gain that was chosen is to hold the gain."""
 NEAR = 0.9
 """Of widths whose gains are as close as this the middle one is taken: it is safest from an error to either side."""
 SHOWN = 160
@@ -171,7 +173,7 @@ def recommend(
     tied = [(r, gain) for r, gain in usable if gain >= NEAR * largest]
     best, gain = tied[(len(tied) - 1) // 2]
     tried = len(rungs) - 1
-    half = quantile(1 - LEVEL, tried, best.pairs) * (best.gain_error or 0.0)
+    half = quantile(COVERED, tried, best.pairs) * (best.gain_error or 0.0)
     rate = eta * best.width if setting == "sigma" else eta
     same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
     reason = (
