@@ -244,6 +244,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lora": {"target_layers": [3], "target_modules": ["down_proj"]},
         "es": {"num_generations": 2, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025},
         "evaluation": {"max_tokens": 8, "every": 1},
+        "task": {"validation_data": "data/tasks/conciseness/questions_validation.json", "validation_size": 2},
         "tracking": {"completions_every": 1},
         "checks": {"control_every": 1},
     }
@@ -257,7 +258,7 @@ def test_the_file_formats_name_every_field_that_a_run_writes(small_run: Path) ->
     rows = [json.loads(line) for line in (small_run / "metrics.jsonl").read_text().splitlines()]
     assert {name for row in rows for name in row} == fields_under("metrics.jsonl", "### ")
     assert {name for row in rows for name in row["diagnosis"]} == fields_under("diagnosis")
-    record = json.loads((small_run / "loras/generation_0002/evoalign.json").read_text())
+    record = json.loads((small_run / "loras/generation_0001/evoalign.json").read_text())
     assert record.pop("hash") == sha256(record)
     text = (REPOSITORY / "docs/reference/files.md").read_text(encoding="utf-8")
     saved = next(line for line in text.splitlines() if line.startswith("| `evoalign.json` |"))
@@ -273,7 +274,9 @@ def test_the_file_formats_name_every_column_of_completions(small_run: Path) -> N
     from pyarrow import parquet
 
     for file in (small_run / "results/completions").glob("*.parquet"):
-        assert re.fullmatch(r"before|after|generation_\d{4}", file.stem), f"the page does not know {file.name}"
+        assert re.fullmatch(r"(before|after)(_validation)?|generation_\d{4}", file.stem), (
+            f"the page does not know {file.name}"
+        )
         columns = set(parquet.read_schema(file).names)
         assert columns <= fields_under("results/completions"), file.name
 

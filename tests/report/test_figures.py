@@ -57,6 +57,16 @@ def test_a_picture_of_the_right_size(draw: Draw, count: int, tmp_path: Path) -> 
     assert [p.name for p in path.parent.iterdir()] == ["picture.png"]
 
 
+def test_the_validation_split_is_drawn_where_there_is_one(tmp_path: Path) -> None:
+    measured = rows(3, evaluation={"reward": -60.0})
+    figures.evolution(measured, tmp_path / "test.png", baseline=-90.0)
+    measured = [{**row, "validation": {"reward": -20.0}} for row in measured]
+    figures.evolution(measured, tmp_path / "both.png", baseline=-90.0, validated=-80.0)
+    test, both = pixels(tmp_path / "test.png"), pixels(tmp_path / "both.png")
+    assert (has_color(test, figures.VALIDATION), has_color(both, figures.VALIDATION)) == (False, True)
+    assert has_color(both, figures.TEST)
+
+
 def test_everything_asked_for_is_drawn(tmp_path: Path) -> None:
     data = rows(20)
     figures.evolution(data, tmp_path / "plain.png")

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from evoalign.config import load, read
-from evoalign.errors import ConfigError, RunExistsError
+from evoalign.config import load, read, to_yaml
+from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.sweeping import children as children_module
 from evoalign.sweeping import results
 from evoalign.sweeping import search as search_module
@@ -487,6 +487,73 @@ def test_a_measure_that_evaluations_lack_is_told_in_words(tmp_path: Path) -> Non
         ConfigError, match="--measure accuracy: the validation split has no such measure; it has reward"
     ):
         source.look(children)
+
+
+def test_a_search_without_a_validation_split_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    space = {"es.sigma": Domain(0.001, 0.1)}
+    for prune in (False, True):
+        base = {**BASE, "evaluation": {"max_tokens": 4, "every": 1}}
+        with pytest.raises(
+            ConfigError, match=r"task conciseness has none: set task\.validation_size, .*validation_data"
+        ):
+            look(tmp_path / "sweep", 2, space, base=base, prune=prune)
+    base = {**BASE, "task": {**BASE["task"], "validation_size": 99}}
+    with pytest.raises(DataError, match=r"task\.validation_size is 99, but .*conciseness_train\.json has 2 rows"):
+        look(tmp_path / "sweep", 2, space, base=base)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_search_and_its_pruner_never_read_the_test_split(tmp_path: Path) -> None:
+    """What the test split prefers is the trial that validation likes least."""
+    optuna = pytest.importorskip("optuna")
+    base = {**SEARCHED, "evaluation": {"max_tokens": 4, "every": 1}}
+    study = optuna.create_study(direction="maximize")
+    source = search_module._Search(study, {"es.sigma": Domain(0.001, 0.1)}, Folder(tmp_path, base, "es"), [0], 2,
+                                   "reward", True)  # fmt: skip
+    children = Children(tmp_path, 1, [])
+    for test, validation in ((5.0, -5.0), (-1.0, 1.0)):
+        asked = source.next()
+        assert asked is not None
+        (asked.path / "results").mkdir(parents=True)
+        row = {"generation": 0, "seconds": {}, "evaluation": {"reward": test}, "validation": {"reward": validation}}
+        (asked.path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        children.running[asked.name] = SimpleNamespace(run=asked)  # type: ignore[assignment]
+        source.look(children)
+        del children.running[asked.name]
+        (asked.path / "config.yaml").write_text(to_yaml(asked.config))
+        ends = {"before": {"reward": 0.0}, "after": {"reward": test}}
+        told = {**ends, "generation": 2, "validation": {**ends, "after": {"reward": validation}}}
+        (asked.path / "results/evaluation.json").write_text(json.dumps(told))
+        source.done(asked)
+    trials = study.get_trials()
+    assert [trial.value for trial in trials] == [-5.0, 1.0]
+    assert [trial.intermediate_values for trial in trials] == [{1: -5.0}, {1: 1.0}]
+    best = source.conclude()
+    assert best is not None and best.es.sigma == trials[1].params["es.sigma"]
+    assert "conciseness_test.json (4 examples), by which it was chosen" in (tmp_path / "best.yaml").read_text()
+
+
+def cells(*means: dict[str, float], state: str = "done") -> list[dict[str, Any]]:
+    runs = [{"state": state}]
+    return [{"name": f"c{i}", "settings": {}, "runs": runs, "mean": mean, "std": {}} for i, mean in enumerate(means)]
+
+
+def test_the_best_of_a_grid_is_chosen_on_validation_or_said_to_be_optimistic() -> None:
+    both = cells({"reward": 3.0, "validation/reward": 0.0}, {"reward": 1.0, "validation/reward": 2.0})
+    best = results.best(both, "reward")
+    assert best is not None and (best["cell"], best["chosen_on"], best["reward"]) == ("c1", "validation", 2.0)
+    assert "on the validation split has `c1`" in results.table(both, "reward")
+    test = cells({"reward": 3.0}, {"reward": 1.0, "validation/reward": 2.0})
+    best = results.best(test, "reward")
+    assert best is not None and (best["cell"], best["chosen_on"]) == ("c0", "test")
+    assert "has `c0`. It is chosen on the test split, so what it has there is optimistic" in results.table(
+        test, "reward"
+    )
+    assert "optimistic" not in results.table(test, "reward", ["es.sigma"]), "a search has its own"
+    for few, measure in ((both, "seconds"), (both[:1], "reward"), (cells({}, {}), "reward")):
+        assert results.best(few, measure) is None
+    assert results.best([both[0], *cells({"reward": 9.0}, state="failed")], "reward") is None
 
 
 def test_pruning_needs_evaluations(tmp_path: Path) -> None:

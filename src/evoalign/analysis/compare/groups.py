@@ -20,8 +20,9 @@ from evoalign.rundir.method import Method
 MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
 """Settings that name a group before others do."""
 LENGTHS = ("es.num_generations", "grpo.max_steps")
-SAME_PROMPTS = ("task.batch_size",)
-"""Of the task, what may differ: how many training examples a generation takes is a matter of the method."""
+SAME_PROMPTS = ("task.batch_size", "task.validation_data")
+"""Of the task, what may differ: how many training examples a generation takes is a matter of the method, and examples
+of a file to choose by are none that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
