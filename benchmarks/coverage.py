@@ -2,6 +2,7 @@
 """How often each 95 % interval that evoalign reports holds what it is an interval of, by simulation on one CPU core.
 
     python benchmarks/coverage.py > benchmarks/results/coverage.json     # about seven minutes
+    python benchmarks/coverage.py --tried                                # what was tried and holds less
     python benchmarks/coverage.py --table                                # the table of the rows that are committed
 
 Samples are normal, skewed (exponential) or heavy-tailed (Student's t with three degrees of freedom), all with standard
@@ -148,6 +149,44 @@ def cells() -> Iterator[tuple[str, str, int, Held]]:
                      lambda r, a=lost, b=won, n=n: of_shares(r, a, b, n)) for n in EXAMPLES)  # fmt: skip
 
 
+# --- what was tried and holds less ------------------------------------------------------------------------------------
+
+
+def bootstrap(random: Generator, n: int) -> bool | None:
+    """Efron's BCa of normal samples, as evoalign once had it, with fewer resamples."""
+    from scipy.stats import bootstrap as of_scipy
+
+    found = of_scipy((random.standard_normal(n),), np.mean, n_resamples=999, rng=random).confidence_interval
+    return holds(float(found.low), float(found.high), 0.0)
+
+
+def satterthwaite(random: Generator, family: str, n: int) -> bool | None:
+    """One t of the sum of both sources, with Satterthwaite's degrees of freedom."""
+    values = layout(random, family, n)
+    parts = statistics._parts(values)
+    square = max(parts.seeds + parts.items - parts.rest, parts.seeds, parts.items)
+    dfs = n - 1, ITEMS - 1, (n - 1) * (ITEMS - 1)
+    spread = sum(v**2 / df for v, df in zip((parts.seeds, parts.items, parts.rest), dfs, strict=True))
+    half = statistics.t_of(square**2 / spread) * square**0.5
+    return holds(values.mean() - half, values.mean() + half, 0.0)
+
+
+def t_of_shares(random: Generator, won: float, n: int) -> bool | None:
+    """Where no example changed it has no width, and does not hold what is not 0."""
+    gaps = (random.random(n) < won).astype(float)
+    found = statistics.mean(gaps)
+    return gaps[0] == won if found.low is None else of(found, won)
+
+
+def tried() -> Iterator[tuple[str, str, int, Held]]:
+    for n in NUMBERS:
+        yield "mean over runs, BCa bootstrap", "normal", n, lambda r, n=n: bootstrap(r, n)
+        for family in ("normal", "skewed"):
+            yield ("mean over runs and questions, Satterthwaite", family, n,
+                   lambda r, f=family, n=n: satterthwaite(r, f, n))  # fmt: skip
+        yield "change over examples, t", "5% won", n, lambda r, n=n: t_of_shares(r, 0.05, n)
+
+
 def measured(name: str, family: str, n: int, one: Held, samples: int) -> Cell:
     random = np.random.default_rng(zlib.crc32(f"{name} {family} {n}".encode()))
     held = [found for _ in range(samples) if (found := one(random)) is not None]
@@ -173,13 +212,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--only", default="", help="Intervals with this in their name.")
+    parser.add_argument("--tried", action="store_true", help="What was tried in place of these.")
     parser.add_argument("--table", action="store_true", help="Show what is committed as a table; simulate nothing.")
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(as_table(json.loads(ROWS.read_text()))))
         return
     rows = []
-    for name, family, n, one in cells():
+    for name, family, n, one in tried() if arguments.tried else cells():
         if arguments.only in name:
             rows.append(asdict(measured(name, family, n, one, arguments.samples)))
             print(rows[-1], file=sys.stderr, flush=True)

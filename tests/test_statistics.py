@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import runpy
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,3 +149,29 @@ def test_intervals_hold_the_truth_in_95_of_100_normal_samples(n: int) -> None:
         (lambda r: ratio(r.normal(2, 1, size=20), r.normal(5, 1, size=20)), 0.4, 0.977),
     ):
         assert 0.923 <= share(make, of, 600) <= most
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def simulation() -> Any:
+    return runpy.run_path(str(BENCHMARKS / "coverage.py"))
+
+
+def test_the_table_of_coverage_is_that_of_its_rows_and_covers_every_interval() -> None:
+    found = simulation()
+    rows = json.loads((BENCHMARKS / "results/coverage.json").read_text())
+    page = (BENCHMARKS / "README.md").read_text()
+    assert "\n".join(found["as_table"](rows)).rstrip() in page
+    assert [(row["interval"], row["family"], row["n"]) for row in rows] == [cell[:3] for cell in found["cells"]()]
+
+
+@pytest.mark.long
+def test_the_rows_of_coverage_are_what_a_simulation_gives() -> None:
+    """400 samples of other random numbers: within five standard errors of what is written down."""
+    found = simulation()
+    rows = json.loads((BENCHMARKS / "results/coverage.json").read_text())
+    for row, (name, family, n, one) in zip(rows, found["cells"](), strict=True):
+        share = found["measured"](name, family, n, lambda r, one=one: one(r.spawn(1)[0]), 400).share
+        error = (max(row["share"] * (1 - row["share"]), 0.002) / 400) ** 0.5
+        assert abs(share - row["share"]) < 5 * error, (name, family, n, share, row["share"])

@@ -166,3 +166,14 @@ def test_a_run_from_elsewhere_does_not_reach_out(
     again = run("grpo", tmp_path / "config.yaml", "--resume", "--dry-run")
     assert "unasked" not in again.err
     of_run(tmp_path)  # it is read, as to evaluate it
+
+
+def test_a_release_of_trl_without_what_is_built_on_is_named() -> None:
+    """A method that TRL no longer has would be overridden without effect: the run would be another, and not say so."""
+    trainer = pytest.importorskip("evoalign.baselines.trainer")
+    trainer.check_release()
+    methods = {name: lambda self: None for name in trainer.OVERRIDDEN if name != "_tokenize_prompts"}
+    with pytest.raises(ConfigError, match=r"has no OtherTrainer\._tokenize_prompts, which GRPO here builds on"):
+        trainer.check_release(type("OtherTrainer", (), methods))
+    own = {name for name in vars(trainer.Trainer) if name.startswith("_") and not name.startswith("__")}
+    assert own == set(trainer.OVERRIDDEN), "each private method that is overridden is looked for"

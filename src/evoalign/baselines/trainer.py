@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from evoalign.errors import ConfigError
 from evoalign.rollouts import derive_seed
 from evoalign.tokens import Tokens
 
 __all__ = ["GRPOConfig", "Trainer"]
+
+OVERRIDDEN = ("_tokenize_prompts", "_generate", "_generate_and_score_completions", "_get_train_sampler")
+"""Methods of TRL's trainer that `Trainer` stands in for. They are private: another release may not call them, and a run
+would then be another without a word."""
+
+
+def check_release(trainer: type = GRPOTrainer) -> None:
+    """Raise ConfigError naming the methods of TRL that evoalign builds on and this release does not have."""
+    missing = [f"{trainer.__name__}.{name}" for name in OVERRIDDEN if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"TRL {version('trl')} has no {', '.join(missing)}, which GRPO here builds on: "
+            "pip install 'evoalign[grpo]' gets a release that it was tested with"
+        )
 
 
 class EpochSampler(RepeatSampler):
@@ -36,6 +52,7 @@ class Trainer(GRPOTrainer):
     """`corrected`: completions come from others than the policy, whose probabilities are the old ones of the ratio."""
 
     def __init__(self, tokens: Tokens, *, corrected: bool, **arguments: Any) -> None:
+        check_release()
         self.evoalign_tokens = tokens
         self.corrected = corrected
         self.rollout_seconds = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL(policy || base model) in nats per generated token, along completions that the policy itself draws.
+"""KL(policy || base model) in nats a generated token and nats a completion, along completions that the policy draws.
 
 With p the policy and q the base model, and d = log q - log p of a token drawn from p (Schulman 2020, "Approximating
 KL Divergence"):
@@ -9,7 +9,9 @@ KL Divergence"):
     k3 = exp(d) - 1 - d  unbiased, never below zero; the control variate exp(d) - 1 has mean zero
     exact = sum_v p(v) (log p(v) - log q(v))   over the vocabulary at each position: no draw, no variance there
 
-All four are means over the generated tokens of all completions together, the first stop token included. The three
+All four are means over the generated tokens of all completions together, the first stop token included. Nats a token
+depend on how long the completions are: a policy that learned to answer in two words has all that it learned in few
+tokens. Nats a completion, the KL of whole completions by the chain rule, do not, and stand beside them. The three
 estimators need tokens drawn from p: temperature 1, top_p 1. The KL of the published conciseness experiments is k3 of
 tokens drawn at temperature 0.7, which are not draws from p: it is biased, and not comparable with these numbers.
 `exact` sums over the next token alone; the prefixes are still drawn, so it too depends on how.
@@ -27,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +43,7 @@ from evoalign.errors import EvoalignError, ModelError
 from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import Parts, Served
 from evoalign.spaces import Adapter
+from evoalign.statistics import ratio
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN, MEAN_PLAN, Example, Request, Sampling
@@ -48,6 +52,9 @@ CHUNK_BYTES = 1 << 26
 """Of log-probabilities [tokens, vocabulary] in float64, at a time."""
 KEPT_BYTES = 1 << 30
 """Of the base model's logits that wait for the policy's; between such groups the weights change places."""
+
+MOST_DRAWS = 64
+"""Completions of a prompt at the most: a mean that answers with nothing would be asked without end."""
 
 Forward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [1, T] to logits [1, T, V]."""
@@ -65,13 +72,37 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """KL from the base model in nats a token, three estimates and the exact one; over so many tokens."""
+    """KL from the base model in nats a token, three estimates and the exact one; over so many tokens.
+
+    `low` and `high` are the 95 % interval of `exact` over prompts (Fieller's, of a ratio); `completion` is the exact
+    one in nats a completion, with its own. None where there is no interval: of fewer than three prompts, or where all
+    are alike.
+    """
 
     k1: float
     k2: float
     k3: float
     exact: float
     tokens: int
+    low: float | None = None
+    high: float | None = None
+    completion: float | None = None
+    completion_low: float | None = None
+    completion_high: float | None = None
+    prompts: int | None = None
+    completions: int | None = None
+
+    def __str__(self) -> str:
+        nats = [self._said(self.exact, self.low, self.high, "nats a token")]
+        if self.completion is not None:
+            whole = self._said(self.completion, self.completion_low, self.completion_high, "nats a completion")
+            nats.append(f"{whole}, over {self.completions:,} completions of {self.prompts:,} prompts")
+        return "; ".join(nats)
+
+    @staticmethod
+    def _said(value: float, low: float | None, high: float | None, unit: str) -> str:
+        sure = "" if low is None or high is None else f" (95 %: {low:.3g} to {high:.3g})"
+        return f"{value:.4g} {unit}{sure}"
 
 
 def estimators(policy_T: torch.Tensor, base_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,15 +129,24 @@ def is_due(config: Config, done: int) -> bool:
 def draw(engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example], config: Config) -> list[Sample]:
     """What the mean answers to the first `checks.kl_prompts` examples, at temperature 1 and top_p 1.
 
-    The seeds are the same at each measurement of a run, so that its points differ less by chance.
+    All are asked equally often, until `checks.kl_tokens` tokens are there, or each was asked `MOST_DRAWS` times. The
+    seeds are the same at each measurement of a run, so that its points differ less by chance.
     """
     sampling = Sampling(config.evaluation.max_tokens, temperature=1.0, top_p=1.0)
-    requests = [
-        Request(i, tokens.encode(task.prompt(example)), sampling, derive_seed("divergence", config.seed, i))
-        for i, example in enumerate(examples[: config.checks.kl_prompts])
-    ]
-    rollouts = collect(engine, MEAN_PLAN, requests)
-    return [Sample(requests[r.request].prompt_ids, r.token_ids) for r in rollouts]
+    prompts = [tokens.encode(task.prompt(example)) for example in examples[: config.checks.kl_prompts]]
+    samples: list[Sample] = []
+    done, wanted = 0, 1
+    while prompts and done < wanted:
+        keys = [(i, k) for k in range(done, wanted) for i in range(len(prompts))]
+        requests = [
+            Request(at, prompts[i], sampling, derive_seed("divergence", config.seed, i, *([k] if k else [])))
+            for at, (i, k) in enumerate(keys)
+        ]
+        samples += [Sample(requests[r.request].prompt_ids, r.token_ids) for r in collect(engine, MEAN_PLAN, requests)]
+        done = wanted
+        if (found := sum(len(s.token_ids) for s in samples)) < config.checks.kl_tokens:
+            wanted = min(MOST_DRAWS, ceil(done * config.checks.kl_tokens / found) if found else MOST_DRAWS)
+    return samples
 
 
 class Reference:
@@ -159,18 +199,15 @@ class Reference:
         A module is measured in evaluation mode and put back into the mode that it was in.
         Raises EvoalignError where there is no token, or where a logit is not a number.
         """
-        sums, count = torch.zeros(4, dtype=torch.float64), sum(len(s.token_ids) for s in samples)
-        if not count:
+        sums: list[torch.Tensor] = []
+        if not sum(len(s.token_ids) for s in samples):
             raise EvoalignError("no token was generated, so there is no divergence to measure; give it some prompts")
         for group in self._groups(samples):
             base = [self._logits(self.model, sample, self.device) for sample in group]
             with self._forward(policy) as forward:
                 for sample, base_TV in zip(group, base, strict=True):
-                    sums += _sums(forward(sample).to(self.device), base_TV, sample.token_ids)
-        if not bool(sums.isfinite().all()):
-            raise EvoalignError("the divergence from the base model is not a number: the logits of one are not either")
-        k1, k2, k3, whole = (sums / count).tolist()
-        return Divergence(k1, k2, k3, whole, count)
+                    sums.append(_sums(forward(sample).to(self.device), base_TV, sample.token_ids))
+        return summarise(samples, torch.stack(sums))
 
     def _groups(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Samples whose logits may wait together; at least one."""
@@ -246,6 +283,28 @@ class Reference:
             adapters.remove()
             raise ModelError(f"{_unknown(served)}: its mean lies beside the model, and `adapter` gives none of it")
         return adapters
+
+
+def summarise(samples: Sequence[Sample], sums_N4: torch.Tensor) -> Divergence:
+    """From the sums over tokens of k1, k2, k3 and the exact KL of each sample, float64 [N, 4].
+
+    Completions of one prompt are alike, so that it is prompts that count. Raises EvoalignError for what is no number.
+    """
+    if not bool(sums_N4.isfinite().all()):
+        raise EvoalignError("the divergence from the base model is not a number: the logits of one are not either")
+    count = sum(len(s.token_ids) for s in samples)
+    k1, k2, k3, whole = (sums_N4.sum(0) / count).tolist()
+    of_prompt: dict[tuple[int, ...], list[float]] = {}
+    for sample, nats in zip(samples, sums_N4[:, 3].tolist(), strict=True):
+        sums = of_prompt.setdefault(sample.prompt_ids, [0.0, 0.0, 0.0])
+        sums[:] = sums[0] + nats, sums[1] + len(sample.token_ids), sums[2] + 1
+    nats_P, tokens_P, draws_P = zip(*of_prompt.values(), strict=True)
+    a_token, a_completion = ratio(nats_P, tokens_P), ratio(nats_P, draws_P)
+    return Divergence(
+        k1, k2, k3, whole, count, low=a_token.low, high=a_token.high, completion=a_completion.mean,
+        completion_low=a_completion.low, completion_high=a_completion.high, prompts=len(of_prompt),
+        completions=len(samples),
+    )  # fmt: skip
 
 
 def measure(parts: Parts, reference: Reference) -> Divergence:

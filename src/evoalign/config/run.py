@@ -76,6 +76,8 @@ class ChecksConfig(Section):
     second copy of the model."""
     kl_prompts: Count = 32
     """Prompts of the test split that such a measurement answers, at temperature 1."""
+    kl_tokens: Count = 2000
+    """Each of these prompts is answered again until so many tokens are there, 64 times at the most."""
     placebo: Annotated[int, Field(ge=0, le=10**6)] | None = None
     """Placebos at the end of a run of ES, which tell learning from drift: the run replayed with shuffled coefficients.
     None: up to 5, as many as cost under a tenth of the run by count of tokens. 0: none."""

@@ -35,11 +35,14 @@ def check_trl(case: Case) -> Finding:
     """Whether TRL is there and knows the settings that are passed on to it."""
     if not tracking.is_installed("trl"):
         return Finding("trl", "failed", "GRPO needs the extra grpo", "pip install 'evoalign[grpo]'")
-    from evoalign.baselines.trainer import GRPOConfig
+    from evoalign.baselines.trainer import GRPOConfig, check_release
 
+    check_release()
     on_cpu = not estimate.on_gpu(case.config)
     settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=settings.fields_of(GRPOConfig))
-    return Finding("trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings")
+    return Finding(
+        "trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings and has what GRPO here builds on"
+    )
 
 
 def check_round(case: Case) -> Finding:

@@ -284,8 +284,8 @@ class Session:
         """What cannot be measured, or does not fit, is reported before the first step."""
         if self.config.checks.kl_every:
             start = time.monotonic()
-            kl, seconds = self.algorithm.divergence().exact, time.monotonic() - start
-            self.tell(f"KL of the start from the base model: {kl:.3g} nats a token, measured in {seconds:.1f} s")
+            kl, seconds = self.algorithm.divergence(), time.monotonic() - start
+            self.tell(f"KL of the start from the base model: {kl}; measured in {seconds:.1f} s")
 
     def _finish(self, before: Evaluation) -> Result:
         saved = self.save()

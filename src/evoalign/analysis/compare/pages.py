@@ -99,7 +99,7 @@ HOW_TO_READ = (
     "  no later evaluation is looked at; *budget used* says how far that one was.",
     "- Intervals of means and differences are 95 % t intervals over runs, for new seeds on the same test questions;",
     "  so are bands in figures. They hold what they say of normal samples and are too wide for heavy tails; where runs",
-    "  are skewed, those of means hold the truth in 88 to 91 % only. The interquartile mean leaves out the lowest and",
+    "  are skewed, those of means hold the truth in 88 to 90 % only. The interquartile mean leaves out the lowest and",
     "  the highest quarter of five runs or more; its interval is of ranks, and holds under skew, too.",
     f"- The {PERMUTATION} test decides where two groups share nearly all their seeds (80 % of the larger one's, at",
     "  least three), and Welch's t test over all runs where they do not, at 5 % after Holm's correction over the pairs",

@@ -124,6 +124,8 @@ def _quantities() -> dict[str, tuple[Numbers, Callable[[float], str], str]]:
         "reward of the mean placebo": (lambda run: run.placebo.mean if run.placebo else None, plain, "mean"),
         "share of the gain that is drift": (drift, "{:.0%}".format, "mean"),
         "KL from the base model, exact (nats a token)": (divergence("exact"), plain, "mean"),
+        "KL from the base model, exact (nats a completion)": (divergence("completion"), plain, "mean"),
+        "tokens that the KL is over": (divergence("tokens"), plain, "mean"),
         "KL from the base model, k3": (divergence("k3"), plain, "mean"),
         "distance moved, L2": (distance("l2"), plain, "mean"),
         "distance moved, relative": (distance("relative"), plain, "mean"),

@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """`prompts`: of the test split, how many are answered."""
+    """`prompts`: of the test split, how many are answered, each again until there are so many `tokens`."""
 
     prompts: int = 32
+    tokens: int = 2000
 
 
 class Command(Analysis[Settings]):
-    """Of each target, KL(target || base model) in nats a token, on the test split at temperature 1."""
+    """Of each target, KL(target || base model), on the test split at temperature 1, with intervals over prompts."""
 
     name = "divergence"
-    help = "How much the text differs from the base model's: KL in nats a token, on the test split."
+    help = "How much the text differs from the base model's: KL in nats a token and a completion, on the test split."
     settings = Settings
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
@@ -32,9 +33,10 @@ class Command(Analysis[Settings]):
         from evoalign.analysis.divergence.compute import divergence_of
         from evoalign.analysis.targets import locate
 
-        measured = [(t, divergence_of(t, settings.prompts)) for t in (locate(name, config) for name in targets)]
+        found = [locate(name, config) for name in targets]
+        measured = [(t, divergence_of(t, settings.prompts, settings.tokens)) for t in found]
         return Finding(
-            {"prompts": settings.prompts, "targets": [{**t.described(), **asdict(d)} for t, d in measured]},
-            [f"{t.weights}: KL from {t.config.model.name} is {d.exact:.4g} nats a token over {d.tokens:,} tokens "
-             f"(summed over the vocabulary; by draws k1 {d.k1:.4g}, k3 {d.k3:.4g})." for t, d in measured],
+            {**asdict(settings), "targets": [{**t.described(), **asdict(d)} for t, d in measured]},
+            [f"{t.weights}: KL from {t.config.model.name} is {d}, {d.tokens:,} tokens (summed over the vocabulary; by "
+             f"draws k1 {d.k1:.4g}, k3 {d.k3:.4g} a token)." for t, d in measured],
         )  # fmt: skip

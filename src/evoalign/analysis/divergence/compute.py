@@ -16,10 +16,10 @@ from evoalign.setup import assemble, task_and_data
 from evoalign.training.resolve import checked_adapter, resolve_target
 
 
-def divergence_of(target: Target, prompts: int) -> Divergence:
+def divergence_of(target: Target, prompts: int, tokens: int) -> Divergence:
     """KL(target || base) along its own answers to the first `prompts` test examples, at temperature 1, top_p 1."""
     target.check_task()
-    checks = target.config.checks.model_copy(update={"kl_prompts": prompts})
+    checks = target.config.checks.model_copy(update={"kl_prompts": prompts, "kl_tokens": tokens})
     config = target.config.model_copy(update={"checks": checks})
     return _of_adapter(target, config) if target.is_adapter else _of_model(target, config)
 
