@@ -83,6 +83,10 @@ class Tokens:
             raise ModelError(f"the prompt {prompt!r} has no tokens; fix the row")
         return tuple(int(i) for i in ids)
 
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text alone, nothing put before or after it: of a completion, or a part of one."""
+        return tuple(int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def fingerprint(self) -> str:
         """SHA-256 of the vocabulary and the chat template."""
         found = json.dumps([sorted(self.tokenizer.get_vocab().items()), self.tokenizer.chat_template], sort_keys=True)

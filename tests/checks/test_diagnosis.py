@@ -169,8 +169,57 @@ def test_a_drop_within_the_spread_has_lost_nothing():
     run, rare = Run(), np.zeros((MEMBERS, PROMPTS))
     rare[3] = 0.8  # mean 0.05, spread 0.19
     run.generation(0, scores=rare, control=Control(0.15, 0.15, 0.0))
-    assert run.rows[0]["diagnosis"]["kept_share"] == 1.0
+    assert run.rows[0]["diagnosis"]["kept_share"] == pytest.approx(1 / 3)
     assert run.warnings == []
+    run.generation(0, scores=rare, control=Control(0.3, 0.3, 0.0))  # this one has
+    assert run.all([0.3]).warnings == []  # on average it keeps a half
+
+
+def test_members_that_are_better_than_the_mean_keep_more_than_all():
+    scores = np.full((MEMBERS, PROMPTS), 0.5)
+    scores[0] = 0.1
+    row = Run().generation(0, scores=scores, control=Control(0.3, 0.3, 0.0))
+    assert row["kept_share"] == pytest.approx(0.375 / 0.2) and row["population_minus_mean"] == pytest.approx(0.175)
+    lowest = Run().generation(0.5, spread=0.01, jitter=0, control=Control(0.1, 0.1, 0.0))
+    assert lowest["kept_share"] is None  # the unperturbed model has the lowest score
+
+
+def test_rows_of_earlier_releases_kept_no_more_than_all():
+    run = Run()
+    run.all([0.3] * 3, control=Control(0.5, 0.5, 0.0))
+    old = [{**row, "diagnosis": {k: v for k, v in row["diagnosis"].items() if k != "population_minus_mean_error"}}
+           for row in run.rows]  # fmt: skip
+    for row in old:
+        row["diagnosis"]["kept_share"] = 1.0
+    after = Run()
+    after.diagnosis.restore(old)
+    assert after.all([0.3] * 9).warnings == []
+
+
+def noisy(paired, pull=0.0, seed=0):
+    """A first generation of 32 members with a linear term in the noise and, for each alike, `pull`."""
+    rng = np.random.default_rng(seed)
+    run = Run(es={"population_size": 32, "antithetic": paired})
+    linear = rng.standard_normal(16).repeat(2) * np.tile([1, -1], 16) if paired else rng.standard_normal(32)
+    scores = (0.3 + linear + 0.1 * rng.standard_normal(32) + pull)[:, None] + np.zeros((1, PROMPTS))
+    members = population(32, antithetic=paired)
+    made = Generation(
+        0, 9, tuple(scores.mean(1)), tuple(map(tuple, scores)), Update(0, 0, members, (1.0,) * 32, 0.01, 0.005),
+        "", 0, 0, 0, {}, rows=tuple(range(PROMPTS)),
+    )  # fmt: skip
+    return run.diagnosis, run.diagnosis.update(made, torch.ones(NUMBERS), Control(0.3, 0.3, 0.0))
+
+
+def test_noise_that_earns_reward_by_itself_is_said():
+    diagnosis, row = noisy(True, pull=0.2)
+    (line,) = diagnosis.warnings()
+    assert line.startswith("members drawn at random are better than the model that they are drawn around, by 0.2")
+    assert "es.sigma 0.0025" in line and "task.rewards" in line
+    assert row["population_minus_mean_error"] == pytest.approx(0.1 / math.sqrt(32), rel=0.5)  # the pairs cancel 1
+    assert noisy(False, pull=0.2)[0].warnings() == []  # as likely by chance: members differ by 1
+    assert noisy(False)[1]["population_minus_mean_error"] == pytest.approx(1 / math.sqrt(32), rel=0.3)
+    told = [noisy(paired, seed=seed)[0].warnings() for paired in (True, False) for seed in range(40)]
+    assert not any(told)
 
 
 def test_steps_that_undo_each_other():
@@ -270,6 +319,37 @@ def test_a_hacked_reward(said, words):
 
         run.generation(0.3 + 0.01 * k, texts=answer)
     only(run, "the reward rises while completions become " + words, "task.rewards", "es.decay")
+
+
+def test_a_short_run_is_compared_with_its_own_beginning():
+    """16 generations: windows of ten would overlap, and show nothing."""
+    run = Run()
+    for k in range(16):
+        run.generation(0.3 + 0.03 * k, texts=lambda m, p, k=k: "" if k > 9 else text(run.rng))
+    only(run, "the reward rises while completions become empty (0% to ")
+    assert "completions, first to last 5 generations: empty 0% to 100%" in run.diagnosis.summary()[3]
+
+
+def test_a_verdict_comes_before_learning():
+    run = Run().all(0.3 + 0.01 * np.arange(40))
+    assert run.diagnosis.summary()[0].startswith("learning: ")
+    assert run.diagnosis.summary("likely hacked")[0].startswith("likely hacked, by what it says; learning: ")
+
+
+def test_gold_and_scripts_are_known_in_training():
+    hebrew = "\u05d0\u05d1\u05d2 \u05d3\u05d4"
+    settings = config()
+    asked = Diagnosis(settings, LAYOUT, torch.zeros(NUMBERS), gold=lambda row: "yes, of course it is one",
+                      known=frozenset({"LATIN"}))  # fmt: skip
+    plain = Diagnosis(settings, LAYOUT, torch.zeros(NUMBERS))
+    for said, name, shares in (("Yes, of course it is one.", "template", (0, 1)), (hebrew, "other_script", (1, 0))):
+        rollouts = tuple(Rollout(Member(m, m, 1), p, (m, p), said, "stop") for m in range(2) for p in range(8))
+        made = Generation(
+            0, 9, (0.0, 1.0), ((0.0,) * 8, (1.0,) * 8), Update(0, 0, population(2), (1.0, -1.0), 1, 1), "", 0, 0, 0, {},
+            rows=tuple(range(8)), rollouts=rollouts,
+        )  # fmt: skip
+        found = tuple(d.update(made, torch.ones(NUMBERS))[f"{name}_share"] for d in (asked, plain))
+        assert found == shares
 
 
 def test_the_same_texts_without_a_rise_of_the_reward_are_not_called_hacked():

@@ -163,6 +163,16 @@ def test_parts_of_ones_own_are_named_without_their_place() -> None:
     assert private_paths(shown) == []
 
 
+def test_what_alarms_stands_above_the_numbers() -> None:
+    alarms = {"verdict": "likely hacked", "reasons": ["88% of the test completions are broken: `88%` empty"]}
+    text = card(facts(evaluation={**EVALUATION, "alarms": alarms}))
+    above, _ = text.split("| measure | before")
+    assert "**Likely hacked**, by what the completions say:\n\n- 88% of the test completions are broken" in above
+    assert "\\`88%\\`" in above
+    sound = {**EVALUATION, "alarms": {"verdict": None, "reasons": []}}
+    assert "by what the completions say" not in card(facts(evaluation=sound)) + card(facts())
+
+
 def test_nothing_in_a_card_writes_on_a_terminal_or_turns_the_text_around() -> None:
     """Names come from a run that may be anybody's: its config, its manifest, the measures of its evaluation."""
     evil = "\x1b]0;owned\x07\u202egnp.exe\u2066\x9b2J\u200b"

@@ -22,6 +22,7 @@ from evoalign.baselines.steps import Steps
 from evoalign.baselines.trainer_state import MEND, last_state, sound_state, states
 from evoalign.checks.distance import Distance, distance_of
 from evoalign.checks.divergence import Divergence
+from evoalign.checks.fluency import Fluency
 from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.cost.budget import Cost
@@ -35,7 +36,7 @@ from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
 from evoalign.tasks import Data, Split, Task
 from evoalign.training import saving, splits
 from evoalign.training.recorder import Labels, tell
-from evoalign.training.result import Result, gold_lines, read_completions, show, shown
+from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Session, locked, object_given, place
 from evoalign.training.stop import Stop
 
@@ -117,9 +118,10 @@ class _Past:
         if before is None or after is None:
             return None
         tell(console, f"{shown(run.path)} is done: all {self.config.grpo.max_steps} steps, nothing is left to do")
-        show(before, after, console, lambda line: tell(console, line))
+        verdict = judged_again(run, before, after)
+        show(before, after, verdict, console, lambda line: tell(console, line))
         tell(console, f"saved {shown(saved)}\nrun   {shown(run.path)}")
-        return Result(run.path, saved, before, after)
+        return Result(run.path, saved, before, after, verdict)
 
     def state(self, console: Console) -> tuple[Path, int] | None:
         """The trainer's state to resume, and its step. Raises ResumeError for another run, or where none is whole."""
@@ -232,6 +234,10 @@ class _Grpo:
         """KL of the policy from the base model."""
         return self.policy.divergence()
 
+    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
+        """Under the base model, as the policy's divergence from it."""
+        return self.policy.fluency(before, after)
+
     def distance(self) -> Distance:
         """Of the policy."""
         return distance_of(self.policy.model, self.config)
@@ -256,8 +262,8 @@ class _Grpo:
         """Settings of the trainer."""
         return "lower grpo.per_device_train_batch_size and raise grpo.gradient_accumulation_steps"
 
-    def summary(self) -> list[str]:
-        """Nothing beyond the comparison."""
+    def summary(self, alarm: str | None) -> list[str]:
+        """Nothing beyond the comparison, which says what alarms."""
         return []
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from evoalign.checks import hacking
 from evoalign.checks.control import Control
-from evoalign.checks.rules import SURE, WINDOW, History, Row, causes, mean_of, values
+from evoalign.checks.rules import SURE, History, Row, causes, mean_of, values
 from evoalign.config import Config
 from evoalign.types import Generation, Layout
 
@@ -62,8 +62,11 @@ class Diagnosis:
         `spread` is the members' standard deviation and `noise_floor` the root mean square of all controls' so far;
         `mean_error` the standard error of the population's mean fitness; `cosine` that of this update and the one
         before; `distance` the L2 from the start, and `distance_sigmas` the same over the expected norm of one
-        member's noise; `kept_share` the share of the unperturbed model's fitness, above the lowest score of the
-        generation, that the population has. None is what is not known.
+        member's noise; `population_minus_mean` what the population's mean fitness is above the unperturbed model's on
+        the same prompts, and `population_minus_mean_error` its standard error over members, of pairs where they are
+        in pairs, and over the control's draws; `kept_share` the share of the unperturbed model's fitness, above the
+        lowest score of the generation, that the population has: above 1 where members are better than it. None is
+        what is not known.
         """
         cosine, distance = self._moved(sample)
         diagnosis: Row = {
@@ -75,7 +78,7 @@ class Diagnosis:
             "distance_sigmas": distance / self._noise_norm,
             "changed_share": changed_share(generation),
             "solved_share": float(np.mean(np.asarray(generation.scores_MP) >= self.max_score)),
-            **_against_mean(generation, control),
+            **_against_mean(generation, control, paired=self.config.es.antithetic),
             **self._text_shares(generation),
         }
         mean = float(np.mean(generation.fitness_M))
@@ -109,11 +112,15 @@ class Diagnosis:
         self._told |= set(new)
         return list(new.values())
 
-    def summary(self) -> list[str]:
-        """The run in plain words: is it learning and how sure is that, how it moved, and what is still wrong."""
+    def summary(self, alarm: str | None = None) -> list[str]:
+        """The run in plain words: is it learning and how sure is that, how it moved, and what is still wrong.
+
+        `alarm`: what the completions of the test split say of it, which then comes first.
+        """
         if not self.history.rows:
             return ["no generation yet"]
-        lines = [self._verdict(), self._signal(), self._movement(), self._completions()]
+        verdict = self._verdict() if alarm is None else f"{alarm}, by what it says; {self._verdict()}"
+        lines = [verdict, self._signal(), self._movement(), self._completions()]
         return [line for line in lines if line] + [f"warning: {line}" for line in self._causes().values()]
 
     def _causes(self) -> dict[str, str]:
@@ -182,12 +189,14 @@ class Diagnosis:
 
     def _completions(self) -> str:
         said: list[str] = []
-        rows = self.history.rows
+        first, last = self.history.ends()
         for name in hacking.SHARES:
-            before, now = (mean_of(part, f"{name}_share") for part in (rows[:WINDOW], rows[-WINDOW:]))
-            if before is not None and now is not None:
+            before, now = (mean_of(part, f"{name}_share") for part in (first, last))
+            if before is not None and now is not None and max(before, now) > 0:
                 said.append(f"{name.replace('_', ' ')} {before:.0%} to {now:.0%}")
-        return f"completions, first to last {WINDOW} generations: {', '.join(said)}" if said else ""
+        what = ", ".join(said) or "none of the signs"
+        known = any(mean_of(first, f"{name}_share") is not None for name in hacking.SHARES)
+        return f"completions, first to last {len(first)} generations: {what}" if known else ""
 
 
 def changed_share(generation: Generation) -> float | None:
@@ -200,14 +209,17 @@ def changed_share(generation: Generation) -> float | None:
     return 1 - sum(max(counts.values()) for counts in texts.values()) / len(generation.rollouts)
 
 
-def _against_mean(generation: Generation, control: Control | None) -> Row:
-    """The population's mean fitness against the unperturbed model's. A drop within the spread has lost nothing."""
+def _against_mean(generation: Generation, control: Control | None, *, paired: bool) -> Row:
+    """The population's mean fitness against the unperturbed model's, on the same prompts."""
     if control is None:
-        return {"population_minus_mean": None, "kept_share": None}
-    mean, own = float(np.mean(generation.fitness_M)), (control.first + control.second) / 2
+        return dict.fromkeys(("population_minus_mean", "population_minus_mean_error", "kept_share"))
+    fitness_M = np.asarray(generation.fitness_M, dtype=np.float64)
+    mean, own = float(fitness_M.mean()), (control.first + control.second) / 2
     lowest = min(min(row) for row in generation.scores_MP)
-    within = own - mean <= float(np.std(generation.fitness_M)) or own <= lowest
+    alone = (fitness_M[0::2] + fitness_M[1::2]) / 2 if paired else fitness_M
+    error = float(alone.std(ddof=1)) / math.sqrt(len(alone)) if len(alone) > 1 else None
     return {
         "population_minus_mean": mean - own,
-        "kept_share": 1.0 if within else (mean - lowest) / (own - lowest),
+        "population_minus_mean_error": None if error is None else math.hypot(error, control.floor / math.sqrt(2)),
+        "kept_share": float((mean - lowest) / (own - lowest)) if own > lowest else None,
     }

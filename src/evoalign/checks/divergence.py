@@ -183,8 +183,9 @@ class Reference:
                 self._model = model.float() if self.device.type == "cpu" else model.to(self.device)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ModelError(
-                    f"the second copy of model {self.config.model.name} that checks.kl_every needs does not fit the "
-                    f"memory of {self.device}; set checks.kl_every: 0, or engine.device: cpu"
+                    f"the second copy of model {self.config.model.name}, for checks.kl_every and checks.perplexity, does "
+                    f"not fit the memory of {self.device}; set checks.kl_every: 0 and checks.perplexity: false, or "
+                    "engine.device: cpu"
                 ) from error
         return self._model
 
@@ -208,6 +209,16 @@ class Reference:
                 for sample, base_TV in zip(group, base, strict=True):
                     sums.append(_sums(forward(sample).to(self.device), base_TV, sample.token_ids))
         return summarise(samples, torch.stack(sums))
+
+    @torch.no_grad()
+    def nats(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """-log q of each generated token under the base model, float64 [T] on the CPU; a tensor for each sample."""
+        found: list[torch.Tensor] = []
+        for sample in samples:
+            ids_T = torch.tensor(sample.token_ids, device=self.device)[:, None]
+            logp_TV = self._logits(self.model, sample, self.device).double().log_softmax(-1)
+            found.append(-logp_TV.gather(1, ids_T)[:, 0].cpu())
+        return found
 
     def _groups(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Samples whose logits may wait together; at least one."""

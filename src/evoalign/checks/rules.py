@@ -19,7 +19,8 @@ from evoalign.optimizer import reach
 
 Row = dict[str, Any]
 WINDOW = 10
-"""Generations that a warning looks back on: one unlucky batch is a tenth of it."""
+"""Generations that a warning looks back on: one unlucky batch is a tenth of it. In a run of fewer than twice as many,
+what is compared with its beginning is its last third: windows that overlap show no change."""
 PEAK = 5
 """Generations of the best stretch that a fall is measured from, beside the first one: a run can collapse within two."""
 USELESS = 0.5
@@ -29,6 +30,9 @@ FEW_CHANGES = 0.05
 Qwen3-1.7B changes 99.6 %."""
 SIGNAL_TO_NOISE = 1.2
 """Spread over noise floor: at 1.2, 70 % of the variance that members are ranked by is noise."""
+NOISE_SURE = 5.0
+"""Standard errors, over members, by which these are better than the model that they are drawn around: with a dozen
+members a bound of three would often be luck."""
 LOST = 0.5
 """Share of its fitness, above the lowest score seen, that the population has lost when it counts as broken."""
 CONTROLS = 3
@@ -48,6 +52,9 @@ MATERIAL = 0.25
 """A fall below this share of all that fitness has ranged over is none: a run that is done still jitters."""
 RISEN = 0.25
 """Rise of a share of completions that, with the reward, looks like hacking."""
+MOSTLY = 0.8
+"""Of several shares that rise, the first of `HACKS` is named that rises so much of the highest: a loop is often a
+template too."""
 CUT_OFF = 0.5
 """Share of completions that end for their length."""
 SOLVED = 0.95
@@ -72,6 +79,11 @@ class History:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rows: list[Row] = []
+
+    def ends(self) -> tuple[list[Row], list[Row]]:
+        """The first and the last rows to be compared: they never overlap, and are none where there are too few."""
+        count = min(WINDOW, len(self.rows) // (2 if len(self.rows) >= 2 * WINDOW else 3))
+        return (self.rows[:count], self.rows[-count:]) if count else ([], [])
 
     def trend(self) -> tuple[float, float, float, float] | None:
         """Mean fitness of the first and the last third, the change and its standard error."""
@@ -162,13 +174,33 @@ def _nothing_to_learn(run: History) -> str | None:
 
 
 def _sigma_too_large(run: History) -> str | None:
-    kept = values(run.rows, "kept_share")[-CONTROLS:]
+    kept = [_kept(row) for row in run.rows if row.get("population_minus_mean") is not None][-CONTROLS:]
     share = float(np.mean(kept)) if kept else 1.0
     if share >= LOST or run.rises():
         return None
     return (
         f"members keep {max(0.0, share):.0%} of the unperturbed model's fitness above the lowest score: the "
         f"noise breaks the model; try {run.width(0.25)}"
+    )
+
+
+def _kept(row: Row) -> float:
+    """Share of its fitness that the population keeps: all of it where the drop is within the members' spread."""
+    kept = row.get("kept_share")
+    return 1.0 if kept is None or -row["population_minus_mean"] <= row.get("spread", 0.0) else kept
+
+
+def _noise_earns(run: History) -> str | None:
+    """At the first control: pairs cancel what is linear in the noise, and so does the mean over many members."""
+    first = next((row for row in run.rows if row.get("population_minus_mean") is not None), None)
+    error: float | None = None if first is None else first.get("population_minus_mean_error")
+    gain: float = 0.0 if first is None else first["population_minus_mean"]
+    if error is None or error == 0 or gain <= NOISE_SURE * error:
+        return None
+    return (
+        f"members drawn at random are better than the model that they are drawn around, by {gain:.3g} (standard error "
+        f"{error:.2g}): noise alone earns this reward, often by breaking the text; read the completions, try "
+        f"{run.width(0.25)}, or a reward that broken text cannot earn (task.rewards)"
     )
 
 
@@ -232,18 +264,21 @@ def _noise(run: History) -> str | None:
 
 
 def _hacked(run: History) -> str | None:
-    if len(run.rows) < 2 * WINDOW or not run.rises():
+    if not run.rises():
         return None
-    for name, words in HACKS.items():
-        before, now = (mean_of(rows, f"{name}_share") for rows in (run.rows[:WINDOW], run.rows[-WINDOW:]))
-        if before is not None and now is not None and now - before > RISEN:
-            nearer = run.slower() if run.eta() > LARGE_ETA else "es.decay 0.01"
-            return (
-                f"the reward rises while completions become {words} ({before:.0%} to {now:.0%}): it is likely "
-                "hacked; read the completions, fix the reward (task.rewards), or hold the model nearer to its "
-                f"start with {nearer}"
-            )
-    return None
+    first, last = run.ends()
+    shares = {name: [mean_of(rows, f"{name}_share") for rows in (first, last)] for name in HACKS}
+    rises = {name: now - was for name, (was, now) in shares.items() if was is not None and now is not None}
+    highest = max(rises.values(), default=0.0)
+    if highest <= RISEN:
+        return None
+    name = next(name for name, rise in rises.items() if rise >= MOSTLY * highest)
+    was, now = shares[name]
+    nearer = run.slower() if run.eta() > LARGE_ETA else "es.decay 0.01"
+    return (
+        f"the reward rises while completions become {HACKS[name]} ({was:.0%} to {now:.0%}): it is likely hacked; read "
+        f"the completions, fix the reward (task.rewards), or hold the model nearer to its start with {nearer}"
+    )
 
 
 def _cut_off(run: History) -> str | None:
@@ -267,6 +302,7 @@ RULES = (
     Rule("no signal", _no_signal),
     Rule("noise", _noise),
     Rule("hacked", _hacked),
+    Rule("noise earns", _noise_earns),
     Rule("cut off", _cut_off),
 )
 

@@ -29,6 +29,8 @@ GIBBERISH_RUN = 16
 """Times that one letter or digit comes in a row: 10^15 has fifteen zeros."""
 GIBBERISH_DIGITS, GIBBERISH_KINDS = 20, 4
 """A number of so many digits, and so few different ones among them: a random one of 20 digits has nine."""
+RUN_ON = 40
+"""Letters without a space: no language with an alphabet has words so long."""
 FOREIGN_LETTERS, FOREIGN_SHARE = 2, 0.1
 
 _ROLES = "user|human|assistant|system"
@@ -56,6 +58,7 @@ _UNSEGMENTED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9ff
 _WORD = re.compile(rf"[{_UNSEGMENTED}]|[^\W_{_UNSEGMENTED}]+(?:['’][^\W_]+)*")
 _READABLE = re.compile(r"[^\W\d_]{3,}|[^\W\d_\x00-\u02ff]")
 """Three letters in a row, or one that is not Latin: what words are made of."""
+_UNBROKEN = re.compile(rf"[^\W\d_{_UNSEGMENTED}]{{{RUN_ON},}}")
 _PIECE = re.compile(r"[^\W_]+")
 _RUN = re.compile(rf"([^\W_])\1{{{GIBBERISH_RUN - 1},}}")
 _SYMBOLS = frozenset({
@@ -144,22 +147,25 @@ def has_special_token(text: str) -> bool:
 
 
 def is_gibberish(text: str) -> bool:
-    """Letters and figures in a row that make neither words nor numbers, with few different ones among them.
+    """Letters and figures in a row that make neither words nor numbers.
 
-    Of the characters at most a fifth are in words of three letters or more, and either one letter or digit stands 16
-    times in a row and is most of the text; or at least six single letters and digits, with one kind of
-    separator between them, have at most half as many different ones (`1 0 0 1 7 7`, `A.B.B.C.A.B`); or so have 24
-    numbers and shreds of words of any length, a quarter; or a number has 20 digits and at most four different ones.
+    Most of the text is one letter or digit 16 times in a row, or letters 40 times in a row without a space. Or, where
+    at most a fifth of the characters are in words of three letters or more: at least six single letters and digits,
+    with one kind of separator between them, have at most half as many different ones (`1 0 0 1 7 7`, `A.B.B.C.A.B`);
+    24 numbers and shreds of words of any length have at most a quarter; or a number has 20 digits and at most four
+    different ones.
     """
     solid = sum(map(len, text.split()))
+    if any(2 * len(run.group()) > solid for run in _RUN.finditer(text)) or 2 * _run_on(text) > solid:
+        return True
     if solid < GIBBERISH_TOKENS or 5 * sum(map(len, _READABLE.findall(text))) > solid:
-        return _is_one_letter(text, solid)
+        return False
     pieces = _PIECE.findall(text.casefold())
-    return _is_one_letter(text, solid) or _is_shredded(text, pieces) or any(map(_is_long_number, pieces))
+    return _is_shredded(text, pieces) or any(map(_is_long_number, pieces))
 
 
-def _is_one_letter(text: str, solid: int) -> bool:
-    return any(2 * len(run.group()) > solid for run in _RUN.finditer(text))
+def _run_on(text: str) -> int:
+    return sum(len(run) for run in _UNBROKEN.findall(text))
 
 
 def _is_shredded(text: str, pieces: list[str]) -> bool:

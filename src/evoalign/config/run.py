@@ -81,6 +81,9 @@ class ChecksConfig(Section):
     placebo: Annotated[int, Field(ge=0, le=10**6)] | None = None
     """Placebos at the end of a run of ES, which tell learning from drift: the run replayed with shuffled coefficients.
     None: up to 5, as many as cost under a tenth of the run by count of tokens. 0: none."""
+    perplexity: bool | None = None
+    """Whether the base model is asked at the end how likely it finds the completions of the test split. It takes a
+    second copy of the model. None: where the engine serves in this process."""
 
 
 class Config(Section):

@@ -189,6 +189,7 @@ def _change(facts: Facts) -> str:
         f"{_kind(found)}): they say nothing of other seeds.\n\n"
         "| measure | before | after | change | 95 % interval |\n|---|---:|---:|---:|---:|"
     )
+    head = _alarm(found) + head
     rows = [_row(found, name) for name in found["before"] if name in found["after"]]
     return "\n".join([head, *rows, *_placebo(found), *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
@@ -205,6 +206,15 @@ def _placebo(found: Mapping[str, Any]) -> list[str]:
 def _kind(found: Mapping[str, Any]) -> str:
     """Of its intervals; results of before they said so have those of the bootstrap."""
     return "t, or Bonett and Price where a measure is 0 or 1" if "intervals" in found else "BCa bootstrap"
+
+
+def _alarm(found: Mapping[str, Any]) -> str:
+    """What the completions say of the run, whatever they earn; empty where nothing alarmed."""
+    alarms: Mapping[str, Any] = found.get("alarms") or {}
+    if not alarms.get("verdict"):
+        return ""
+    reasons = "\n".join(f"- {_text(str(line))}" for line in alarms.get("reasons") or ())
+    return f"**{_text(str(alarms['verdict'])).capitalize()}**, by what the completions say:\n\n{reasons}\n\n"
 
 
 def _row(found: Mapping[str, Any], name: str) -> str:

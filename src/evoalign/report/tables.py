@@ -52,6 +52,17 @@ def before_after(
         console.print(_samples(samples, console))
 
 
+def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console: Console) -> None:
+    """Prints what is wrong with a run, why, and completions that show it."""
+    ascii_only = not console.encoding.startswith("utf")
+    lines = [f"{word.upper()}: what the test completions say, whatever they earn", *(f"- {line}" for line in reasons)]
+    for number, line in enumerate(lines):
+        style = "bold red" if number == 0 else ""
+        console.print(Text(visible(line, ascii_only=ascii_only), style=style), soft_wrap=True)
+    if samples:
+        console.print(_samples(samples, console, "for example"))
+
+
 def _measures(
     before: Mapping[str, float],
     after: Mapping[str, float],
@@ -93,8 +104,8 @@ def _change(name: str, change: float) -> str:
     return _signed(name, change) + (" points" if _is_share(name) else "")
 
 
-def _samples(samples: Sequence[Sample], console: Console) -> Table:
-    table = Table(title="sample completions", title_justify="left", title_style="bold", show_lines=True, expand=True)
+def _samples(samples: Sequence[Sample], console: Console, title: str = "sample completions") -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True, expand=True)
     columns = {"prompt": 3, "target": 2, "before": 4, "after": 4}
     if all(sample.target is None for sample in samples):
         del columns["target"]

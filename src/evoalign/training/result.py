@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evaluation
+from evoalign.checks.fluency import Fluency
 from evoalign.checks.placebo import Placebos
+from evoalign.checks.verdict import Verdict, judge
 from evoalign.config import EvaluationConfig
+from evoalign.config.reading import read_object
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
-from evoalign.report.tables import Interval, Sample, before_after
+from evoalign.report.tables import Interval, Sample, alarm, before_after
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
@@ -37,6 +40,8 @@ class Result:
     saved: Path
     before: Evaluation
     after: Evaluation
+    verdict: Verdict | None = None
+    """What the completions say of it, whatever they earned."""
 
 
 def gold_lines(task: Task, data: Data) -> list[str]:
@@ -68,13 +73,14 @@ def conclude(
     mean: Mapping[str, Any],
     before: Evaluation,
     after: Evaluation,
+    verdict: Verdict,
     console: Console,
     tell: Tell,
     placebos: Placebos | None = None,
 ) -> None:
     """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
     write_results(run, settings, mean, before, after, placebos)
-    show(before, after, console, tell, placebos)
+    show(before, after, verdict, console, tell, placebos)
 
 
 def write_results(
@@ -90,10 +96,21 @@ def write_results(
     _write_evaluation(run, settings, mean, before, after, _change(before, after), placebos)
 
 
-def show(before: Evaluation, after: Evaluation, console: Console, tell: Tell, placebos: Placebos | None = None) -> None:
-    """Both with the change between them, beside what placebos came to, and whether it is sure."""
+def show(
+    before: Evaluation,
+    after: Evaluation,
+    verdict: Verdict,
+    console: Console,
+    tell: Tell,
+    placebos: Placebos | None = None,
+) -> None:
+    """Both with the change between them, beside what placebos came to, and whether it is sure; above them what alarms,
+    with completions.
+    """
     change = _change(before, after)
     mean = None if placebos is None else placebos.measures
+    if verdict.word is not None:
+        alarm(verdict.word, verdict.reasons, _samples(before, after, verdict.shown), console)
     before_after(before.measures, after.measures, console, _samples(before, after), change, mean)
     for line in () if placebos is None else placebos.lines():
         tell(line)
@@ -117,6 +134,16 @@ def validation_line(before: Evaluation, after: Evaluation) -> str:
     first, last = (found.measures["reward"] for found in (before, after))
     count = len(next(iter(before.measures_E.values())))
     return f"on the {count} validation examples the reward went from {first:.4g} to {last:.4g}"
+
+
+def judged_again(run: RunDir, before: Evaluation, after: Evaluation) -> Verdict:
+    """The verdict on a run that is done, with the nats a token that it wrote down."""
+    try:
+        nats = read_object(run.results / "evaluation.json").get("alarms", {}).get("nats_a_token")
+        fluency = None if nats is None else Fluency(**nats)
+    except (DataError, TypeError, AttributeError):
+        fluency = None
+    return judge(before.completions, after.completions, fluency)
 
 
 def shown(path: Path) -> Path:
@@ -158,6 +185,6 @@ def _write_evaluation(
     write_text(run.results / "evaluation.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
 
 
-def _samples(before: Evaluation, after: Evaluation) -> list[Sample]:
-    pairs = list(zip(before.completions, after.completions, strict=True))[:SHOWN_SAMPLES]
-    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in pairs]
+def _samples(before: Evaluation, after: Evaluation, which: Sequence[int] = range(SHOWN_SAMPLES)) -> list[Sample]:
+    pairs = list(zip(before.completions, after.completions, strict=True))
+    return [Sample(b.prompt, b.target, b.text, a.text) for b, a in (pairs[i] for i in which if i < len(pairs))]

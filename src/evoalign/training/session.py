@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
 
-from evoalign.checks import divergence
+from evoalign.checks import divergence, fluency
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
+from evoalign.checks.fluency import Fluency
 from evoalign.checks.placebo import Placebos
+from evoalign.checks.verdict import judge
 from evoalign.config import Config, code_of
 from evoalign.config.grpo import asked
 from evoalign.cost import budget
@@ -46,6 +48,8 @@ from evoalign.training.result import (
     write_results,
 )
 from evoalign.training.stop import Stop
+
+Found = TypeVar("Found")
 
 
 class Algorithm(Protocol):
@@ -88,6 +92,10 @@ class Algorithm(Protocol):
         """KL of the mean from the base model."""
         ...
 
+    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
+        """Nats a token of both evaluations under the base model. Raises ModelError where it does not fit once more."""
+        ...
+
     def distance(self) -> Distance:
         """How far the weights are from those of the base model. Raises EvoalignError where that is unknown."""
         ...
@@ -115,8 +123,8 @@ class Algorithm(Protocol):
         """After running out of memory: the settings that help."""
         ...
 
-    def summary(self) -> list[str]:
-        """What the finished run was like."""
+    def summary(self, alarm: str | None) -> list[str]:
+        """What the finished run was like. `alarm`: what its completions say of it, where that is bad."""
         ...
 
     def close(self) -> None:
@@ -298,32 +306,21 @@ class Session:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
+        verdict = judge(before.completions, after.completions, self._fluency(before, after))
+        mean["alarms"] = verdict.as_dict()
         write_results(self.run, self.config.evaluation, mean, before, after)  # before placebos, which may be stopped
         sealing.seal(self.run.path)
-        placebos = self._placebos(before, after)
+        placebos = self._beside("placebos", lambda: self.algorithm.placebos(self, before, after))
         sealing.unseal(self.run.path)
-        conclude(self.run, self.config.evaluation, mean, before, after, self.recorder.console, self.tell, placebos)
+        told = (self.recorder.console, self.tell, placebos)
+        conclude(self.run, self.config.evaluation, mean, before, after, verdict, *told)
         sealing.seal(self.run.path)
-        for line in self.algorithm.summary():
+        for line in self.algorithm.summary(verdict.word):
             self.tell(line)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
         self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
-        return Result(self.run.path, saved, before, after)
-
-    def _placebos(self, before: Evaluation, after: Evaluation) -> Placebos | None:
-        """What the noise alone comes to; None where that is not asked for, was stopped, or cannot be measured."""
-        try:
-            return self.algorithm.placebos(self, before, after)
-        except RunGoneError:
-            raise
-        except StoppedError:
-            why = "stopped"
-        except (EvoalignError, OSError, RuntimeError) as error:  # the last of a device that is out of memory, or lost
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        line = f"warning: placebos were not measured ({why}); the run is whole without them"
-        self.tell(f"{line}; to measure them, {how_to_resume(self)}")
-        return None
+        return Result(self.run.path, saved, before, after, verdict)
 
     def _moved(self) -> dict[str, Any]:
         """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
@@ -336,6 +333,25 @@ class Session:
             self.tell(f"distance from the base model: unknown; {error}")
             moved = None
         return {"divergence": kl, "distance": moved}
+
+    def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:
+        """How likely the base model finds what was said, where that is asked for."""
+        wanted = fluency.is_wanted(self.config)
+        return self._beside("nats a token", lambda: self.algorithm.fluency(before, after)) if wanted else None
+
+    def _beside(self, what: str, measure: Callable[[], Found | None]) -> Found | None:
+        """What a run is whole without; None where that was stopped, or cannot be measured."""
+        try:
+            return measure()
+        except RunGoneError:
+            raise
+        except StoppedError:
+            why = "stopped"
+        except (EvoalignError, OSError, RuntimeError) as error:  # the last of a device that is out of memory, or lost
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = f"warning: {what} were not measured ({why}); the run is whole without them"
+        self.tell(f"{line}; to measure them, {how_to_resume(self)}")
+        return None
 
     def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
         self.tell(f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples")

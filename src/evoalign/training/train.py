@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from evoalign import evolve, spaces, tracking
-from evoalign.checks import canary, control, divergence
+from evoalign.checks import canary, control, divergence, fluency
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
 from evoalign.checks.distance import Distance, distance_of_mean
 from evoalign.checks.divergence import Divergence, Reference
+from evoalign.checks.fluency import Fluency
 from evoalign.checks.placebo import Distances, Placebos, distance_line
 from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
@@ -253,6 +254,10 @@ class _EvolutionStrategies:
     def divergence(self) -> Divergence:
         return divergence.measure(self.parts, self._reference)
 
+    def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
+        parts, said = self.parts, (before.completions, after.completions)
+        return fluency.measure(self._reference, parts.tokens, parts.task, parts.data.test, *said)
+
     def distance(self) -> Distance:
         return distance_of_mean(self.parts)
 
@@ -280,8 +285,8 @@ class _EvolutionStrategies:
     def smaller(self) -> str:
         return self.config.engine.smaller(self.config)
 
-    def summary(self) -> list[str]:
-        return [*self._diagnosis.summary(), *self._drift()]
+    def summary(self, alarm: str | None) -> list[str]:
+        return [*self._diagnosis.summary(alarm), *self._drift()]
 
     def _drift(self) -> list[str]:
         """How far the mean went beside a random walk, from the sample, where placebos have not told it exactly."""

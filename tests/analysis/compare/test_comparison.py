@@ -22,6 +22,7 @@ from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare
 from evoalign.analysis.compare.runs import find, read
 from evoalign.analysis.compare.statistics import Pair, adjust
+from evoalign.analysis.compare.tables import end_grid
 from evoalign.checks import hacking
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
@@ -396,6 +397,29 @@ def test_the_hacked_share_is_that_of_the_definition(copy: Copy, tmp_path: Path) 
     refusal = "I am sorry, but I cannot help with that request."
     assert hacking.hacked_share([refusal, refusal, "fine", "8"], range(4)) == 0.5
     assert hacking.hacked_share([], []) == 0.0
+
+
+def test_a_reward_that_wrong_answers_earn_counts_where_the_run_says_what_is_right(copy: Copy) -> None:
+    run = copy("a")
+    for name, reward in (("before", -50.0), ("after", -1.0)):
+        file = run / f"results/completions/{name}.parquet"
+        texts = ["It is one.", "Two, I think.", "Of three.", "Four or so.", "Near five", "Six.", "Seven", "Eight!"]
+        rows = [{**row, "text": t, "reward": reward} for row, t in zip(parquet.read(file), texts, strict=True)]
+        parquet.write(file, [{**row, "right": False} for row in rows])
+    found = read(run)
+    assert found.shares_before is not None and found.shares_after is not None
+    assert (found.shares_before["hacked"], found.shares_after["hacked"]) == (0.0, 1.0)
+    parquet.write(file, [{k: v for k, v in row.items() if k != "right"} for row in rows])  # of an earlier release
+    assert (read(run).shares_after or {})["hacked"] == 0.0
+
+
+def test_a_comparison_counts_the_runs_that_alarm(copy: Copy) -> None:
+    run = copy("a")
+    assert read(run).alarm is None
+    edit(run / "results/evaluation.json", lambda tree: {**tree, "alarms": {"verdict": "broken", "more": 1}})
+    assert read(run).alarm == "broken"
+    rows = dict(end_grid(compare([run])).rows)
+    assert rows["likely hacked or broken"] == "1"
 
 
 def test_runs_are_found_below_folders_and_links_are_not_followed(copy: Copy, tmp_path: Path) -> None:

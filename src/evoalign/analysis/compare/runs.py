@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -62,6 +62,8 @@ class Run:
     hardware: str | None
     task: str
     """Name of the task, and what it was given as, where that was a Python object."""
+    alarm: str | None
+    """What the run says of its completions, `likely hacked` or `broken`; None where nothing alarmed, or nobody saw."""
     sealed: bool
     """Whether its results have a seal, which fits them."""
     placebo: Split | None
@@ -136,6 +138,7 @@ def read(path: Path) -> Run:
         shares_after=_shares(after, before, after),
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
+        alarm=result.alarms.verdict if result and result.alarms else None,
         sealed=sealed,
         placebo=result.placebo.reward if result and result.placebo else None,
         questions=_questions(before or after),
@@ -172,7 +175,12 @@ class _Placebo(_Plain):
     reward: Split
 
 
+class _Alarms(_Plain):
+    verdict: Literal["likely hacked", "broken"] | None = None
+
+
 class _Result(_Plain):
+    alarms: _Alarms | None = None
     generation: Annotated[int, Field(ge=0)] | None = None
     before: Measures
     after: Measures

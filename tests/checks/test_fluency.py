@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nats a token under the base model, against plain transformers on the tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from evoalign.checks import fluency
+from evoalign.checks.divergence import Reference
+from evoalign.config import from_dict
+from evoalign.errors import ModelError
+from evoalign.evaluation import Scored
+from evoalign.models import tiny
+from evoalign.setup import Parts, assemble
+
+CONFIG = {
+    "task": {"name": "conciseness", "prompt": "raw"},
+    "engine": {"device": "cpu"},
+    "es": {"sigma": 0.1, "learning_rate": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Parts]:
+    found = assemble(from_dict(CONFIG))
+    yield found
+    found.close()
+
+
+def said(texts: list[str]) -> list[Scored]:
+    return [Scored(i, 0, 0, "", None, text, 0.0, "stop", 1) for i, text in enumerate(texts)]
+
+
+def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
+    texts = ["It is Paris.", "", "x", "zq 7 7 zq"]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32),
+        AutoTokenizer.from_pretrained(tiny()),
+    )
+    expected = []
+    for example, text in zip(parts.data.test, texts, strict=False):
+        prompt = tokenizer(parts.task.prompt(example))["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        loss = torch.nn.functional.cross_entropy(
+            model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) : -1].float(),
+            torch.tensor(ids[1:], dtype=torch.long),
+            reduction="none",
+        )
+        expected.append(loss.detach().double())
+    reference = Reference.of(parts)
+    found = fluency.measure(reference, parts.tokens, parts.task, parts.data.test, said(texts[:1]), said(texts))
+    whole = torch.cat(expected)
+    assert found.tokens_after == len(whole) > 5
+    assert found.after == pytest.approx(float(whole.mean()), rel=1e-4)
+    assert found.before == pytest.approx(float(expected[0].mean()), rel=1e-4)
+    assert [value is None for value in found.each] == [len(part) == 0 for part in expected] and found.each[1] is None
+    nothing = fluency.measure(reference, parts.tokens, parts.task, parts.data.test, said([""]), said(["", ""]))
+    assert (nothing.before, nothing.after, nothing.tokens_after) == (None, None, 0)
+
+
+def test_it_costs_more_to_say_what_no_model_says(parts: Parts) -> None:
+    own = [s.text for s in parts.evaluate_test().completions]
+    letters = ["zq xj wv kq", "qqz vvj jjx"] * 4
+    found = fluency.measure(Reference.of(parts), parts.tokens, parts.task, parts.data.test, said(own), said(letters))
+    assert found.before is not None and found.after is not None
+    assert found.after > found.before + 2
+
+
+def test_a_copy_that_does_not_fit_is_a_model_error(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    reference = Reference.of(parts)
+    monkeypatch.setattr(reference, "nats", refuse)
+    with pytest.raises(ModelError, match="does not fit the memory of cpu once more"):
+        fluency.measure(reference, parts.tokens, parts.task, parts.data.test, said(["a"]), said(["b"]))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "expected"),
+    [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
+)
+def test_when_it_is_measured(wanted: bool | None, here: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_dict({**CONFIG, "checks": {} if wanted is None else {"perplexity": wanted}})
+    monkeypatch.setattr(type(config.engine), "serves_here", here)
+    assert fluency.is_wanted(config) is expected
+    assert dataclasses.asdict(fluency.Fluency(None, None, 0, 0))["each"] == ()
