@@ -37,7 +37,7 @@ from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
 from evoalign.models import tiny
 from evoalign.report import figures
 from evoalign.rollouts import rewards_of
-from evoalign.rundir import parquet
+from evoalign.rundir import checkpoint, parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
@@ -48,11 +48,14 @@ pytest.importorskip("trl")
 CLOCKS = ("seconds", "budget")
 
 
+VALIDATION = {"validation_data": "data/tasks/conciseness/conciseness_test.json", "validation_size": 2}
+
+
 def config(output: Path, **sections: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "output_dir": str(output),
         "seed": 3,
-        "task": {"name": "conciseness"},
+        "task": {"name": "conciseness", **VALIDATION},
         "evaluation": {"max_tokens": 8, "every": 2},
         "checkpoint": {"every": 1},
         "tracking": {"completions_every": 1},
@@ -138,6 +141,9 @@ def test_rows_hold_the_rewards_of_the_completions_that_are_kept(straight: Path) 
         assert row["budget"]["backward_flops"] > row["budget"]["forward_flops"] > 0
         assert all(isinstance(row["grpo"][name], float) for name in ("loss", "grad_norm", "learning_rate", "entropy"))
     assert [row["evaluation"] is not None for row in rows(straight)] == [False, True, False, False]
+    assert [row["validation"]["reward"] for row in rows(straight) if "validation" in row] == [
+        checkpoint.verify(straight / "checkpoints/generation_0002").validation
+    ]
 
 
 def test_a_step_may_reuse_completions(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

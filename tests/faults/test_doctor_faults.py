@@ -24,6 +24,7 @@ from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
+from killing import VALIDATION
 
 
 @pytest.fixture
@@ -403,8 +404,10 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 << 20))
     made = config(tmp_path, "full", checkpoint={"every": 1, "keep_last": 2})
-    finding = of(preflight.doctor(made), "disk")
-    assert finding.status == "failed" and "for 4 checkpoints" in finding.detail
+    validated = made.model_copy(update={"task": made.task.model_copy(update=VALIDATION)})
+    for tree, count in ((made, 3), (validated, 4)):  # without validation no best one is kept
+        finding = of(preflight.doctor(tree), "disk")
+        assert finding.status == "failed" and f"for {count} checkpoints" in finding.detail
     assert "checkpoint.keep_last" in finding.fix
 
 

@@ -61,7 +61,7 @@ def test_the_validation_split_is_drawn_where_there_is_one(tmp_path: Path) -> Non
     measured = rows(3, evaluation={"reward": -60.0})
     figures.evolution(measured, tmp_path / "test.png", baseline=-90.0)
     measured = [{**row, "validation": {"reward": -20.0}} for row in measured]
-    figures.evolution(measured, tmp_path / "both.png", baseline=-90.0, validated=-80.0)
+    figures.evolution(measured, tmp_path / "both.png", baseline=-90.0)
     test, both = pixels(tmp_path / "test.png"), pixels(tmp_path / "both.png")
     assert (has_color(test, figures.VALIDATION), has_color(both, figures.VALIDATION)) == (False, True)
     assert has_color(both, figures.TEST)

@@ -432,7 +432,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
         look(tmp_path / "sweep", 3, {"es.sigma": Domain(0.001, 0.2, log=True)})
     with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
-        run(tmp_path / "sweep")
+        run(tmp_path / "sweep", base=SEARCHED)
 
 
 @pytest.mark.slow
