@@ -19,10 +19,14 @@ from typer.testing import CliRunner
 
 import evoalign
 from evoalign import cli
+from evoalign.analysis.compare.comparison import compare
+from evoalign.analysis.compare.runs import read
+from evoalign.analysis.compare.tables import end_grid
 from evoalign.checks.placebo import Distances, Placebos, Split, beyond_drift, distance_line, flip_line, sentence, split
 from evoalign.config import from_dict
 from evoalign.cost.estimate import placebos_in_a_tenth
-from evoalign.errors import ConfigError, JournalError, ResumeError
+from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
+from evoalign.exporting.card import placebo_lines
 from evoalign.rundir.sealing import is_sealed
 from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
@@ -83,6 +87,7 @@ def test_words() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placebos", "items", "most"), [(3, 8, 0.99), (5, 200, 0.985), (20, 50, 0.975)], ids=["3x8", "5x200", "20x50"]
 )
@@ -142,6 +147,7 @@ def test_the_command_says_what_saved_counterfactuals_earn(run: Path, tmp_path: P
     assert found["distance"]["real"] > 0 and len(found["distance"]["placebos"]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: Path) -> None:
     arguments = ["replay", str(run), "--counterfactual", "shuffle", "-g", "1"]
     result = CliRunner().invoke(cli.app, [*arguments, "--seeds", "0,3"])
@@ -160,6 +166,7 @@ def test_the_command_shows_a_counterfactual_beside_the_run(run: Path, tmp_path: 
     assert not (tmp_path / "two").exists()
 
 
+@pytest.mark.slow
 def test_another_task_is_split_as_well(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text("task: {name: countdown, test_size: 3}\nevaluation: {max_tokens: 4}\n")
@@ -185,6 +192,7 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
         evoalign.placebo(tmp_path / "grpo")
 
 
+@pytest.mark.slow
 def test_the_public_result(run: Path) -> None:
     found = evoalign.placebo(run, shuffles=1, generation=1)
     assert isinstance(found, Placebos) and isinstance(found.reward, Split)
@@ -205,24 +213,32 @@ def train(folder: Path, placebos: int | None = 2, resume: bool = False) -> str:
     return told.getvalue()
 
 
-def test_a_training_ends_with_its_placebos(run: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same run with two placebos at its end, and what it said."""
+    folder = tmp_path_factory.mktemp("placebo") / "ended"
+    return folder, train(folder)
+
+
+def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -> None:
     """The ones that the command measures; and nothing else of the run is another."""
-    told = train(tmp_path / "run")
+    folder, told = ended
     assert "evaluating 2 placebos: the run with shuffled coefficients" in told and "mean placebo" in told
-    found, alone = results(tmp_path / "run"), evoalign.placebo(run, shuffles=2)
+    found, alone = results(folder), evoalign.placebo(run, shuffles=2)
     assert found["placebo"]["reward"]["placebos"] == list(alone.reward.placebos)
     assert found["placebo"]["distance"] == {**alone.as_dict()["distance"], "flip": None}
-    assert found["placebo"]["seeds"] == [0, 1] and is_sealed(tmp_path / "run")
+    assert found["placebo"]["seeds"] == [0, 1] and is_sealed(folder)
     assert sentence(alone.reward) in told and distance_line(alone.distance) in told
     without = results(run)
     assert "placebo" not in without and {k: v for k, v in found.items() if k != "placebo"} == without
     for file in ("journal.jsonl", "loras/generation_0002/adapter_model.safetensors"):
-        assert (run / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
+        assert (run / file).read_bytes() == (folder / file).read_bytes()
 
 
+@pytest.mark.first("stop")
 @pytest.mark.parametrize("kind", ["failure", "stop"])
 def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
-    kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, run: Path, ended: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow, calls = Follower.follow, list[int]()
 
@@ -243,10 +259,10 @@ def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
     )
     assert len(calls) == 1 and results(tmp_path / "run") == results(run) and is_sealed(tmp_path / "run")
     train(tmp_path / "run", resume=True)
-    train(tmp_path / "straight")
-    assert results(tmp_path / "run") == results(tmp_path / "straight")
+    assert results(tmp_path / "run") == results(ended[0])
 
 
+@pytest.mark.slow
 def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that whatever ends the process there takes nothing with it."""
 
@@ -276,3 +292,19 @@ def test_few_enough_for_a_tenth_by_counts_alone() -> None:
     wide = [TensorSpec("w", (5, 5), "linear", 0, 0.1)]
     config = from_dict({"es": es, "sampling": {"max_tokens": 20}, "evaluation": {"max_tokens": 20}})
     assert placebos_in_a_tenth(config, wide, layout, [10] * 10, [10] * 10) == 0, "here the noise costs as much"
+
+
+def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
+    folder, _ = ended
+    found, own = read(folder), results(folder)["placebo"]["reward"]
+    assert found.placebo is not None and found.placebo.placebos == tuple(own["placebos"])
+    rows = {row[0]: row[1] for row in end_grid(compare(folder)).rows}
+    assert rows["reward of the mean placebo"] == f"{own['mean']:.4g}"
+    share = own["share"]
+    assert rows["share of the gain that is drift"] == ("-" if share is None else f"{share['mean']:.0%}")
+    said = placebo_lines(results(folder))
+    assert said[1].startswith("**Signal beside drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
+    assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"
+    for wrong in ({"reward": {**own, "items": "many"}}, {}, 3, {"reward": None}):
+        with pytest.raises(DataError, match=r"results/evaluation.json is damaged \(placebo"):
+            placebo_lines({"placebo": wrong})

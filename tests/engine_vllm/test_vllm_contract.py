@@ -15,9 +15,11 @@ from vllm.platforms import current_platform
 
 import evoalign
 from evoalign.checks import canary
+from evoalign.checks.distance import moved, start_of
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.engines.vllm import VllmEngine
 from evoalign.errors import CanaryError, DataError
+from evoalign.setup import Served
 from evoalign.testing import engines as contract
 from evoalign.testing.answers import written
 from evoalign.types import MEAN, Request, Sampling, population
@@ -69,6 +71,17 @@ def of(*variants):
 @of(*CONTRACT)
 def test_the_contract(bench, check):
     check(bench)
+
+
+@of(*CONTRACT)
+def test_the_start_is_put_back_from_the_files(bench, shared):
+    """As for each placebo of a run."""
+    served = Served(bench.config, bench.tokens, bench.engine, bench.space, bench.layout, bench.facts)
+    bench.engine.apply(bench.update())
+    start = start_of(served)
+    assert bench.engine.fingerprint() != shared.fingerprint and moved(served, start) > 0
+    bench.engine.load(start)
+    assert bench.engine.fingerprint() == shared.fingerprint and moved(served, start) == 0
 
 
 @pytest.mark.releases

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 import evoalign
 from evoalign import shaping
-from evoalign.checks.distance import moved
+from evoalign.checks.distance import moved, start_of
+from evoalign.checks.drift import expected_distance
 from evoalign.config import Config, from_dict
+from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, ModelError, RunExistsError
 from evoalign.evolve import sigma_at, step_at
 from evoalign.rundir import checkpoint, journal
@@ -26,7 +30,7 @@ from evoalign.training import saving
 from evoalign.training.counterfactual import first_half, parse
 from evoalign.training.placebos import Follower
 from evoalign.training.replay import config_of
-from evoalign.types import Update, population
+from evoalign.types import EvolvedTensor, Layout, Update, population
 from numerics import numpy_reference as reference
 
 Arrays = dict[str, Any]
@@ -160,7 +164,7 @@ CASES: dict[str, Callable[[], Config]] = {
 NAMES = ["shuffle", "flip", "half", "member 4", "shaping ranks"]
 
 
-@pytest.mark.first("full, bfloat16", "momentum", "lowrank, bfloat16")
+@pytest.mark.first("momentum", "lowrank, bfloat16")
 @pytest.mark.parametrize("case", CASES)
 def test_each_counterfactual_is_the_update_made_by_hand(case: str, tmp_path: Path) -> None:
     """One engine, sent back to the start for each: the recorded coefficients come to the recorded hash at the end."""
@@ -178,6 +182,7 @@ def test_each_counterfactual_is_the_update_made_by_hand(case: str, tmp_path: Pat
         assert found.follow(None) == log.generations[-1].weights_hash
 
 
+@pytest.mark.first("adam")
 @pytest.mark.parametrize("optimizer", ["adam", "momentum"])
 def test_the_optimizer_begins_anew(optimizer: str, tmp_path: Path) -> None:
     log = recorded(tmp_path / "journal.jsonl", config(optimizer=optimizer, antithetic=True))
@@ -194,6 +199,7 @@ def test_the_runs_own_shaping_is_the_run(tmp_path: Path) -> None:
             assert parse(f"shaping {own}", log).update(generation) == generation.update
 
 
+@pytest.mark.slow
 def test_the_first_steps_of_all_members_are_the_first_step(tmp_path: Path) -> None:
     log = recorded(tmp_path / "journal.jsonl", config("lowrank", antithetic=True))
     first = log.generations[0]
@@ -254,9 +260,24 @@ def test_another_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             found.back()
 
 
+def test_the_start_is_rounded_as_it_is_served(random_qwen2: Path) -> None:
+    """Of a model whose files are finer than what is served, whose bytes the tiny model's are not."""
+    tree = {**config("full", "bfloat16").model_dump(), "full": {"exclude": None}}
+    with closing(serve(from_dict({**tree, "model": {"name": str(random_qwen2), "dtype": "bfloat16"}}))) as served:
+        start = start_of(served)
+        assert weights_hash(start.items()) == served.engine.fingerprint()
+        assert set(start) == {t.name for t in served.layout.tensors} and len(start) == len(served.layout.tensors)
+        assert any(
+            (tensor != tensor.bfloat16()).any() for tensor in load_file(random_qwen2 / "model.safetensors").values()
+        )
+        with pytest.raises(KeyError):
+            start["lm_head"]
+
+
 # --- what is saved --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first("lora")
 @pytest.mark.parametrize("space", ["lora", "full"])
 def test_a_saved_counterfactual_says_what_it_is(space: str, tmp_path: Path) -> None:
     log = recorded(tmp_path / "journal.jsonl", config(space))
@@ -285,6 +306,7 @@ def test_a_runs_own_mean_is_saved_as_before(tmp_path: Path) -> None:
 # --- drift ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "es",
     [{"antithetic": True}, {"optimizer": "momentum", "decay": 0.2, "antithetic": True},
@@ -303,6 +325,24 @@ def test_shuffles_go_as_far_as_the_formula_says(es: dict[str, Any], tmp_path: Pa
         mean = dict(found.served.engine.state())
         assert moved(found.served, mean) == 0
     assert formula == pytest.approx(math.sqrt(np.mean(np.square(distances))), rel=0.05)
+
+
+@pytest.mark.parametrize("antithetic", [False, True])
+def test_the_formula_is_the_mean_over_all_permutations(antithetic: bool) -> None:
+    """Gone through one by one, of coefficients whose mean is not 0; a single number, so that noise is one normal each."""
+    layout = Layout((EvolvedTensor("w", (1,), "w", 2.0),), 0, "float32")
+    members, c = population(4, antithetic=antithetic), (1.0, -0.5, 0.25, 2.0)
+    squares = list[float]()
+    for order in itertools.permutations(c):
+        weights: dict[int, float] = {}
+        for member, value in zip(members, order, strict=True):
+            weights[member.noise] = weights.get(member.noise, 0.0) + member.sign * value
+        squares.append(sum(w * w for w in weights.values()))
+    want = math.sqrt(np.mean(squares)) * 0.3 / 4 * 2.0
+    update = Update(0, 0, members, c, 0.1, 0.3)
+    assert expected_distance([update], layout, config().es) == pytest.approx(want, rel=1e-12)
+    still = Update(1, 1, members, (0.0,) * 4, 0.1, 0.3)
+    assert expected_distance([update, still], layout, config().es) == pytest.approx(want, rel=1e-12)
 
 
 def test_the_formula_is_that_of_a_random_walk(tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def of_file(tree: object, where: str) -> Split:
     try:
         return _SPLIT.validate_python(tree)
     except ValidationError as error:
-        what = ".".join(map(str, error.errors()[0]["loc"]))
-        raise DataError(f"{where} is damaged (placebo.reward.{what}); put it back from a copy") from None
+        what = ".".join(["placebo.reward", *map(str, error.errors()[0]["loc"])])
+        raise DataError(f"{where} is damaged ({what}); put it back from a copy") from None
 
 
 def is_sure(found: Estimate) -> bool:

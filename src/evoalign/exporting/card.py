@@ -191,10 +191,10 @@ def _change(facts: Facts) -> str:
     )
     head = _alarm(found) + head
     rows = [_row(found, name) for name in found["before"] if name in found["after"]]
-    return "\n".join([head, *rows, *_placebo(found), *([] if found.get("sealed", True) else ["", NOT_SEALED])])
+    return "\n".join([head, *rows, *placebo_lines(found), *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
 
-def _placebo(found: Mapping[str, Any]) -> list[str]:
+def placebo_lines(found: Mapping[str, Any]) -> list[str]:
     """How much of the gain is drift, where the run measured that. Raises DataError."""
     if "placebo" not in found:
         return []
