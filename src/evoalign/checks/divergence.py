@@ -183,9 +183,9 @@ class Reference:
                 self._model = model.float() if self.device.type == "cpu" else model.to(self.device)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ModelError(
-                    f"the second copy of model {self.config.model.name}, for checks.kl_every and checks.perplexity, does "
-                    f"not fit the memory of {self.device}; set checks.kl_every: 0 and checks.perplexity: false, or "
-                    "engine.device: cpu"
+                    f"the second copy of model {self.config.model.name}, for checks.kl_every or checks.perplexity, "
+                    f"does not fit the memory of {self.device}; set checks.kl_every: 0 and checks.perplexity: false, "
+                    "or engine.device: cpu"
                 ) from error
         return self._model
 
