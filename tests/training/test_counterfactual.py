@@ -329,7 +329,7 @@ def test_shuffles_go_as_far_as_the_formula_says(es: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("antithetic", [False, True])
 def test_the_formula_is_the_mean_over_all_permutations(antithetic: bool) -> None:
-    """Gone through one by one, of coefficients whose mean is not 0; of a single number, whose noise is one normal each."""
+    """Gone through one by one, of coefficients whose mean is not 0: a single number has noise of one normal each."""
     layout = Layout((EvolvedTensor("w", (1,), "w", 2.0),), 0, "float32")
     members, c = population(4, antithetic=antithetic), (1.0, -0.5, 0.25, 2.0)
     squares = list[float]()
