@@ -59,7 +59,7 @@ def es_config(name: str, output: Path) -> dict[str, Any]:
     base: dict[str, Any] = {
         "seed": 5, "deterministic": True, "space": "lora", "task": {"name": "conciseness", "batch_size": 2},
         "checkpoint": {"every": 2}, "evaluation": {"max_tokens": 8, "temperature": 0.8, "every": 2},
-        "checks": {"control_every": 2, "canary_every": 3, "kl_every": 3, "kl_prompts": 4},
+        "checks": {"control_every": 2, "canary_every": 3, "kl_every": 3, "kl_prompts": 4, "kl_tokens": 1},
     }  # fmt: skip
     return {**base, **own, "es": es, "output_dir": str(output)}
 

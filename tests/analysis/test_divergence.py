@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,7 +307,7 @@ def test_prompts_are_asked_again_until_there_are_tokens_enough() -> None:
 
 
 def test_a_mean_that_answers_with_nothing_is_not_asked_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("lora", checks={"kl_prompts": 2})
+    config = config_of("lora", checks={"kl_prompts": 2, "kl_tokens": 1})
     task = tasks.create(config.task)
     asked: list[int] = []
 
@@ -490,9 +491,12 @@ def train(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]
 @pytest.mark.last("lowrank", "full")
 @pytest.mark.parametrize("space", SPACES)
 def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, report, told = train(tree(tmp_path / "with", space, checks={"kl_every": 3, "kl_prompts": 4}))
+    rows, report, told = train(tree(tmp_path / "with", space, checks={"kl_every": 3, "kl_prompts": 4, "kl_tokens": 1}))
     assert [row["divergence"] is None for row in rows] == [True, True, False, True]
-    assert rows[2]["divergence"].keys() == {"k1", "k2", "k3", "exact", "tokens"}
+    assert rows[2]["divergence"].keys() == {f.name for f in fields(Divergence)}
+    found = rows[2]["divergence"]
+    assert (found["prompts"], found["completions"]) == (4, 4)
+    assert found["completion"] == pytest.approx(found["exact"] * found["tokens"] / 4)
     assert rows[2]["divergence"]["exact"] > 0 and rows[2]["divergence"]["tokens"] >= 4
     assert report["divergence"].keys() == rows[2]["divergence"].keys()
     assert report["divergence"] != rows[2]["divergence"], "of the last mean"
@@ -500,7 +504,7 @@ def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, m
     assert (tmp_path / "with/figures/divergence.png").is_file()
 
     monkeypatch.setattr(divergence, "load_model", lambda *_: pytest.fail("loaded"))
-    rows, report, told = train(tree(tmp_path / "without", space))
+    rows, report, told = train(tree(tmp_path / "without", space, checks={"perplexity": False}))
     assert [row["divergence"] for row in rows] == [None] * 4 and report["divergence"] is None
     assert "KL" not in told and not (tmp_path / "without/figures/divergence.png").exists()
     first, second = ((tmp_path / name / "journal.jsonl").read_bytes() for name in ("with", "without"))
@@ -510,7 +514,7 @@ def test_runs_measure_and_train_as_if_they_did_not(space: str, tmp_path: Path, m
 @pytest.mark.slow
 def test_a_run_that_goes_on_measures_what_was_due(tmp_path: Path) -> None:
     """Stopped after the journal was sealed, before the row was written: as if it had never stopped."""
-    checks = {"kl_every": 2, "kl_prompts": 4}
+    checks = {"kl_every": 2, "kl_prompts": 4, "kl_tokens": 1}
     rows, report, _ = train(tree(tmp_path / "whole", "lora", checks=checks))
     shorter = tree(tmp_path / "run", "lora", checks=checks)
     shorter["es"]["num_generations"] = 2

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evoalign.train({
             "output_dir": str(root / space), "seed": 1, "space": space, "evaluation": {"max_tokens": 8},
             "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 2, "population_size": 6},
-            "checks": {"kl_every": 1, "kl_prompts": 4}, "checkpoint": {"every": 1},
+            "checks": {"kl_every": 1, "kl_prompts": 4, "kl_tokens": 1}, "checkpoint": {"every": 1},
         })  # fmt: skip
     return root
 
@@ -70,7 +70,7 @@ def test_shipped_ones_are_listed_and_tell_their_settings(run: Run) -> None:
 @pytest.mark.parametrize("space", ["lora", "full"])
 def test_divergence_and_distance_are_those_that_the_run_measured(space: str, folder: Path, run: Run) -> None:
     kept = json.loads((folder / space / "results/evaluation.json").read_text())
-    done = run("analyze", "divergence", folder / space, "--set", "prompts=4", "--to", "out")
+    done = run("analyze", "divergence", folder / space, "--set", "prompts=4", "--set", "tokens=1", "--to", "out")
     assert (done.code, done.err) == (0, "")
     tree = json.loads(Path("out/divergence.json").read_text())
     (found,) = tree["numbers"]["targets"]
@@ -95,10 +95,10 @@ def test_a_run_of_grpo_is_analysed_in_the_dtype_it_trained_in(tmp_path: Path, ru
     evoalign.grpo({
         "output_dir": str(tmp_path / "grpo"), "seed": 1, "evaluation": {"max_tokens": 8},
         "grpo": {"max_steps": 2, "learning_rate": 1e-3, "num_generations": 4},
-        "checks": {"kl_every": 1, "kl_prompts": 4},
+        "checks": {"kl_every": 1, "kl_prompts": 4, "kl_tokens": 1},
     })  # fmt: skip
     kept = json.loads((tmp_path / "grpo/results/evaluation.json").read_text())
-    for name, words in (("distance", ()), ("divergence", ("--set", "prompts=4"))):
+    for name, words in (("distance", ()), ("divergence", ("--set", "prompts=4", "--set", "tokens=1"))):
         assert run("analyze", name, tmp_path / "grpo", *words, "--to", "out").code == 0
         (found,) = json.loads(Path(f"out/{name}.json").read_text())["numbers"]["targets"]
         assert {key: found[key] for key in kept[name]} == pytest.approx(kept[name], rel=1e-5), name
@@ -110,7 +110,9 @@ def test_an_adapter_of_no_run_needs_a_config(folder: Path, tmp_path: Path, run: 
     try:
         refused = run("analyze", "distance", moved)
         assert refused.code == 2 and "--config" in refused.err
-        done = run("analyze", "divergence", moved, "-c", folder / "lora/config.yaml", "--set", "prompts=2")
+        done = run(
+            "analyze", "divergence", moved, "-c", folder / "lora/config.yaml", "--set", "prompts=2", "--set", "tokens=1"
+        )
         assert (done.code, done.err) == (0, "") and "nats a token" in done.out
     finally:
         moved.rename(adapter)

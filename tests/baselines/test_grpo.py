@@ -156,7 +156,7 @@ def test_a_step_may_reuse_completions(tmp_path: Path, recwarn: pytest.WarningsRe
 
 
 def test_the_divergence_is_measured_and_disturbs_nothing(straight: Path, tmp_path: Path) -> None:
-    path = run(tmp_path / "run", checks={"kl_every": 2, "kl_prompts": 4}).path
+    path = run(tmp_path / "run", checks={"kl_every": 2, "kl_prompts": 4, "kl_tokens": 1}).path
     found = [row["divergence"] for row in rows(path)]
     assert [f is not None for f in found] == [False, True, False, True]
     assert found[3]["exact"] > found[1]["exact"] > 0
@@ -245,7 +245,9 @@ def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_
     told = io.StringIO()
     grpo = {"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1}
     evaluation = {"temperature": 1.0, "max_tokens": 32}
-    tree = config(tmp_path / "run", grpo=grpo, evaluation=evaluation, checks={"kl_every": 1, "kl_prompts": 8})
+    tree = config(
+        tmp_path / "run", grpo=grpo, evaluation=evaluation, checks={"kl_every": 1, "kl_prompts": 8, "kl_tokens": 1}
+    )
     path = evoalign.grpo(tree, console=Console(file=told, width=300)).path
     found = json.loads((path / "results/evaluation.json").read_text())
     tokens_ = found["divergence"].pop("tokens")
@@ -726,6 +728,6 @@ def test_no_setting_that_differs_is_lost_in_telling_it(tmp_path: Path) -> None:
 def test_the_figure_of_divergence_ends_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "divergence", lambda rows, path, **words: drawn.append(words["final"]))
-    found = run(tmp_path / "run", checks={"kl_every": 1, "kl_prompts": 2}, grpo={"max_steps": 1})
+    found = run(tmp_path / "run", checks={"kl_every": 1, "kl_prompts": 2, "kl_tokens": 1}, grpo={"max_steps": 1})
     tree = json.loads((found.path / "results/evaluation.json").read_text())
     assert drawn[-1] == (tree["divergence"]["exact"], tree["after"]["reward"])

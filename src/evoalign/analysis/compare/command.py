@@ -29,6 +29,10 @@ def compare(
     name: Annotated[
         list[str] | None, typer.Option(metavar="LABEL=GLOB", help="Call the group whose runs' paths fit GLOB so.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A file that says beforehand: budget, measure, groups, the pairs to decide on, the level."),
+    ] = None,
     to: Annotated[
         Path | None, typer.Option(help="Also write comparison.md, comparison.json and figures into this folder.")
     ] = None,
@@ -41,7 +45,7 @@ def compare(
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; give a folder")
     quiet()
-    found = Command().run([str(run) for run in runs], Settings(match, measure, names))
+    found = Command().run([str(run) for run in runs], Settings(match, measure, names, plan))
     found.show(console())
     if to is not None:
         written = found.write(to, Command.name)
@@ -65,6 +69,7 @@ class Settings:
     match: str | None = None
     measure: str = "reward"
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    plan: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,6 @@ class Command(Analysis[Settings]):
         match: comparison.Matching | None = next((m for m in comparison.MATCHINGS if m == settings.match), None)
         if match is None and settings.match is not None:
             raise ConfigError(f"--match {settings.match}: use {', '.join(comparison.MATCHINGS)}")
-        found = comparison.compare(targets, match, measure=settings.measure, names=settings.names)
+        found = comparison.compare(targets, match, measure=settings.measure, names=settings.names, plan=settings.plan)
         tree = pages.as_tree(found)
         return Compared(tree, tree["summary"], found)

@@ -10,17 +10,20 @@ share of the budget it had really used is therefore shown beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from evoalign.analysis.compare.groups import Group, check_comparable, grouped, named, usable
+from evoalign.analysis.compare.items import difference_over_questions, over_questions
+from evoalign.analysis.compare.plan import Plan, read_plan
 from evoalign.analysis.compare.runs import Point, Run, find, read
+from evoalign.analysis.compare.sensitivity import Sensitivity, sensitivity
 from evoalign.analysis.compare.statistics import Pair, adjust
 from evoalign.analysis.compare.statistics import compare as compare_groups
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, EvoalignError
-from evoalign.statistics import Estimate, interquartile_mean, mean
+from evoalign.statistics import LEVEL, Estimate, interquartile_mean, mean
 
 Matching = Literal["wall", "completions", "tokens", "flops"]
 MATCHINGS: tuple[Matching, ...] = get_args(Matching)
@@ -51,13 +54,15 @@ class Taken:
 class Standing:
     """One group at a matched budget; `estimate`, the mean over runs, is None where none was evaluated within.
 
-    `middle` is the interquartile mean, which a run that went astray does not move.
+    `middle` is the interquartile mean, which a run that went astray does not move; `over_questions` has the interval
+    for new runs and new questions, where answers to each question are known.
     """
 
     group: Group
     taken: tuple[Taken, ...]
     estimate: Estimate | None
     middle: Estimate | None
+    over_questions: Estimate | None
 
     @property
     def share(self) -> float:
@@ -67,13 +72,23 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """All groups at one budget. `by` None: each run at its own end, whatever it took. `limit` is the budget."""
+    """All groups at one budget. `by` None: each run at its own end, whatever it took. `limit` is the budget.
+
+    `plan`: it was set beforehand, and only the pairs that the plan names are decided on, at its level.
+    """
 
     by: Matching | None
     limit: float | None
     standings: tuple[Standing, ...]
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
+    plan: Plan | None = None
+    sensitivity: tuple[Sensitivity, ...] = ()
+
+    @property
+    def level(self) -> float:
+        """The chance of a false claim that is accepted."""
+        return self.plan.settings.alpha if self.plan else LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +115,7 @@ class Comparison:
     end: Match
     left_out: tuple[tuple[Path, str], ...]
     notes: tuple[str, ...]
+    plan: Plan | None = None
 
     @property
     def measures(self) -> list[str]:
@@ -114,12 +130,21 @@ def compare(
     *,
     measure: str = "reward",
     names: Mapping[str, str] | None = None,
+    plan: str | Path | None = None,
 ) -> Comparison:
     """Compare runs, or all runs below folders, at equal budgets; None: at each of the four.
 
     `measure` is one of the test split. `names` gives a group another label: label to a pattern, as in shells, of the
-    path or the name of its runs. Raises ConfigError where runs cannot be compared, and names the setting.
+    path or the name of its runs. `plan` is a file that says all of these beforehand, with the size of the budget and
+    the pairs to decide on. Raises ConfigError where runs cannot be compared, and names the setting.
     """
+    planned = None if plan is None else read_plan(Path(plan))
+    if planned is not None:
+        if match is not None or names or measure != "reward":
+            raise ConfigError(
+                f"{planned.path} says budget, measure and groups: leave out --match, --measure and --name"
+            )
+        match, measure, names = planned.settings.match, planned.settings.measure, planned.settings.groups
     if match is not None and match not in MATCHINGS:
         raise ConfigError(f"match {match!r}: use {', '.join(MATCHINGS)}")
     paths, left_out = find([runs] if isinstance(runs, str | Path) else runs), list[tuple[Path, str]]()
@@ -133,10 +158,10 @@ def compare(
         raise ConfigError("no run can be read:\n" + "\n".join(f"{path}: {why}" for path, why in left_out))
     check_comparable(found)
     groups = named(grouped(found), names or {})
-    matches = [_match(groups, by, measure) for by in ((match,) if match else MATCHINGS)]
+    matches = [_match(groups, by, measure, planned) for by in ((match,) if match else MATCHINGS)]
     return Comparison(
         measure, tuple(groups), tuple(matches), _match(groups, None, measure), tuple(left_out),
-        tuple(_notes(groups)),
+        tuple(_notes(groups)), planned,
     )  # fmt: skip
 
 
@@ -192,29 +217,79 @@ def _at(steps: Sequence[tuple[float, float]], where: float) -> float:
 # --- equal budgets ----------------------------------------------------------------------------------------------------
 
 
-def _match(groups: Sequence[Group], by: Matching | None, measure: str) -> Match:
+def _match(groups: Sequence[Group], by: Matching | None, measure: str, plan: Plan | None = None) -> Match:
     if by is None:
         limit, notes = None, list[str]()
         takers = [_at_end(group) for group in groups]
     else:
-        limit, notes = _limit(groups, by)
-        takers = [_within(group, by, limit) for group in groups]
-        notes += _seldom(groups, takers, by) if limit is not None else []
+        limit, notes = _limit(groups, by) if plan is None else (plan.settings.limit, _short(groups, by, plan))
+        kept = [_reaching(group, by, plan) for group in groups]
+        takers = [_within(group, by, limit) for group in kept]
+        notes += _seldom(kept, takers, by) if limit is not None else []
         notes += [_apart(g, measure) for g in groups if (span := _span(g, by, measure)) and span[0] > span[1]]
     standings = [_standing(g, taken, measure) for g, taken in zip(groups, takers, strict=True)]
-    values = {s.group.label: {t.run.seed: t.point.measures[measure] for t in s.taken} for s in standings if s.taken}
-    labels = list(values)
-    pairs = [
-        compare_groups(a, values[a], b, values[b]) for i, a in enumerate(labels) for b in labels[i + 1 :]
-    ]  # fmt: skip
-    return Match(by, limit, tuple(standings), tuple(adjust(pairs)), tuple(notes))
+    at = {s.group.label: s for s in standings if s.taken}
+    labels = list(at)
+    pairs = [_pair(at[a], at[b], measure) for i, a in enumerate(labels) for b in labels[i + 1 :]]
+    decided = adjust([p for p in pairs if plan is None or plan.settings.is_primary(p.a, p.b)])
+    rest = [p for p in pairs if plan is not None and not plan.settings.is_primary(p.a, p.b)]
+    found = Match(by, limit, tuple(standings), (*decided, *rest), tuple(notes), plan)
+    return found if limit is None else replace(found, sensitivity=_sensitivity(found, decided, measure))
 
 
 def _standing(group: Group, taken: Sequence[Taken], measure: str) -> Standing:
+    if not taken:
+        return Standing(group, (), None, None, None)
     values = [t.point.measures[measure] for t in taken]
     return Standing(
-        group, tuple(taken), mean(values) if values else None, interquartile_mean(values) if values else None
+        group, tuple(taken), mean(values), interquartile_mean(values), over_questions(_places(taken), measure)
     )  # fmt: skip
+
+
+def _places(taken: Sequence[Taken]) -> list[tuple[Run, Point]]:
+    return [(t.run, t.point) for t in taken]
+
+
+def _values(taken: Sequence[Taken], measure: str) -> dict[int, float]:
+    return {t.run.seed: t.point.measures[measure] for t in taken}
+
+
+def _pair(a: Standing, b: Standing, measure: str) -> Pair:
+    of = {s.group.label: s for s in (a, b)}
+    pair = compare_groups(a.group.label, _values(a.taken, measure), b.group.label, _values(b.taken, measure))
+    over = difference_over_questions(_places(of[pair.a].taken), _places(of[pair.b].taken), measure)
+    return replace(pair, over_questions=over)
+
+
+def _sensitivity(match: Match, pairs: Sequence[Pair], measure: str) -> tuple[Sensitivity, ...]:
+    groups, by, limit = {s.group.label: s.group for s in match.standings}, match.by, match.limit
+    assert by is not None and limit is not None
+
+    def values(label: str, share: float) -> dict[int, float]:
+        return _values(_within(_reaching(groups[label], by, match.plan), by, share * limit), measure)
+
+    return tuple(sensitivity(pair.a, pair.b, values) for pair in pairs)
+
+
+def _reaching(group: Group, by: Matching, plan: Plan | None) -> Group:
+    """The group without the runs that a plan leaves out."""
+    if plan is None or plan.settings.short == "at_end":
+        return group
+    return replace(group, runs=tuple(run for run in group.runs if _reaches(run, by, plan.settings.limit)))
+
+
+def _reaches(run: Run, by: Matching, limit: float) -> bool:
+    """Whether another step would have gone beyond the budget."""
+    total = amount(by, run.cost)
+    return total is not None and total + total / run.steps > limit
+
+
+def _short(groups: Sequence[Group], by: Matching, plan: Plan) -> list[str]:
+    """Runs that a plan has a word for."""
+    what = "is left out, as planned" if plan.settings.short == "leave_out" else "is taken at its end, as planned"
+    runs = [run for group in groups for run in group.runs if not _reaches(run, by, plan.settings.limit)]
+    why = {True: "ended before the budget", False: f"does not say what it took in {by}"}
+    return [f"{run.path} {why[bool(amount(by, run.cost))]}: it {what}" for run in runs]
 
 
 def _at_end(group: Group) -> list[Taken]:
@@ -235,6 +310,7 @@ def _limit(groups: Sequence[Group], by: Matching) -> tuple[float | None, list[st
         return None, [*notes, "no run says what it took: nothing can be matched"]
     least = min(reached, key=lambda path: reached[path])
     alike = next(sorted(reached.get(r.path, 0.0) for r in g.runs) for g in groups if least in [r.path for r in g.runs])
+    notes.append(f"the outcome set this budget: it is what {least} took, the least of all; --plan sets one beforehand")
     if reached[least] < 0.5 * alike[len(alike) // 2]:
         notes.append(
             f"{least} sets the budget, with less than half of what its group took: give it more, or leave it out"

@@ -37,7 +37,13 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(_table(end_grid(comparison)))
     _say(console, [f"left out: {path}: {why}" for path, why in comparison.left_out])
     _say(console, comparison.notes, "note: ")
-    _say(console, summary(comparison))
+    _say(console, [*_planned(comparison), *summary(comparison)])
+
+
+def _planned(comparison: Comparison) -> list[str]:
+    """Which plan it follows, so that another can see what was decided beforehand."""
+    plan = comparison.plan
+    return [] if plan is None else [f"As planned in {plan.path.name} (SHA-256 {plan.sha256})."]
 
 
 def _table(grid: Grid) -> Table:
@@ -73,7 +79,7 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
     """The whole comparison as a page. `pictures` are file names by matching, and `divergence`."""
     pictures = pictures or {}
     lines = [f"# Comparison of {len(comparison.groups)} groups of runs", ""]
-    lines += _bullets(summary(comparison))
+    lines += _bullets([*_planned(comparison), *summary(comparison)])
     problems = [f"left out: {path}: {why}" for path, why in comparison.left_out]
     lines += ["## Notes", "", *_bullets([*problems, *comparison.notes])] if problems or comparison.notes else []
     for match in comparison.matches:
@@ -95,12 +101,15 @@ HOW_TO_READ = (
     "",
     "- A budget is what training took; evaluation, figures and saving are not in it. Tokens are those of prompts and",
     "  of completions; `comparison.json` has the generated ones alone.",
-    "- Each run is taken at its last evaluation within the budget that all runs reached. Nothing is interpolated and",
-    "  no later evaluation is looked at; *budget used* says how far that one was.",
+    "- Each run is taken at its last evaluation within the budget. A plan sets that beforehand; without one it is what",
+    "  all runs reached, so that their outcome sets it. Nothing is interpolated and no later evaluation is looked at;",
+    "  *budget used* says how far that one was.",
     "- Intervals of means and differences are 95 % t intervals over runs, for new seeds on the same test questions;",
     "  so are bands in figures. They hold what they say of normal samples and are too wide for heavy tails; where runs",
     "  are skewed, those of means hold the truth in 88 to 90 % only. The interquartile mean leaves out the lowest and",
     "  the highest quarter of five runs or more; its interval is of ranks, and holds under skew, too.",
+    "- Over runs and questions: for new seeds and new questions at once, where each run kept its answers to the same",
+    "  ones, as runs do at their end. With three runs it is a little too wide.",
     f"- The {PERMUTATION} test decides where two groups share nearly all their seeds (80 % of the larger one's, at",
     "  least three), and Welch's t test over all runs where they do not, at 5 % after Holm's correction over the pairs",
     "  of one table. Other tests are shown and decide nothing. Each table is corrected by itself: who looks at all of",

@@ -70,6 +70,8 @@ class Run:
     """The gain split in signal and drift, of a run of ES that measured it."""
     questions: str | None
     """SHA-256 over the prompts and targets of the test split."""
+    items: Mapping[str, tuple[float, ...]]
+    """Of the final completions, by question: the mean `reward`, and the share that was `right` where that is known."""
 
     @property
     def seed(self) -> int:
@@ -142,6 +144,7 @@ def read(path: Path) -> Run:
         sealed=sealed,
         placebo=result.placebo.reward if result and result.placebo else None,
         questions=_questions(before or after),
+        items=_items(after or ()),
     )
 
 
@@ -300,6 +303,17 @@ def _questions(completions: Sequence[_Completion] | None) -> str | None:
         return None
     asked = sorted({(c.example, c.prompt, c.target or "") for c in completions})
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def _items(completions: Sequence[_Completion]) -> dict[str, tuple[float, ...]]:
+    rewards: dict[int, list[float]] = {}
+    right: dict[int, list[float]] = {}
+    for c in completions:
+        rewards.setdefault(c.example, []).append(c.reward)
+        if c.right is not None:
+            right.setdefault(c.example, []).append(float(c.right))
+    kinds = {"reward": rewards, **({"right": right} if right.keys() == rewards.keys() else {})}
+    return {name: tuple(sum(of[e]) / len(of[e]) for e in sorted(of)) for name, of in kinds.items() if of}
 
 
 def _hardware(found: Mapping[str, Any] | None) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign.statistics import FEWEST, LEVEL, t_of, welch
+from evoalign.statistics import FEWEST, LEVEL, Estimate, t_of, welch
 
 NEARLY_ALL = 0.8
 """Of the seeds of the larger group, the share that both have to have, and at least three, to be compared as pairs. A
@@ -55,6 +55,8 @@ class Pair:
     p_adjusted: float | None = None
     p_smallest: float | None = None
     p_values: Mapping[str, float] = field(default_factory=dict[str, float])
+    over_questions: Estimate | None = None
+    """The difference with its interval for new runs and new questions, where answers to each question are known."""
 
 
 def compare(a: str, values_a: Mapping[int, float], b: str, values_b: Mapping[int, float]) -> Pair:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from evoalign.analysis.compare.comparison import Comparison, Group, Match, flops_of
 from evoalign.analysis.compare.runs import Run
+from evoalign.analysis.compare.sensitivity import SHARES
 from evoalign.analysis.compare.statistics import Pair
 from evoalign.analysis.compare.words import END, counted, duration, seeds, where
 from evoalign.statistics import Estimate, mean
@@ -38,6 +39,7 @@ def standing_grid(comparison: Comparison, match: Match) -> Grid:
         ("runs", [str(len(s.taken)) for s in match.standings]),
         (f"{measure} [95 %, over runs]", [_interval(s.estimate) for s in match.standings]),
         (f"interquartile mean of {measure} [95 %]", [_sure(s.middle) for s in match.standings]),
+        ("[95 %, over runs and questions]", [_ends(s.over_questions) for s in match.standings]),
         ("budget used", [f"{s.share:.0%}" if s.taken else "-" for s in match.standings]),
     ]
     shown = [(name, cells) for name, cells in columns if set(cells) != {"-"} or name == "budget used"]
@@ -55,8 +57,29 @@ def pair_grids(match: Match) -> list[Grid]:
     """One row a pair of groups: difference, effect size and tests; no table where there is no pair."""
     if not match.pairs:
         return []
-    header = ("pair", "n", "difference [95 %]", "effect size [95 %]", "deciding test", "p", "p, Holm", "other tests")
-    return [Grid(f"{where(match)}: tests", header, tuple(_pair_row(pair) for pair in match.pairs))]
+    header = ("pair", "n", "difference [95 %]", "[95 %, over runs and questions]", "effect size [95 %]",
+              "deciding test", "p", "p, Holm", "other tests")  # fmt: skip
+    rows = [_pair_row(pair) for pair in match.pairs]
+    shown = [i for i in range(len(header)) if i != 3 or any(row[i] != "-" for row in rows)]
+    cut = [tuple(row[i] for i in shown) for row in (header, *rows)]
+    return [Grid(f"{where(match)}: tests", cut[0], tuple(cut[1:])), *_sensitivity_grids(match)]
+
+
+def _sensitivity_grids(match: Match) -> list[Grid]:
+    """One row a pair that is decided on: its difference at parts of the budget, and without each of the runs."""
+    if not match.sensitivity:
+        return []
+    header = ("difference [95 %]", *(f"at {share:.0%} of the budget" for share in SHARES), "without one run")
+    rows = [
+        (f"{s.a} - {s.b}", *(_interval(found) for _, found in s.at),
+         "-" if s.without_one is None else "{:.4g} to {:.4g}".format(*s.without_one))
+        for s in match.sensitivity
+    ]  # fmt: skip
+    return [Grid(f"{where(match)}: on what it hangs", header, tuple(rows))]
+
+
+def _ends(found: Estimate | None) -> str:
+    return "-" if found is None or found.low is None or found.high is None else f"[{found.low:.4g}, {found.high:.4g}]"
 
 
 def _pair_row(pair: Pair) -> tuple[str, ...]:
@@ -65,6 +88,7 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
         f"{pair.a} - {pair.b}",
         seeds(pair),
         _between(pair.difference, pair.low, pair.high),
+        _ends(pair.over_questions),
         _between(pair.effect, pair.effect_low, pair.effect_high),
         pair.test or "none",
         "-" if pair.p is None else f"{pair.p:.3g}",

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from evoalign.analysis.compare.comparison import Comparison, Group, Match, amount
+from evoalign.analysis.compare.plan import Plan
 from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.words import summary
 from evoalign.statistics import mean
@@ -19,6 +20,7 @@ def as_tree(comparison: Comparison) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "measure": comparison.measure,
+        "plan": _plan_tree(comparison.plan),
         "summary": summary(comparison),
         "notes": list(comparison.notes),
         "left_out": [{"path": str(path), "why": why} for path, why in comparison.left_out],
@@ -26,6 +28,10 @@ def as_tree(comparison: Comparison) -> dict[str, Any]:
         "matches": [_match_tree(match) for match in comparison.matches],
         "end": _match_tree(comparison.end),
     }
+
+
+def _plan_tree(plan: Plan | None) -> dict[str, Any] | None:
+    return None if plan is None else {"sha256": plan.sha256, **plan.settings.model_dump(mode="json")}
 
 
 def _group_tree(comparison: Comparison, group: Group) -> dict[str, Any]:
@@ -67,11 +73,13 @@ def _match_tree(match: Match) -> dict[str, Any]:
     return {
         "by": match.by,
         "limit": match.limit,
+        "planned": match.plan is not None,
         "notes": list(match.notes),
         "groups": [
             {
                 "label": s.group.label,
                 "estimate": asdict(s.estimate) if s.estimate else None,
+                "over_questions": asdict(s.over_questions) if s.over_questions else None,
                 "interquartile_mean": asdict(s.middle) if s.middle else None,
                 "runs": [
                     {
@@ -88,4 +96,5 @@ def _match_tree(match: Match) -> dict[str, Any]:
             for s in match.standings
         ],
         "pairs": [{**asdict(pair), "p_values": dict(pair.p_values)} for pair in match.pairs],
+        "sensitivity": [asdict(found) for found in match.sensitivity],
     }

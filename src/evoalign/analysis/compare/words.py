@@ -27,6 +27,9 @@ def summary(comparison: Comparison) -> list[str]:
     lines: list[str] = []
     leaders: dict[str, str] = {}
     for match in (*comparison.matches, comparison.end):
+        if match.plan is not None:
+            lines += [f"{where(match)}: {line}" for line in _as_planned(match, comparison.measure)]
+            continue
         ranked = sorted((s for s in match.standings if s.estimate), key=lambda s: -_mean(s.estimate))
         if len(ranked) < 2:
             lines.append(f"{where(match)}: fewer than two groups can be compared.")
@@ -42,11 +45,9 @@ def summary(comparison: Comparison) -> list[str]:
     return lines
 
 
-def sentence(pair: Pair, measure: str, tests: int = 1) -> str:
+def sentence(pair: Pair, measure: str, tests: int = 1, level: float = LEVEL) -> str:
     """What the test of one pair allows to say, with n and p. `tests` is how many Holm's correction is over."""
-    gap = f"{pair.difference:+.4g} in {measure}"
-    if pair.low is not None and pair.high is not None:
-        gap += f" (95 % t interval {pair.low:.4g} to {pair.high:.4g})"
+    gap = f"{pair.difference:+.4g} in {measure}{_intervals(pair)}"
     unsure = f"whether {pair.a} is above {pair.b} cannot be determined: {gap}, n = {seeds(pair)}"
     if pair.p is None or pair.p_adjusted is None:
         few = min(pair.n_a, pair.n_b) < 2
@@ -54,13 +55,26 @@ def sentence(pair: Pair, measure: str, tests: int = 1) -> str:
     p = f"{pair.test} p = {pair.p:.3g}" + (
         f" ({pair.p_adjusted:.3g} after Holm over {tests} pairs)" if tests > 1 else ""
     )
-    if pair.p_adjusted < LEVEL:
-        return f"{pair.a} is above {pair.b}: {gap}, n = {seeds(pair)}, {p}."
+    if pair.p_adjusted < level:
+        over = pair.over_questions
+        unsure = over is not None and over.low is not None and over.low <= 0
+        alone = " On these questions: whether it is on others cannot be determined." if unsure else ""
+        return f"{pair.a} is above {pair.b}: {gap}, n = {seeds(pair)}, {p}.{alone}"
     floor = pair.p_smallest
-    if floor is None or floor * tests < LEVEL:
+    if floor is None or floor * tests < level:
         return f"{unsure}, {p}."
     times = f" ({min(1.0, floor * tests):.3g} for the best of {tests} pairs)" if tests > 1 else ""
     return f"{unsure}, {p}; {pair.n_a} seeds can give no p below {floor:.3g}{times}, so no claim is possible."
+
+
+def _intervals(pair: Pair) -> str:
+    said: list[str] = []
+    if pair.low is not None and pair.high is not None:
+        said.append(f"95 % t interval {pair.low:.4g} to {pair.high:.4g}")
+    over = pair.over_questions
+    if over is not None and over.low is not None and over.high is not None:
+        said.append(f"over {over.items} questions, too, {over.low:.4g} to {over.high:.4g}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _with_leader(leader: str, match: Match, measure: str) -> list[str]:
@@ -75,6 +89,16 @@ def _with_leader(leader: str, match: Match, measure: str) -> list[str]:
     known = [sentence(pair, measure, tests) for pair in sure]
     return [*known, f"{leader} has the highest mean, and whether it is above these cannot be determined: {others}. "
             f"The p are after Holm over {tests} pairs."]  # fmt: skip
+
+
+def _as_planned(match: Match, measure: str) -> list[str]:
+    """A sentence for each pair of the plan, whoever is ahead; none for others."""
+    assert match.plan is not None
+    plan = match.plan.settings
+    pairs = [pair for pair in match.pairs if plan.is_primary(pair.a, pair.b)]
+    lines = [sentence(pair, measure, len([p for p in pairs if p.p is not None]), match.level) for pair in pairs]
+    missing = [pair for pair in plan.primary if not any(set(pair) == {p.a, p.b} for p in pairs)]
+    return lines + [f"{a} and {b} cannot be compared: one has no run within the budget." for a, b in missing]
 
 
 def _p(value: float | None) -> str:
@@ -98,7 +122,8 @@ def where(match: Match) -> str:
     """At which budget."""
     if match.by is None:
         return f"At {END}"
-    return f"At equal {TITLES[match.by]} ({_quantity(match.by, match.limit)})"
+    planned = ", as planned" if match.plan else ""
+    return f"At equal {TITLES[match.by]} ({_quantity(match.by, match.limit)}{planned})"
 
 
 def _quantity(by: Matching, value: float | None) -> str:
