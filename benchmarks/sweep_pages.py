@@ -205,6 +205,10 @@ def page(tree: Mapping[str, Any]) -> str:
         "after Holm's correction over the cells of the sweep. The best cell is the luckiest too: its mean is a little "
         "high.",
         "",
+        "**These rows are old.** The best of each sweep is chosen on the test split itself, so its mean is optimistic. "
+        "They have a mean for each run and not what each question earned: what is said holds for these questions. "
+        "There is no placebo, so nothing here separates learning from drift.",
+        "",
     ]
     for name, cells in tree["sweeps"].items():
         sweep = SWEEPS[name]
