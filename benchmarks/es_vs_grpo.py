@@ -10,7 +10,7 @@
 about the same wall seconds on one core. `refine` tries two further learning rates of each around the best cell: beyond
 it where it was the first or last tried, else between it and its neighbours. `final` trains the settings that did best,
 evaluated on the test split. `page` writes docs/results/TASK.md from the runs, or, without --from, again from
-benchmarks/results/es_vs_grpo/. Stopped on the way (`--limit`), the same command goes on.
+benchmarks/results/es_vs_grpo/, by the present statistics. Stopped on the way (`--limit`), the same command goes on.
 """
 
 from __future__ import annotations
@@ -312,7 +312,10 @@ def page(arguments: argparse.Namespace) -> None:
     file = arguments.results / f"{arguments.task}.json"
     if arguments.source is not None:
         tree = study_page.collect(arguments.source / arguments.task, arguments.task, arguments.docs / "figures")
-        file.write_text(json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+        tree = study_page.renewed(tree)  # by the numbers that are kept, so that they give the same page again
+    else:
+        tree = study_page.renewed(json.loads(file.read_text(encoding="utf-8")))
+    file.write_text(json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
     tree = json.loads(file.read_text(encoding="utf-8"))
     (arguments.docs / f"{arguments.task}.md").write_text(study_page.page(tree), encoding="utf-8")
     (arguments.docs / "data").mkdir(exist_ok=True)

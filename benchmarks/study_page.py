@@ -86,6 +86,80 @@ def collect(folder: Path, task: str, figures: Path) -> dict[str, Any]:
     return rounded(tree)
 
 
+KL_DRAWS = {"countdown": 32, "conciseness": 8}
+"""Completions that the divergence of each collected run is over: `checks.kl_prompts`, or all eight test questions."""
+
+
+def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The same runs by the present statistics: means, intervals and tests from the numbers of each seed.
+
+    Rows have no answers to single questions, so that intervals over these, too, stay as they were collected.
+    """
+    measures = {
+        measure: {
+            "matches": [_renewed_match(match, measure) for match in found["matches"]],
+            "end": _renewed_end(tree, found["end"]),
+        }
+        for measure, found in tree["measures"].items()
+    }
+    return rounded({**tree, "measures": measures})
+
+
+def _renewed_match(match: Mapping[str, Any], measure: str) -> dict[str, Any]:
+    from evoalign.analysis.compare.statistics import adjust, compare
+    from evoalign.statistics import interquartile_mean, mean
+
+    values = {group["label"]: {run["seed"]: run["measures"][measure] for run in group["runs"]}
+              for group in match["groups"] if group["runs"]}  # fmt: skip
+    groups = [
+        {
+            **group,
+            "estimate": asdict(mean(list(values[group["label"]].values()))) if group["runs"] else None,
+            "interquartile_mean": asdict(interquartile_mean(list(values[group["label"]].values())))
+            if group["runs"]
+            else None,
+        }
+        for group in match["groups"]
+    ]
+    labels = list(values)
+    found = adjust([compare(a, values[a], b, values[b]) for i, a in enumerate(labels) for b in labels[i + 1 :]])
+    before = {(pair["a"], pair["b"]): pair.get("over_questions") for pair in match["pairs"]}
+    pairs = [{**asdict(pair), "over_questions": before.get((pair.a, pair.b))} for pair in found]
+    return {**match, "groups": groups, "pairs": pairs}
+
+
+def _renewed_end(tree: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
+    from evoalign.statistics import mean
+
+    runs = [[run for run in tree["runs"][label] if run["finished"]] for label in end["header"][1:]]
+    rows: list[Sequence[str]] = []
+    for name, *cells in end["rows"]:
+        measure, interval, _ = name.partition(" [95 %]")
+        if name == A_COMPLETION:
+            continue
+        if interval:
+            cells = [_cell(mean([run["after"][measure] for run in of])) for of in runs]
+        rows.append([name, *cells])
+        if name == A_TOKEN:
+            rows.append([A_COMPLETION, *(_nats(of, KL_DRAWS[tree["task"]]) for of in runs)])
+    return {**end, "rows": rows}
+
+
+A_TOKEN = "KL from the base model, exact (nats a token)"
+A_COMPLETION = "KL from the base model, exact (nats a completion)"
+
+
+def _nats(runs: Sequence[Mapping[str, Any]], draws: int) -> str:
+    """Of rows that do not say it: nats a token times the tokens of a completion."""
+    known = [run["divergence"] for run in runs if run["divergence"]]
+    nats = [d["completion"] if d.get("completion") is not None else d["exact"] * d["tokens"] / draws for d in known]
+    return f"{sum(nats) / len(nats):.4g}" if nats else "-"
+
+
+def _cell(found: Any) -> str:
+    return f"{found.mean:.4g}" + ("" if found.low is None else f" [{found.low:.4g}, {found.high:.4g}]")
+
+
 def _without(folder: Path, note: str) -> str:
     """Without where the runs lay."""
     return note.replace(f"{folder}/", "")
@@ -484,6 +558,9 @@ FAIRNESS = [
     "temperature, the completions of a step and the clip were not searched, and neither was the population of ES.",
     "The grid of learning rates is wider for GRPO than for ES, of as many points.",
     "Tests are corrected within one table, not over all tables of this page.",
+    "Intervals and tests are over seeds alone, on these test questions: nothing is said of other questions. t "
+    "intervals of shares may end below 0 or above 1.",
+    "Budgets were set by the outcome: each is what the run that took the least of it took. No plan was written before.",
 ]
 LIMITS = {
     "countdown": [
@@ -563,10 +640,12 @@ def _csv(rows: Sequence[Row]) -> str:
 
 def _mean_row(measure: str, match: Mapping[str, Any], group: Mapping[str, Any]) -> Row:
     found = group["estimate"] or {"mean": None, "low": None, "high": None}
+    middle = group.get("interquartile_mean") or {"mean": None, "low": None, "high": None}
     used = [run["share"] for run in group["runs"] if run["share"] is not None]
     return {
         "measure": measure, "matched": match["by"] or "nothing", "budget": match["limit"], "method": group["label"],
         "seeds": len(group["runs"]), "mean": found["mean"], "low": found["low"], "high": found["high"],
+        "interquartile_mean": middle["mean"], "iqm_low": middle["low"], "iqm_high": middle["high"],
         "budget_used": round(sum(used) / len(used), 4) if used else None,
     }  # fmt: skip
 

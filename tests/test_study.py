@@ -93,6 +93,13 @@ def test_final_runs_have_the_chosen_settings_and_the_real_test_split(study: Path
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("task", ["countdown", "conciseness"])
+def test_the_committed_numbers_are_by_the_present_statistics(task: str) -> None:
+    tree = json.loads((ROOT / f"benchmarks/results/es_vs_grpo/{task}.json").read_text())
+    assert study_page.renewed(tree) == tree
+
+
+@pytest.mark.long
 def test_page_from_the_runs_and_again_from_the_numbers(study: Path, tmp_path: Path) -> None:
     where = ("--task", "conciseness", "--docs", str(tmp_path / "docs"), "--results", str(tmp_path / "results"))
     call("page", *where, "--from", str(study))
@@ -147,7 +154,8 @@ def test_validation_rows_are_new_and_the_same_each_time(task: str, count: int, t
     assert first.read_bytes() == second.read_bytes()
     rows = json.loads(first.read_text())
     key = {"countdown": es_vs_grpo._problem, "conciseness": lambda row: row["prompt"]}[task]
-    files = list((ROOT / "data" / "tasks" / task).glob("*.json"))
+    files = list((ROOT / "data" / "tasks" / task).glob(f"{task}*.json"))  # what configs/comparison trains and tests on
+    assert files
     shipped = {key(row) for file in files for row in json.loads(file.read_text())}
     found = {key(row) for row in rows}
     assert len(found) == count and not found & shipped

@@ -129,6 +129,17 @@ def test_a_wrong_plan_says_what_is_wrong(runs: Path, tmp_path: Path, changes: di
         compare(runs, plan=plan(tmp_path, **changes))
 
 
+SHIPPED = sorted((Path(__file__).parents[3] / "configs/comparison/plans").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_plans_are_plans(path: Path) -> None:
+    """Their groups are those that the study makes, and each pair is decided with the seeds that it has."""
+    found = read_plan(path).settings
+    assert {pattern.split("/")[2] for pattern in found.groups.values()} == {"lora", "lowrank", "full", "grpo"}
+    assert 2 / 2**12 * len(found.primary) < found.alpha
+
+
 def test_a_plan_that_is_none_is_one_line(tmp_path: Path) -> None:
     for text in ("[1, 2]", "match: [", "\xff"):
         (tmp_path / "plan.yaml").write_text(text, encoding="latin-1")
