@@ -175,6 +175,8 @@ def _of(
     if (n if fewest is None else fewest) < FEWEST:
         return Estimate(centre, n, why=_few(n if fewest is None else fewest))
     width = half()
+    if not np.isfinite(width):
+        return Estimate(centre, n, why="too large for an interval")
     if _is_flat(width, centre if of is None else of):
         return Estimate(centre, n, why="all alike: no interval")
     return Estimate(centre, n, centre - width, centre + width)

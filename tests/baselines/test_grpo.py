@@ -279,7 +279,8 @@ def test_trl_is_asked_with_our_tokens_and_answers_as_our_engine(tmp_path: Path) 
 
 
 def _length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    return [-float(len(c[0]["content"])) for c in completions]
+    """Of messages, and of texts: the validation questions are of these."""
+    return [-float(len(c[0]["content"] if isinstance(c, list) else c)) for c in completions]
 
 
 @pytest.mark.slow
@@ -542,7 +543,7 @@ def test_a_signal_stops_it_after_a_whole_step(straight: Path, tmp_path: Path) ->
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         if len(completions) == 8 and (tmp_path / "run" / "metrics.jsonl").is_file():
             os.kill(os.getpid(), signal.SIGTERM)
-        return [-float(len(c[0]["content"])) for c in completions]
+        return _length(prompts, completions)
 
     tree = config(
         tmp_path / "run", grader={"isolated": False}, task={"name": "custom", "train_data": str(_prompts(tmp_path))}

@@ -36,6 +36,15 @@ def said(texts: list[str]) -> list[Scored]:
     return [Scored(i, 0, 0, "", None, text, 0.0, "stop", 1) for i, text in enumerate(texts)]
 
 
+def test_each_example_is_looked_at_before_one_of_them_again(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight questions of 20 samples lie one question after another: the first completions would be of two of them."""
+    drawn = [Scored(e, 0, k, "", None, f"It is {e}{k}.", 0.0, "stop", 1) for e in range(8) for k in range(20)]
+    monkeypatch.setattr(fluency, "MOST", 16)
+    found = fluency.measure(Reference.of(parts), parts.tokens, parts.task, parts.data.test, drawn, drawn)
+    looked = [(s.example, s.sample) for s, nats in zip(drawn, found.each, strict=True) if nats is not None]
+    assert looked == [(e, k) for e in range(8) for k in range(2)]
+
+
 def test_nats_a_token_are_those_of_plain_transformers(parts: Parts) -> None:
     texts = ["It is Paris.", "", "x", "zq 7 7 zq"]
     model, tokenizer = (

@@ -216,8 +216,13 @@ class Reference:
         found: list[torch.Tensor] = []
         for sample in samples:
             ids_T = torch.tensor(sample.token_ids, device=self.device)[:, None]
-            logp_TV = self._logits(self.model, sample, self.device).double().log_softmax(-1)
-            found.append(-logp_TV.gather(1, ids_T)[:, 0].cpu())
+            logits_TV = self._logits(self.model, sample, self.device)
+            tokens = max(1, CHUNK_BYTES // (8 * logits_TV.shape[1]))
+            parts = [
+                -logits_TV[i : i + tokens].double().log_softmax(-1).gather(1, ids_T[i : i + tokens])[:, 0].cpu()
+                for i in range(0, len(ids_T), tokens)
+            ]
+            found.append(torch.cat(parts))
         return found
 
     def _groups(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:

@@ -22,7 +22,7 @@ from evoalign.tokens import Tokens
 from evoalign.types import Example
 
 MOST = 32
-"""Completions of each side that are looked at, the first ones."""
+"""Completions of each side that are looked at: one of each example first, then the next of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Fluency:
     of each: how an answer begins is what training is to change, and a right answer of one word is unlikely at first.
 
     None where there is no such token: an empty completion is not fluent, and counts as empty elsewhere. `each`: of the
-    completions after training that were looked at, in their order.
+    completions after training, in their order; None of those that were not looked at, too.
     """
 
     before: float | None
@@ -59,16 +59,25 @@ def measure(
     before: Sequence[Scored],
     after: Sequence[Scored],
 ) -> Fluency:
-    """Of the first `MOST` completions of each side. Raises ModelError where the second copy of the model does not fit.
+    """Of `MOST` completions of each side. Raises ModelError where the second copy of the model does not fit.
 
     The texts are encoded again, without the stop token: a tokenizer may cut them otherwise than they were drawn.
     """
     try:
-        first, then = (_nats(reference, tokens, task, examples, side[:MOST]) for side in (before, after))
+        first, then = (
+            _nats(reference, tokens, task, examples, [side[i] for i in _places(side)]) for side in (before, after)
+        )
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ModelError(f"the base model does not fit the memory of {reference.device} once more") from error
-    each = tuple(float(nats.mean()) if len(nats) else None for nats in then)
-    return Fluency(_mean(first), _mean(then), sum(map(len, first)), sum(map(len, then)), each)
+    each: list[float | None] = [None] * len(after)
+    for i, nats in zip(_places(after), then, strict=True):
+        each[i] = float(nats.mean()) if len(nats) else None
+    return Fluency(_mean(first), _mean(then), sum(map(len, first)), sum(map(len, then)), tuple(each))
+
+
+def _places(side: Sequence[Scored]) -> list[int]:
+    """An evaluation has all that was drawn for an example in a row: the first ones would be of the first examples."""
+    return sorted(range(len(side)), key=lambda i: (side[i].seed, side[i].sample, side[i].example))[:MOST]
 
 
 def _nats(

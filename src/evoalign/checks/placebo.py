@@ -18,7 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from evoalign import statistics
 from evoalign.errors import DataError
-from evoalign.statistics import Estimate
+from evoalign.statistics import LEVEL, Estimate
+
+ENOUGH = 20
+"""Placebos of the standard set. The least p of fewer than 19 is above 0.05."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +172,11 @@ def beyond_drift(split: Split) -> str:
     reach = f"{split.reached} of {len(split.placebos)} reach the run"
     least = " (the least that so many can give)" if not split.reached else ""
     line = f"beyond drift: {_bounds(split.signal)} above the mean placebo; {reach}, one-sided p {split.p:.2g}{least}"
-    if split.signal.low is not None and not is_sure(split.signal):
+    # The interval is about the mean placebo; a run without signal is a placebo more, and as far from it as any.
+    if split.reached or split.signal.mean <= 0:
         return f"{line}; not shown to be more than drift"
+    if split.p > LEVEL:
+        return f"{line}; {ENOUGH} placebos can show that it is more than drift: evoalign placebo RUN"
     return line
 
 

@@ -182,7 +182,10 @@ def recommend(
         f"break the model; {gain:.2g} a generation ({gain - half:+.2g} to {gain + half:+.2g}, 95 % or more, of {tried} "
         f"widths); {best.changed_share:.0%} of the completions change"
     )
-    return Advice(best.width, rate, (gain - half, gain + half), reason, tuple(_warnings(best, rungs, base)))
+    warnings = _warnings(best, rungs, base)
+    if gain - half <= 0:
+        warnings.append("its interval contains 0: how much it gains is not known; more members (--members) tell")
+    return Advice(best.width, rate, (gain - half, gain + half), reason, tuple(warnings))
 
 
 def _tells(rung: Rung, base: Base) -> bool:

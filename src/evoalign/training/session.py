@@ -306,14 +306,15 @@ class Session:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
+        mean["alarms"] = judge(before.completions, after.completions).as_dict()
+        write_results(self.run, self.config.evaluation, mean, before, after)  # before what may be stopped, or not fit
+        sealing.seal(self.run.path)
         verdict = judge(before.completions, after.completions, self._fluency(before, after))
         mean["alarms"] = verdict.as_dict()
-        write_results(self.run, self.config.evaluation, mean, before, after)  # before placebos, which may be stopped
-        sealing.seal(self.run.path)
         placebos = self._beside("placebos", lambda: self.algorithm.placebos(self, before, after))
         sealing.unseal(self.run.path)
-        told = (self.recorder.console, self.tell, placebos)
-        conclude(self.run, self.config.evaluation, mean, before, after, verdict, *told)
+        recorder, settings = self.recorder, self.config.evaluation
+        conclude(self.run, settings, mean, before, after, verdict, recorder.console, self.tell, placebos)
         sealing.seal(self.run.path)
         for line in self.algorithm.summary(verdict.word):
             self.tell(line)
@@ -324,14 +325,13 @@ class Session:
 
     def _moved(self) -> dict[str, Any]:
         """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
-        kl = self.run.rows[-1]["divergence"] if self.run.rows else None
+        kl, moved = self.run.rows[-1]["divergence"] if self.run.rows else None, None
         if kl is None and self.config.checks.kl_every:
             kl = dataclasses.asdict(self.algorithm.divergence())
         try:
             moved = dataclasses.asdict(self.algorithm.distance())
         except EvoalignError as error:
             self.tell(f"distance from the base model: unknown; {error}")
-            moved = None
         return {"divergence": kl, "distance": moved}
 
     def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:
@@ -347,7 +347,7 @@ class Session:
             raise
         except StoppedError:
             why = "stopped"
-        except (EvoalignError, OSError, RuntimeError) as error:  # the last of a device that is out of memory, or lost
+        except Exception as error:  # of a model, a device or a task: the results are written, and stay
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         line = f"warning: {what} were not measured ({why}); the run is whole without them"
         self.tell(f"{line}; to measure them, {how_to_resume(self)}")

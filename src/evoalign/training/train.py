@@ -256,7 +256,10 @@ class _EvolutionStrategies:
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         parts, said = self.parts, (before.completions, after.completions)
-        return fluency.measure(self._reference, parts.tokens, parts.task, parts.data.test, *said)
+        try:
+            return fluency.measure(self._reference, parts.tokens, parts.task, parts.data.test, *said)
+        finally:
+            self._reference.close()  # its memory is free for placebos
 
     def distance(self) -> Distance:
         return distance_of_mean(self.parts)
