@@ -254,9 +254,8 @@ def _made_with(paths: Sequence[Path]) -> dict[str, Any]:
 
 OLD = (
     "**These rows are old.** They have a mean for each run and not what each question earned, so that intervals and "
-    "tests are over seeds alone and hold for these questions. Intervals of means are bootstraps over seeds, which hold "
-    "91 to 93 of 100 times with twelve. There is no placebo, so nothing here separates learning from drift. A matched "
-    "budget is the least that all runs reached."
+    "tests are over seeds alone and hold for these questions. There is no placebo, so nothing here separates learning "
+    "from drift. A matched budget is the least that all runs reached."
 )
 """Of runs made before results of single questions, placebos and plans."""
 

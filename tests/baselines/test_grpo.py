@@ -251,7 +251,7 @@ def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_
     path = evoalign.grpo(tree, console=Console(file=told, width=300)).path
     found = json.loads((path / "results/evaluation.json").read_text())
     tokens_ = found["divergence"].pop("tokens")
-    assert found["divergence"] == {"k1": 0, "k2": 0, "k3": 0, "exact": 0} and tokens_ > 8
+    assert [found["divergence"][name] for name in ("k1", "k2", "k3", "exact")] == [0] * 4 and tokens_ > 8
     before, after = (parquet.read(path / f"results/completions/{which}.parquet") for which in ("before", "after"))
     assert before == after
     assert "KL of the start from the base model: 0 nats a token" in told.getvalue()
@@ -385,7 +385,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
     file = tmp_path / "prompts.jsonl"
     task = {
-        "name": "custom", "train_data": str(file), "test_data": str(file),
+        "name": "custom", "train_data": str(file), "test_data": str(file), "validation_data": str(file),
         "rewards": [f"{tmp_path}/reward.py:shortness", f"{tmp_path}/reward.py:digits"], "reward_weights": [1.0, 0.5],
     }  # fmt: skip
     grpo = {"max_steps": 8, "num_generations": 4, "per_device_train_batch_size": 128, "temperature": 1.5}
@@ -412,7 +412,7 @@ def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -
     run(tmp_path / "run", grpo={"rollouts": rollouts, "max_steps": 2}, **more)
     run(tmp_path / "run", resume=True, grpo={"rollouts": rollouts, "max_steps": 4}, **more)
     # The shorter run's last step was not evaluated as one on the way.
-    assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation",))
+    assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation", "validation"))
 
 
 @pytest.mark.slow
@@ -536,7 +536,7 @@ def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, stra
     evoalign.grpo(config(tmp_path / "run"), resume=True, console=Console(file=told, width=300))
     assert "checkpoint-2 was not checked: an earlier release saved it" in told.getvalue()
     assert marker != (tmp_path / "run/trainer/checkpoint-4/whole.json").read_text()
-    assert_equal(tmp_path / "run", straight, but=("evaluation",))
+    assert_equal(tmp_path / "run", straight, but=("evaluation", "validation"))
 
 
 def test_a_signal_stops_it_after_a_whole_step(straight: Path, tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ def test_two_processes_share_a_step_and_go_on_to_the_same_bits(rollouts: str, st
     launched(tmp_path / "straight", grpo={**grpo, "max_steps": 3})
     launched(tmp_path / "run", grpo={**grpo, "max_steps": 2})
     launched(tmp_path / "run", grpo={**grpo, "max_steps": 3})
-    assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation",))
+    assert_equal(tmp_path / "run", tmp_path / "straight", but=("evaluation", "validation"))
     for number, row in enumerate(rows(tmp_path / "straight")):
         spent, alone = row["budget"], rows(straight)[0]["budget"]
         assert spent["completions"] == 8

@@ -514,7 +514,8 @@ def real(tree, folder):
 @pytest.mark.slow
 def test_a_real_run_that_learns(tmp_path):
     warnings, rows, diagnosis = real(quickstart(), tmp_path)
-    assert warnings == []
+    # Noise alone makes answers shorter, and this reward asks for no more: of one that learns, that is all that is told.
+    assert all("noise alone earns this reward" in warning for warning in warnings)
     assert diagnosis.summary()[0].startswith("learning")
     assert all(row["noise_floor"] == 0 for row in rows)  # greedy, on the CPU
     assert 0 < rows[0]["distance"] < rows[-1]["distance"]

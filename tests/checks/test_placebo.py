@@ -55,8 +55,8 @@ def test_a_gain_is_split_by_hand() -> None:
 @pytest.mark.parametrize(
     ("placebos", "real", "said"),
     [([0.1 * k for k in range(20)], 1.85, "not shown to be more than drift"),
-     ([0.0] * 4 + [0.1], 0.9, "20 placebos can"), ([0.01 * k for k in range(20)], 0.9, "(the least that so many can give)"),
-     ([0.5, 0.6, 0.7], 0.1, "not shown")],
+     ([0.0] * 4 + [0.1], 0.9, "20 placebos can"),
+     ([0.01 * k for k in range(20)], 0.9, "(the least that so many can give)"), ([0.5, 0.6, 0.7], 0.1, "not shown")],
 )  # fmt: skip
 def test_one_more_placebo_is_not_called_more_than_drift(placebos: list[float], real: float, said: str) -> None:
     """An interval about the mean placebo leaves out most placebos, and with them a run that is no more than one."""
