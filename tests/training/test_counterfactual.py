@@ -68,6 +68,17 @@ def recorded(folder: Path, config: Config) -> Log:
     return journal.read(folder)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    return recorded(tmp_path_factory.mktemp("plain") / "journal.jsonl", config())
+
+
+@pytest.fixture(scope="module")
+def centred(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    found = config(shaping="centered", antithetic=True)
+    return recorded(tmp_path_factory.mktemp("centred") / "journal.jsonl", found)
+
+
 @contextmanager
 def follower(log: Log) -> Iterator[Follower]:
     with closing(serve(config_of(log))) as served:
@@ -192,9 +203,8 @@ def test_the_optimizer_begins_anew(optimizer: str, tmp_path: Path) -> None:
     assert hashes[1] == hashes[3] == evoalign.replay(log.path, counterfactual="shuffle", seed=1) != hashes[0]
 
 
-def test_the_runs_own_shaping_is_the_run(tmp_path: Path) -> None:
-    for own in ("zscore", "centered", "ranks"):
-        log = recorded(tmp_path / f"{own}.jsonl", config(shaping=own))
+def test_the_runs_own_shaping_is_the_run(plain: Log, centred: Log) -> None:
+    for log, own in ((plain, "zscore"), (centred, "centered")):
         for generation in log.generations:
             assert parse(f"shaping {own}", log).update(generation) == generation.update
 
@@ -217,12 +227,11 @@ def test_the_first_steps_of_all_members_are_the_first_step(tmp_path: Path) -> No
         assert np.allclose(sum(part[name] for part in parts), move, atol=1e-7) and np.abs(move).max() > 1e-3
 
 
-def test_half_is_of_whole_pairs_and_centred_where_the_run_was(tmp_path: Path) -> None:
+def test_half_is_of_whole_pairs_and_centred_where_the_run_was(centred: Log) -> None:
     pairs = population(10, antithetic=True)
     assert first_half(pairs) == [0, 1, 2, 3] and first_half(population(5)) == [0, 1]
-    log = recorded(tmp_path / "journal.jsonl", config(shaping="centered", antithetic=True))
-    for generation in log.generations:
-        update, c = parse("half", log).update(generation), generation.update.coefficients[:2]
+    for generation in centred.generations:
+        update, c = parse("half", centred).update(generation), generation.update.coefficients[:2]
         assert update.members == generation.update.members[:2]
         assert update.coefficients == pytest.approx([(c[0] - c[1]) / 2, (c[1] - c[0]) / 2])
 
@@ -238,10 +247,9 @@ def test_half_is_of_whole_pairs_and_centred_where_the_run_was(tmp_path: Path) ->
         ("shuffle", -1, "a whole number from 0"), ("shuffle", 2**63, "a whole number from 0"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(text: str, seed: int, message: str, tmp_path: Path) -> None:
-    log = recorded(tmp_path / "journal.jsonl", config())
+def test_what_cannot_be_is_refused(text: str, seed: int, message: str, plain: Log) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(text, log, seed)
+        parse(text, plain, seed)
 
 
 def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
@@ -294,13 +302,12 @@ def test_a_saved_counterfactual_says_what_it_is(space: str, tmp_path: Path) -> N
         evoalign.replay(log.path, counterfactual="flip", to=to)
 
 
-def test_a_runs_own_mean_is_saved_as_before(tmp_path: Path) -> None:
+def test_a_runs_own_mean_is_saved_as_before(plain: Log, tmp_path: Path) -> None:
     """Neither the record nor the folder has a word more."""
-    log = recorded(tmp_path / "journal.jsonl", config())
-    evoalign.replay(log.path, to=tmp_path / "mean")
+    evoalign.replay(plain.path, to=tmp_path / "mean")
     assert "counterfactual" not in json.loads((tmp_path / "mean/evoalign.json").read_text())
     assert not (tmp_path / "mean/README.md").exists()
-    saving.checked(tmp_path / "mean", log)
+    saving.checked(tmp_path / "mean", plain)
 
 
 # --- drift ----------------------------------------------------------------------------------------------------------
@@ -345,12 +352,10 @@ def test_the_formula_is_the_mean_over_all_permutations(antithetic: bool) -> None
     assert expected_distance([update, still], layout, config().es) == pytest.approx(want, rel=1e-12)
 
 
-def test_the_formula_is_that_of_a_random_walk(tmp_path: Path) -> None:
+def test_the_formula_is_that_of_a_random_walk(plain: Log) -> None:
     """alpha sqrt(d T / N) where rms(c) is 1, for members of their own noise; none with Adam."""
-    log = recorded(tmp_path / "journal.jsonl", config())
-    with follower(log) as found:
-        numbers = found.served.layout.parameters
-        assert found.expected_distance() == pytest.approx(0.03 * math.sqrt(numbers * GENERATIONS / 6), rel=1e-6)
-    log = recorded(tmp_path / "adam.jsonl", config(optimizer="adam"))
-    with follower(log) as found:
-        assert found.expected_distance() is None
+    with follower(plain) as found:
+        layout, updates = found.served.layout, [g.update for g in plain.generations]
+        walk = 0.03 * math.sqrt(layout.parameters * GENERATIONS / 6)
+        assert found.expected_distance() == pytest.approx(walk, rel=1e-6)
+    assert expected_distance(updates, layout, config(optimizer="adam").es) is None
