@@ -254,8 +254,9 @@ def _made_with(paths: Sequence[Path]) -> dict[str, Any]:
 
 OLD = (
     "**These rows are old.** They have a mean for each run and not what each question earned, so that intervals and "
-    "tests are over seeds alone and hold for these questions. There is no placebo, so nothing here separates learning "
-    "from drift. A matched budget is the least that all runs reached."
+    "tests are over seeds alone and hold for these questions. Intervals of means are t intervals over seeds; those of "
+    "shares may end below 0 or above 1. The KL is over one answer to each prompt. There is no placebo, so nothing here "
+    "separates learning from drift. A matched budget is the least that all runs reached, so that the outcome set it."
 )
 """Of runs made before results of single questions, placebos and plans."""
 
@@ -557,9 +558,6 @@ FAIRNESS = [
     "temperature, the completions of a step and the clip were not searched, and neither was the population of ES.",
     "The grid of learning rates is wider for GRPO than for ES, of as many points.",
     "Tests are corrected within one table, not over all tables of this page.",
-    "Intervals and tests are over seeds alone, on these test questions: nothing is said of other questions. t "
-    "intervals of shares may end below 0 or above 1.",
-    "Budgets were set by the outcome: each is what the run that took the least of it took. No plan was written before.",
 ]
 LIMITS = {
     "countdown": [
