@@ -13,11 +13,12 @@ from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, fault, lines
 START = Base(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
 
 
-def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0, truncated=0.0, drop=0.0, chance=0.001):
+def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0, truncated=0.0, drop=0.0, chance=0.001,
+         both=None):  # fmt: skip
     sure = None if gain is None else chance
     return Rung(width=width, changed_share=changed, spread=spread, drop=drop, drop_error=0.01, kept=kept,
                 broken_share=broken, truncated_share=truncated, gain=gain, gain_error=None if gain is None else 0.001,
-                chance=sure, least_gain=None if gain is None else 0.02, pairs=16)  # fmt: skip
+                chance=sure, least_gain=None if gain is None else 0.02, pairs=16, both_rise=both)  # fmt: skip
 
 
 def ladder(*gains, low=0.001, **settings):
@@ -40,6 +41,13 @@ def test_a_gain_that_chance_explains_is_none():
     assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008
 
 
+def test_on_few_prompts_one_test_alone_has_to_be_as_rare_as_both():
+    few = dataclasses.replace(START, examples=5)
+    assert recommend(ladder(0.01, chance=0.06), START).width == 0.002
+    assert recommend(ladder(0.01, chance=0.06), few).width is None
+    assert recommend(ladder(0.01, chance=0.05), few).width == 0.002
+
+
 def test_the_smallest_width_is_never_recommended():
     """It has none below it: its own gain would be its own witness."""
     assert recommend([rung(0.001, None, spread=0.9), *ladder(0.01, low=0.002)[1:]], START).width == 0.004
@@ -56,6 +64,10 @@ def test_the_smallest_width_is_never_recommended():
         ({"kept": 4.3, "drop": -2.07}, "wins by breaking"),
         ({"kept": 4.3, "drop": -0.02}, None),
         ({"kept": 1.4, "drop": -2.07}, None),
+        ({"kept": 1.4, "both": 9.0}, None),
+        ({"kept": None, "drop": -2.07, "both": 3.1}, "wins by breaking"),
+        ({"kept": None, "drop": -2.07, "both": 0.0}, None),
+        ({"kept": None, "drop": -2.07, "both": None}, None),
     ],
 )
 def test_widths_that_break_the_model(odd, word):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evoalign.preflight import gains
-from evoalign.preflight.gains import LEVEL, advantages, rise, worths
+from evoalign.preflight.gains import advantages, both_rise, level_of, rise, worths
 
 
 def test_a_worth_is_the_mean_product_on_different_prompts():
@@ -55,7 +55,7 @@ def test_the_least_worth_is_where_chance_ends():
     for seed in range(20):
         far = 0.3 * near + np.random.default_rng(seed).standard_normal((16, 3))
         (worth,) = worths([near, far])
-        assert (worth.value > worth.least) == (worth.chance <= LEVEL)
+        assert (worth.value > worth.least) == (worth.chance <= level_of(3))
 
 
 def test_what_is_linear_in_the_noise_is_no_chance():
@@ -70,6 +70,19 @@ def test_equal_scores_are_worth_nothing():
     (worth,) = worths([flat, flat])
     assert (worth.value, worth.error, worth.chance, worth.least) == (0.0, 0.0, 1.0, 0.0)
     assert worths([flat]) == []
+
+
+def test_of_a_start_that_cannot_fall_one_of_a_pair_rises_by_what_is_linear_and_both_by_breaking():
+    rng = np.random.default_rng(0)
+    slopes_KP, start_P = rng.normal(size=(16, 8)), np.zeros(8)
+    linear_MP = np.zeros((32, 8))
+    linear_MP[0::2], linear_MP[1::2] = slopes_KP.mean(1, keepdims=True), -slopes_KP.mean(1, keepdims=True)
+    assert both_rise(np.maximum(linear_MP, 0.0), start_P) == 0.0
+    assert both_rise(rng.uniform(0.2, 1.0, size=(32, 8)), start_P) > 3.0
+    assert both_rise(np.ones((32, 8)), start_P) == math.inf
+    lower_K = np.array([0.1, 0.3])
+    scores_MP = np.array([[0.1], [0.5], [0.9], [0.3]])
+    assert both_rise(scores_MP, np.zeros(1)) == pytest.approx(lower_K.mean() / (lower_K.std(ddof=1) / math.sqrt(2)))
 
 
 def test_what_is_linear_cancels_in_a_rise():
@@ -110,8 +123,8 @@ def test_of_rewards_that_nobody_can_learn_few_look_as_if(reward, monkeypatch):
     trials, found = 200, 0
     for seed in range(trials):
         ladder = [advantages(s, paired=True) for s in reward(np.random.default_rng([7, seed]))]
-        found += min(worth.chance for worth in worths(ladder)) <= LEVEL
-    assert found <= trials * LEVEL + 3 * math.sqrt(trials * LEVEL * (1 - LEVEL))
+        found += min(worth.chance for worth in worths(ladder)) <= gains.LEVEL
+    assert found <= trials * gains.LEVEL + 3 * math.sqrt(trials * gains.LEVEL * (1 - gains.LEVEL))
 
 
 def test_the_same_text_on_the_same_prompt_is_no_gain_elsewhere():

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.checks.rules import RISEN, SIGNAL_TO_NOISE
-from evoalign.preflight.gains import FEW_PROMPTS, LEVEL, quantile
+from evoalign.preflight.gains import FEW_PROMPTS, level_of, quantile
 from evoalign.report.tables import shorten, visible
 
 ETA = 0.5
@@ -43,9 +43,10 @@ class Rung:
 
     `changed_share` completions differ from the unperturbed model's; `spread` is the standard deviation of the members'
     fitness; `drop` how far their mean lies below the unperturbed model's, `drop_error` its standard error over pairs;
-    `kept` the share of that model's fitness, above the lowest seen, that they keep. `broken_share` completions are
-    degenerate (`checks.hacking`: empty, looping, gibberish and so on) or in another script, `truncated_share` end for
-    their length.
+    `kept` the share of that model's fitness, above the lowest seen, that they keep, None where it earns the lowest;
+    `both_rise` by how many standard errors the lower one of a pair is above it, None without pairs. `broken_share`
+    completions are degenerate (`checks.hacking`: empty, looping, gibberish and so on) or in another script,
+    `truncated_share` end for their length.
 
     `gain` is the fitness that one generation at eta 0.5 is expected to bring, on other prompts where six or more were
     asked; `gain_error` its standard error over pairs, and over prompts where there are six; `chance` the p-value of no
@@ -60,7 +61,7 @@ class Rung:
     spread: float
     drop: float
     drop_error: float
-    kept: float
+    kept: float | None
     broken_share: float
     truncated_share: float
     gain: float | None
@@ -68,13 +69,9 @@ class Rung:
     chance: float | None
     least_gain: float | None
     pairs: int
+    both_rise: float | None = None
     best_text: str = ""
     median_text: str = ""
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether chance is no explanation of the gain."""
-        return self.chance is not None and self.chance <= LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +141,18 @@ def fault(rung: Rung, base: Base) -> str | None:
         return "breaks texts"
     if rung.truncated_share - base.truncated_share > RISEN:
         return "cut off"
+    if rung.kept is None:
+        return "wins by breaking" if rung.both_rise is not None and rung.both_rise > SURE else None
     if rung.kept < KEPT:
         return "loses the reward"
     if rung.kept > MOST_KEPT and -rung.drop > SURE * rung.drop_error:
         return "wins by breaking"
     return None
+
+
+def is_sure(rung: Rung, base: Base) -> bool:
+    """Whether chance is no explanation of the gain."""
+    return rung.chance is not None and rung.chance <= level_of(base.examples)
 
 
 def recommend(
@@ -166,7 +170,7 @@ def recommend(
             "the unperturbed model earns the maximum already: there is nothing to learn; use harder data",
         )
     whole = [r for r in rungs if fault(r, base) is None]
-    usable = [(r, r.gain) for r in whole if r.gain is not None and r.gain > 0 and r.is_sure and _tells(r, base)]
+    usable = [(r, r.gain) for r in whole if r.gain is not None and r.gain > 0 and is_sure(r, base) and _tells(r, base)]
     if not usable:
         return _nothing(_why_not(rungs, whole, base))
     largest = max(gain for _, gain in usable)
@@ -226,7 +230,7 @@ def _too_small(rungs: Sequence[Rung], whole: Sequence[Rung], base: Base) -> str 
     low = rungs[0]
     return (
         f"the smallest width, {low.width:.4g}, already breaks the model ({fault(low, base)}: members keep "
-        f"{low.kept:.0%} of its fitness, {low.broken_share:.0%} of their completions are broken and "
+        f"{_share(low.kept)} of its fitness, {low.broken_share:.0%} of their completions are broken and "
         f"{low.truncated_share:.0%} cut off, {base.broken_share:.0%} and {base.truncated_share:.0%} of its own); try "
         "smaller ones with --sigmas"
     )
@@ -306,7 +310,7 @@ def table(result: ProbeResult) -> Table:
         gain = "-" if r.gain is None else f"{r.gain:+.3g} ± {r.gain_error or 0.0:.2g}"
         chance = "-" if r.chance is None else f"{r.chance:.2g}"
         shown.add_row(mark, f"{r.width:.4g}", f"{r.changed_share:.1%}", f"{r.broken_share:.1%}",
-                      f"{r.truncated_share:.1%}", f"{r.spread:.4g}", f"{r.drop:+.4g}", f"{r.kept:.0%}", gain, chance,
+                      f"{r.truncated_share:.1%}", f"{r.spread:.4g}", f"{r.drop:+.4g}", _share(r.kept), gain, chance,
                       _note(r, result, base))  # fmt: skip
     return shown
 
@@ -317,7 +321,7 @@ def _note(rung: Rung, result: ProbeResult, base: Base) -> str:
         return refused
     if rung.gain is None:
         return "for the next" if len(result.rungs) > 1 else ""
-    return "" if rung.is_sure else "chance"
+    return "" if is_sure(rung, base) else "chance"
 
 
 def texts(result: ProbeResult) -> Table:
@@ -329,6 +333,10 @@ def texts(result: ProbeResult) -> Table:
         shown.add_row(f"{r.width:.4g}", "best", _one_line(r.best_text))
         shown.add_row("", "median", _one_line(r.median_text))
     return shown
+
+
+def _share(kept: float | None) -> str:
+    return "-" if kept is None else f"{kept:.0%}"
 
 
 def _one_line(text: str) -> Text:

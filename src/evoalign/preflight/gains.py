@@ -35,6 +35,8 @@ LEVEL = 0.1
 """Of each of two tests, over pairs and over prompts, both of which a width has to pass: how often a ladder of widths
 that are all worth nothing has one that passes the one. That one passes both is rarer: 2 of 100 ladders of a hash of the
 text did (benchmarks/probe_chance.py), and at 0.05 one, where two of 20 that could be learned were missed."""
+ONE_TEST_LEVEL = 0.05
+"""Of the test over pairs where there are too few prompts for the other one."""
 FEW_PROMPTS = 6
 """Signs over fewer have hardly a value as rare as `LEVEL`: of five prompts, one of 16 is the rarest."""
 DRAWS = 9_999
@@ -45,13 +47,18 @@ class Worth:
     """The mean product of a width's advantages and those of the next smaller width, in rewards squared.
 
     `error` is its standard error over pairs and, from `FEW_PROMPTS` on, over prompts as well. `chance` is the p-value
-    against chance, corrected for the number of widths; `least` the smallest worth that would have had one of `LEVEL`.
+    against chance, corrected for the number of widths; `least` the smallest worth that would have passed (`level_of`).
     """
 
     value: float
     error: float
     chance: float
     least: float
+
+
+def level_of(prompts: int) -> float:
+    """The p-value up to which a width of a probe on so many prompts passes."""
+    return LEVEL if prompts >= FEW_PROMPTS else ONE_TEST_LEVEL
 
 
 def advantages(scores_MP: Scores, *, paired: bool) -> Scores:
@@ -64,11 +71,12 @@ def worths(advantages_WKP: Sequence[Scores]) -> list[Worth]:
     both = [(far, near) for near, far in pairwise(advantages_WKP)]
     if not both:
         return []
-    crossed = advantages_WKP[0].shape[1] >= FEW_PROMPTS
+    prompts = advantages_WKP[0].shape[1]
+    crossed, level = prompts >= FEW_PROMPTS, level_of(prompts)
     products_WK = [_crossed(far, near) if crossed else _plain(far, near) for far, near in both]
-    tests = [_over_pairs(products_WK)]
+    tests = [_over_pairs(products_WK, level)]
     if crossed:
-        tests.append(_over_prompts(both))
+        tests.append(_over_prompts(both, level))
     found: list[Worth] = []
     for w, products_K in enumerate(products_WK):
         value = float(products_K.mean())
@@ -99,9 +107,21 @@ def rise(scores_MP: Scores, start_P: Scores, *, paired: bool) -> tuple[float, fl
     return float(above_K.mean()), float(above_K.std(ddof=1)) / math.sqrt(len(above_K))
 
 
+def both_rise(scores_MP: Scores, start_P: Scores) -> float:
+    """By how many standard errors over pairs the lower one of a pair lies above the unperturbed model.
+
+    Where that model earns the lowest there is, members cannot fall: what is linear in the noise then lifts one of each
+    pair, and what lifts both wins whichever way it goes. 0 where no lower one is above it; infinite without spread.
+    """
+    above_M = (scores_MP - start_P).mean(axis=1)
+    lower_K = np.minimum(above_M[0::2], above_M[1::2])
+    mean, error = float(lower_K.mean()), float(lower_K.std(ddof=1)) / math.sqrt(len(lower_K))
+    return 0.0 if mean <= 0 else math.inf if error == 0 else mean / error
+
+
 @dataclass(frozen=True, slots=True)
 class _Test:
-    """Standardised sums of all widths, the share of draws whose largest is as large, and what `LEVEL` of them reach."""
+    """Standardised sums of all widths, the share of draws whose largest is as large, and what `level` of them reach."""
 
     z_W: Scores
     chance_W: Scores
@@ -129,16 +149,16 @@ def _jackknife(far_KP: Scores, near_KP: Scores) -> float:
     return float(((without_P - without_P.mean()) ** 2).sum()) * (prompts - 1) / prompts
 
 
-def _over_pairs(products_WK: Sequence[Scores]) -> _Test:
+def _over_pairs(products_WK: Sequence[Scores], level: float) -> _Test:
     """Each product of each width with a sign of its own."""
     rng = _draws(0)
     sizes_W = np.array([math.sqrt(float((x**2).sum())) for x in products_WK])
     sums_W = np.array([float(x.sum()) for x in products_WK])
     drawn_WD = np.array([_signs(rng, len(x)) @ x for x in products_WK])
-    return _standardised(sums_W, drawn_WD, sizes_W)
+    return _standardised(sums_W, drawn_WD, sizes_W, level)
 
 
-def _over_prompts(both: Sequence[tuple[Scores, Scores]]) -> _Test:
+def _over_prompts(both: Sequence[tuple[Scores, Scores]], level: float) -> _Test:
     """One sign for all that a prompt earned, the same at all widths: sum over p < q of s_p s_q (M_pq + M_qp)."""
     signs_DP = _signs(_draws(1), both[0][0].shape[1])
     sums: list[float] = []
@@ -151,10 +171,10 @@ def _over_prompts(both: Sequence[tuple[Scores, Scores]]) -> _Test:
         sums.append(float(products_PP.sum()))
         sizes.append(math.sqrt(2 * float((products_PP**2).sum())))
         drawn.append(((signs_DP @ products_PP) * signs_DP).sum(axis=1))
-    return _standardised(np.array(sums), np.array(drawn), np.array(sizes))
+    return _standardised(np.array(sums), np.array(drawn), np.array(sizes), level)
 
 
-def _standardised(sums_W: Scores, drawn_WD: Scores, sizes_W: Scores) -> _Test:
+def _standardised(sums_W: Scores, drawn_WD: Scores, sizes_W: Scores, level: float) -> _Test:
     """`sizes_W` are the standard deviations of the sums under random signs, which signs do not change."""
     some_W = np.where(sizes_W > 0, sizes_W, 1.0)
     z_W = sums_W / some_W
@@ -162,7 +182,7 @@ def _standardised(sums_W: Scores, drawn_WD: Scores, sizes_W: Scores) -> _Test:
     # The draw in which nothing changes its sign is one of those that chance has. Its own sum is of the same terms in
     # another order, and may be a rounding away.
     chance_W = (1 + (largest_D[None, :] >= z_W[:, None] - 1e-9).sum(axis=1)) / (DRAWS + 1)
-    return _Test(z_W, np.where(sums_W > 0, chance_W, 1.0), float(np.quantile(largest_D, 1 - LEVEL)))
+    return _Test(z_W, np.where(sums_W > 0, chance_W, 1.0), float(np.quantile(largest_D, 1 - level)))
 
 
 def _draws(stream: int) -> np.random.Generator:

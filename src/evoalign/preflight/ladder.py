@@ -40,7 +40,7 @@ from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
 from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, recommend
-from evoalign.preflight.gains import advantages, rise, worths
+from evoalign.preflight.gains import advantages, both_rise, rise, worths
 from evoalign.rewards.objective import judge, refuse_whole_groups
 from evoalign.rollouts import collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
@@ -269,7 +269,8 @@ def rungs_of(climbs: Sequence[Climb], own_P: Scores, *, paired: bool) -> tuple[R
                 spread=spread,
                 drop=start - mean,
                 drop_error=rise(climb.scores_MP, own_P, paired=paired)[1],
-                kept=(mean - floor) / (start - floor) if start > floor else 1.0,
+                kept=(mean - floor) / (start - floor) if start > floor else None,
+                both_rise=both_rise(climb.scores_MP, own_P) if paired else None,
                 broken_share=climb.broken_share,
                 truncated_share=climb.truncated_share,
                 gain=None if worth is None else worth.value * scale,
