@@ -17,6 +17,7 @@ from compared import copy_run, edit, real_run, step_cost
 from evoalign.analysis.compare import pages
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.plan import read_plan
+from evoalign.analysis.compare.tables import grids
 from evoalign.errors import ConfigError
 from evoalign.rundir import parquet
 from evoalign.statistics import crossed, crossed_difference
@@ -50,6 +51,9 @@ PLAN: dict[str, Any] = {
 }
 
 
+END = "At the end of each run, budgets not matched, exploratory"
+
+
 def plan(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump({**PLAN, **changes}))
@@ -70,6 +74,8 @@ def test_a_plan_sets_budget_endpoint_pairs_and_level(runs: Path, tmp_path: Path)
     assert said[0].startswith("At equal completions (36, as planned): whether TRL is above ours cannot be determined")
     assert "6 seeds can give no p below 0.0312" in said[0], "by the plan's level of 1 %"
     assert not any("wide" in line for line in said if "as planned" in line), "no claim that was not planned"
+    assert said[1:] == [f"{END}: not in the plan, so shown as exploratory and not decided."]
+    assert [grid.title for grid in grids(found)][-3:] == [END, f"{END}: tests", "Settings that differ"]
     written = pages.write(found, tmp_path / "out")
     tree = json.loads((tmp_path / "out/comparison.json").read_text())
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

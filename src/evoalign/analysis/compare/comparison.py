@@ -84,6 +84,8 @@ class Match:
     notes: tuple[str, ...]
     plan: Plan | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
+    exploratory: bool = False
+    """A plan decides on another budget: this one is shown, and nothing is claimed by it."""
 
     @property
     def level(self) -> float:
@@ -159,10 +161,8 @@ def compare(
     check_comparable(found)
     groups = named(grouped(found), names or {})
     matches = [_match(groups, by, measure, planned) for by in ((match,) if match else MATCHINGS)]
-    return Comparison(
-        measure, tuple(groups), tuple(matches), _match(groups, None, measure), tuple(left_out),
-        tuple(_notes(groups)), planned,
-    )  # fmt: skip
+    end = replace(_match(groups, None, measure), exploratory=planned is not None)
+    return Comparison(measure, tuple(groups), tuple(matches), end, tuple(left_out), tuple(_notes(groups)), planned)
 
 
 def amount(by: Matching, cost: Cost | None) -> float | None:

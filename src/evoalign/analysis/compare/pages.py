@@ -20,8 +20,8 @@ from evoalign.analysis.compare.comparison import Comparison
 from evoalign.analysis.compare.statistics import PERMUTATION
 from evoalign.analysis.compare.tables import Grid, end_grid, pair_grids, settings_grid, standing_grid
 from evoalign.analysis.compare.tree import as_tree as as_tree
-from evoalign.analysis.compare.words import END, where
 from evoalign.analysis.compare.words import summary as summary
+from evoalign.analysis.compare.words import where
 from evoalign.report.markdown import bullets, escape, table
 from evoalign.report.tables import shorten, visible
 from evoalign.rundir.files import write_text
@@ -87,7 +87,7 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
         lines += _picture(pictures, match.by or "", f"{comparison.measure} against {match.by}")
         lines += [*_grid(standing_grid(comparison, match)), *_bullets(match.notes)]
         lines += [line for grid in pair_grids(match) for line in _grid(grid)]
-    lines += [f"## {escape('At ' + END)}", "", *_grid(end_grid(comparison))]
+    lines += [f"## {escape(where(comparison.end))}", "", *_grid(end_grid(comparison))]
     lines += [line for grid in pair_grids(comparison.end) for line in _grid(grid)]
     lines += _picture(pictures, "divergence", f"{comparison.measure} against the divergence from the base model")
     settings = _grid(settings_grid(comparison))

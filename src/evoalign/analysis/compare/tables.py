@@ -11,8 +11,10 @@ from evoalign.analysis.compare.comparison import Comparison, Group, Match, flops
 from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.sensitivity import SHARES
 from evoalign.analysis.compare.statistics import Pair
-from evoalign.analysis.compare.words import END, counted, duration, seeds, where
+from evoalign.analysis.compare.words import counted, duration, seeds, where
 from evoalign.statistics import Estimate, mean
+
+PLACEBO = "reward of the mean placebo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def standing_grid(comparison: Comparison, match: Match) -> Grid:
     columns: list[tuple[str, list[str]]] = [
         ("runs", [str(len(s.taken)) for s in match.standings]),
         (f"{measure} [95 %, over runs]", [_interval(s.estimate) for s in match.standings]),
-        (f"interquartile mean of {measure} [95 %]", [_sure(s.middle) for s in match.standings]),
+        (f"interquartile mean of {measure} [median, 92.5 % or more]", [_sure(s.middle) for s in match.standings]),
         ("[95 %, over runs and questions]", [_ends(s.over_questions) for s in match.standings]),
         ("budget used", [f"{s.share:.0%}" if s.taken else "-" for s in match.standings]),
     ]
@@ -117,7 +119,19 @@ def end_grid(comparison: Comparison) -> Grid:
     rows += [(f"{name} [95 %]", *(_at_end(name, runs) for runs in ends.values())) for name in comparison.measures]
     for name, (value, shown, pick) in _quantities().items():
         rows.append((name, *(_averaged([value(run) for run in runs], shown, pick) for runs in ends.values())))
-    return Grid("At " + END, ("", *ends), tuple(rows))
+        if name == PLACEBO:
+            rows.append(("share of the gain that is drift, of all runs together", *map(_drift, ends.values())))
+    return Grid(where(comparison.end), ("", *ends), tuple(rows))
+
+
+def _drift(runs: Sequence[Run]) -> str:
+    """What placebos gained over what runs gained: of runs alone whose own gain is sure, it would be chosen by it."""
+    known = [run.placebo for run in runs if run.placebo]
+    gain = sum(split.real - split.before for split in known)
+    if gain <= 0:
+        return "-"
+    text = f"{sum(split.mean - split.before for split in known) / gain:.0%}"
+    return text if len(known) == len(runs) else f"{text} (of {len(known)})"
 
 
 def _at_end(name: str, runs: Sequence[Run]) -> str:
@@ -139,16 +153,12 @@ def _quantities() -> dict[str, tuple[Numbers, Callable[[float], str], str]]:
     def spent(name: str) -> Numbers:
         return lambda run: getattr(run.cost, name) if run.cost else None
 
-    def drift(run: Run) -> float | None:
-        return run.placebo.share.mean if run.placebo and run.placebo.share else None
-
     percent, plain = "{:.1%}".format, "{:.4g}".format
     return {
         "hacked share": (share("hacked"), percent, "mean"),
         "hacked share before training": (lambda run: (run.shares_before or {}).get("hacked"), percent, "mean"),
         "truncated share": (share("truncated"), percent, "mean"),
-        "reward of the mean placebo": (lambda run: run.placebo.mean if run.placebo else None, plain, "mean"),
-        "share of the gain that is drift": (drift, "{:.0%}".format, "mean"),
+        PLACEBO: (lambda run: run.placebo.mean if run.placebo else None, plain, "mean"),
         "KL from the base model, exact (nats a token)": (divergence("exact"), plain, "mean"),
         "KL from the base model, exact (nats a completion)": (divergence("completion"), plain, "mean"),
         "tokens that the KL is over": (divergence("tokens"), plain, "mean"),

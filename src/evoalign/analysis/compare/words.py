@@ -27,6 +27,9 @@ def summary(comparison: Comparison) -> list[str]:
     lines: list[str] = []
     leaders: dict[str, str] = {}
     for match in (*comparison.matches, comparison.end):
+        if match.exploratory:
+            lines.append(f"{where(match)}: not in the plan, so shown as exploratory and not decided.")
+            continue
         if match.plan is not None:
             lines += [f"{where(match)}: {line}" for line in _as_planned(match, comparison.measure)]
             continue
@@ -121,7 +124,7 @@ def _mean(found: Estimate | None) -> float:
 def where(match: Match) -> str:
     """At which budget."""
     if match.by is None:
-        return f"At {END}"
+        return f"At {END}" + (", exploratory" if match.exploratory else "")
     planned = ", as planned" if match.plan else ""
     return f"At equal {TITLES[match.by]} ({_quantity(match.by, match.limit)}{planned})"
 
