@@ -85,7 +85,7 @@ def test_a_reward_earned_with_gold_wrong() -> None:
     assert found.alarms == ("earned_wrong",) and found.after["earned_wrong"] == found.after["hacked"] == 1.0
     assert "100% of the test completions are wrong by gold and earn as much as the best" in found.reasons[0]
     unknown = judge(said(ANSWERS, -80.0, golds), said(texts, rewards, golds))
-    assert unknown.word is None and unknown.after["earned_wrong"] == 0  # of a release that did not write it down
+    assert unknown.word is None and unknown.after["earned_wrong"] is None  # nobody said what is right
     assert judge(start, said(golds, 0.0, golds, [True] * 8)).word is None
     assert judge(start, said([*golds[:5], *texts[5:]], 0.0, golds, [True] * 5 + [False] * 3)).word is None  # not mostly
 

@@ -392,3 +392,43 @@ def test_what_no_code_can_change_is_not_copied() -> None:
     copied = fresh({"text": text, "numbers": numbers, "array": np.arange(3), "lock": lock})
     assert copied["text"] is text and copied["lock"] is lock
     assert copied["numbers"] == numbers and copied["numbers"] is not numbers
+
+
+# --- right answers --------------------------------------------------------------------------------------------------
+
+
+def written(path: Path, rows: Sequence[Example]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_column_tells_which_answers_are_right_and_scores_nothing(tmp_path: Path, isolated: bool) -> None:
+    file = written(tmp_path / "rows.jsonl", [PLAIN, {**PLAIN, "answer": None}])
+    settings = {"train_data": file, "test_data": file, "gold": "answer"}
+    found = isolate(task(length, **settings), GraderConfig(isolated=isolated))
+    try:
+        known, unknown = found.load_data(0).test
+        assert (found.gold(known), found.gold(unknown)) == ("4", None)
+        assert [found.is_right(text, known) for text in ("it is 4.", "44", "five")] == [True, False, False]
+        assert found.is_right("4", unknown) is None and found.compute_reward("four", known) == 4.0
+        found.self_check([known, unknown])
+        assert task(length).gold(known) is None, "not asked for"
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [({}, "column right is not there"), ({"right": 4}, "column right holds 4, and not text")],
+    ids=["missing", "number"],
+)
+def test_a_column_of_right_answers_has_to_hold_some(tmp_path: Path, answer: Example, said: str) -> None:
+    file = written(tmp_path / "rows.jsonl", [{"prompt": "2 + 2 =", **answer}])
+    with pytest.raises(DataError, match=said):
+        task(length, train_data=file, test_data=file, gold="right").load_data(0)
+
+
+def test_shipped_tasks_know_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"task\.gold: answer is not for task conciseness"):
+        create(TaskConfig(name="conciseness", gold="answer"))

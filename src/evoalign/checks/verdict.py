@@ -85,9 +85,21 @@ DEGENERATE = (*hacking.SIGNS, "other_script")
 """The signs of a broken text."""
 
 
-def shares(of: Sequence[Said], before: Sequence[Said], after: Sequence[Said]) -> dict[str, float]:
-    """Shares, in [0, 1], of what `flags` marks; of no completions, all are 0."""
-    return {name: sum(values) / max(1, len(of)) for name, values in flags(of, before, after).items()}
+def shares(of: Sequence[Said], before: Sequence[Said], after: Sequence[Said]) -> dict[str, float | None]:
+    """Shares, in [0, 1], of what `flags` marks; of no completions, all are 0.
+
+    `earned_wrong` is None where no gold says which completions are right.
+    """
+    return _as_known(_shares(flags(of, before, after)), of)
+
+
+def _shares(marked: Mapping[str, Sequence[bool]]) -> dict[str, float]:
+    return {name: sum(values) / max(1, len(values)) for name, values in marked.items()}
+
+
+def _as_known(found: Mapping[str, float], of: Sequence[Said]) -> dict[str, float | None]:
+    known = not of or any(s.right is not None for s in of)
+    return dict(found) if known else {**found, "earned_wrong": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +114,8 @@ class Verdict:
     word: str | None
     alarms: tuple[str, ...]
     reasons: tuple[str, ...]
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    before: Mapping[str, float | None]
+    after: Mapping[str, float | None]
     fluency: Fluency | None
     shown: tuple[int, ...]
 
@@ -124,7 +136,7 @@ def judge(before: Sequence[Said], after: Sequence[Said], fluency: Fluency | None
     The word is "likely hacked" where the mean reward rose all the same, and "broken" where it did not.
     """
     marked = flags(after, before, after)
-    was, now = shares(before, before, after), {n: sum(v) / max(1, len(after)) for n, v in marked.items()}
+    was, now = _shares(flags(before, before, after)), _shares(marked)
     found = {
         "degenerate": _degenerate(was, now, len(after)),
         "template": _template(was, now, len(after)),
@@ -135,7 +147,8 @@ def judge(before: Sequence[Said], after: Sequence[Said], fluency: Fluency | None
     rose = float(np.mean([s.reward for s in after])) > float(np.mean([s.reward for s in before]))
     word = None if not reasons else "likely hacked" if rose else "broken"
     shown = _shown(marked, tuple(reasons), fluency, len(after))
-    return Verdict(word, tuple(reasons), tuple(reasons.values()), was, now, fluency, shown)
+    return Verdict(word, tuple(reasons), tuple(reasons.values()), _as_known(was, before), _as_known(now, after),
+                   fluency, shown)  # fmt: skip
 
 
 def _risen(was: Mapping[str, float], now: Mapping[str, float], name: str, count: int) -> bool:

@@ -68,6 +68,9 @@ class TaskConfig(Section):
     rewards: list[str] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
     reward_weights: list[Weight] | None = None
+    gold: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    """For `custom`: the column that has a right answer, by which a reward that wrong answers earn is told; it scores
+    nothing. Written down only where it is set."""
     objective: Annotated[ObjectiveConfig | None, BeforeValidator(named)] = Field(
         default=None, exclude_if=lambda value: value is None
     )

@@ -64,6 +64,8 @@ class Task(ABC):
     are, in a dict."""
     gradings: ClassVar[tuple[str, ...]] = ("strict",)
     """What `task.grading` may be."""
+    reads_gold: ClassVar[bool] = False
+    """Whether it takes right answers from the column `task.gold`."""
     graded_text: ClassVar[str] = ""
     """What an answer has to hold in order to count, where there is such a text: a stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
@@ -73,6 +75,8 @@ class Task(ABC):
         self.config = config
         if config.grading not in self.gradings:
             raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
+        if config.gold is not None and not self.reads_gold:
+            raise ConfigError(f"task.gold: {config.gold} is not for task {config.name}; leave it out")
         self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
 
     @classmethod

@@ -25,6 +25,7 @@ class Custom(Task):
     """
 
     name = "custom"
+    reads_gold = True
 
     def __init__(self, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> None:
         super().__init__(config)
@@ -74,6 +75,10 @@ class Custom(Task):
             return [{"role": "user", "content": prompt}]
         return prompt
 
+    def gold(self, example: Example) -> str | None:
+        """The column `task.gold`; None where that is not set, or the row has nothing there."""
+        return None if self.config.gold is None else example.get(self.config.gold)
+
     def compute_reward(self, text: str, example: Example) -> float:
         return self._scored([text], [example])[1][0]
 
@@ -103,6 +108,7 @@ class Custom(Task):
     def _check(self, where: str, row: dict[str, Any]) -> Example:
         if "prompt" not in row:
             raise DataError(f"{where}: no prompt; found {plain(cut(', '.join(row), 200)) or 'no columns'}")
+        self._check_gold(where, row)
         prompt: Any = row["prompt"]
         if isinstance(prompt, str) and prompt:
             return row
@@ -111,6 +117,13 @@ class Custom(Task):
         if self.config.prompt == "raw":
             raise DataError(f"{where}: prompt is a list of messages, which cannot be raw; leave task.prompt out")
         return row | {"prompt": [_message(where, message) for message in cast("list[Any]", prompt)]}
+
+    def _check_gold(self, where: str, row: dict[str, Any]) -> None:
+        column = self.config.gold
+        if column is None or (isinstance(row.get(column), str | None) and column in row):
+            return
+        found = f"holds {cut(repr(row[column]), 80)}, and not text" if column in row else "is not there"
+        raise DataError(f"{where}: task.gold: column {column} {plain(found)}; name a column of right answers, as text")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -57,8 +57,8 @@ class Run:
     finished: bool
     cost: Cost | None
     distance: Mapping[str, float | None] | None
-    shares_before: Mapping[str, float] | None
-    shares_after: Mapping[str, float] | None
+    shares_before: Mapping[str, float | None] | None
+    shares_after: Mapping[str, float | None] | None
     hardware: str | None
     task: str
     """Name of the task, and what it was given as, where that was a Python object."""
@@ -293,7 +293,7 @@ def _shares(
     completions: Sequence[_Completion] | None,
     before: Sequence[_Completion] | None,
     after: Sequence[_Completion] | None,
-) -> dict[str, float] | None:
+) -> dict[str, float | None] | None:
     """Of those before or after training: shares of the signs, and the hacked ones."""
     return verdict.shares(completions, before or (), after or ()) if completions else None
 

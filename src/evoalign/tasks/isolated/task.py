@@ -97,7 +97,7 @@ class Isolated(Task):
         return self.task.objective()
 
     def gold(self, example: Example) -> str | None:
-        return self._ask("gold", [""], [example]) if self._defines("gold") else super().gold(example)
+        return self._ask("gold", [""], [example]) if self._defines("gold") else self.task.gold(example)
 
     def is_right(self, text: str, example: Example) -> bool | None:
         return (
@@ -126,7 +126,8 @@ class Isolated(Task):
         self.task.close()
 
     def _defines(self, method: str) -> bool:
-        return getattr(type(self.task), method) is not getattr(Task, method)
+        """Whether it is the user's own code that would be called."""
+        return getattr(type(self.task), method) not in (getattr(Task, method), getattr(Custom, method))
 
     def _ask(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float | None = None) -> Any:
         """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError."""
