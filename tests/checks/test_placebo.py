@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import evoalign
 from evoalign import cli
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.runs import read
-from evoalign.analysis.compare.tables import end_grid
+from evoalign.analysis.compare.tables import _drift, end_grid
 from evoalign.checks.placebo import Distances, Placebos, Split, beyond_drift, distance_line, flip_line, sentence, split
-from evoalign.config import from_dict
+from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
 from evoalign.exporting.card import placebo_lines
 from evoalign.rundir.sealing import is_sealed
+from evoalign.sweeping.cells import Cell, Run
 from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
 
@@ -249,6 +251,15 @@ def test_a_training_ends_with_its_placebos(run: Path, ended: tuple[Path, str]) -
         assert (run / file).read_bytes() == (folder / file).read_bytes()
 
 
+def test_the_budget_has_the_placebos(run: Path, ended: tuple[Path, str]) -> None:
+    """Two more evaluations of the test split, and twice the updates that lead there."""
+    without, found = (json.loads((f / "results/budget.json").read_text())["evaluation"] for f in (run, ended[0]))
+    split = without["completions"] // 2  # before and after
+    assert found["completions"] == without["completions"] + 2 * split
+    assert found["prompt_tokens"] == 2 * without["prompt_tokens"]
+    assert found["forward_flops"] > 1.5 * without["forward_flops"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["failure", "stop"])
 def test_placebos_that_end_early_cost_nothing_and_are_made_up_for(
@@ -290,7 +301,40 @@ def test_results_are_there_before_the_placebos(run: Path, tmp_path: Path, monkey
         train(tmp_path / "run")
     found, whole = results(tmp_path / "run"), results(run)
     assert seen == [True] and is_sealed(tmp_path / "run")
+    assert found.pop("measuring") is True and "measuring" not in whole
     assert {**found, "alarms": None} == {**whole, "alarms": None} and found["alarms"]
+
+
+@pytest.mark.slow
+def test_a_mistake_in_them_is_raised_and_costs_nothing(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """It is no failure of the machine, which one has to live with."""
+
+    def wrong(self: Follower, other: Any) -> str:
+        raise AssertionError("of the code")
+
+    monkeypatch.setattr(Follower, "follow", wrong)
+    with pytest.raises(AssertionError, match="of the code"):
+        train(tmp_path / "run")
+    assert results(tmp_path / "run")["after"] == results(run)["after"] and is_sealed(tmp_path / "run")
+
+
+def test_a_sweep_makes_up_for_placebos_that_a_run_died_in(ended: tuple[Path, str], tmp_path: Path) -> None:
+    folder = shutil.copytree(ended[0], tmp_path / "run")
+    config = load([folder / "config.yaml"])
+    assert Run(Cell("base", {}), config.seed, folder, config, "es").evaluation() is not None
+    file = folder / "results/evaluation.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "measuring": True}))
+    assert Run(Cell("base", {}), config.seed, folder, config, "es").evaluation() is None
+
+
+def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
+    """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
+    found = read(ended[0])
+    some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
+    runs = [replace(found, placebo=some), replace(found, placebo=none)]
+    assert _drift(runs) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
+    assert _drift([*runs, replace(found, placebo=None)]) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
+    assert _drift([replace(found, placebo=split(REAL, BEFORE, PLACEBOS))]) == _drift([]) == "-"
 
 
 def test_few_enough_for_a_tenth_by_counts_alone() -> None:
@@ -317,8 +361,8 @@ def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
     assert found.placebo is not None and found.placebo.placebos == tuple(own["placebos"])
     rows = {row[0]: row[1] for row in end_grid(compare(folder)).rows}
     assert rows["reward of the mean placebo"] == f"{own['mean']:.4g}"
-    share = own["share"]
-    assert rows["share of the gain that is drift"] == ("-" if share is None else f"{share['mean']:.0%}")
+    share = (own["mean"] - own["before"]) / (own["real"] - own["before"])
+    assert rows["share of the gain that is drift, of all runs together"] == f"{share:.0%}"
     said = placebo_lines(results(folder))
     assert said[1].startswith("**Signal beside drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"

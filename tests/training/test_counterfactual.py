@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from evoalign.rundir.journal import Journal, Log
 from evoalign.setup import assemble, serve
 from evoalign.training import saving
 from evoalign.training.counterfactual import first_half, parse
-from evoalign.training.placebos import Follower
+from evoalign.training.placebos import Follower, counterfactuals
 from evoalign.training.replay import config_of
 from evoalign.types import EvolvedTensor, Layout, Update, population
 from numerics import numpy_reference as reference
@@ -300,6 +301,18 @@ def test_a_saved_counterfactual_says_what_it_is(space: str, tmp_path: Path) -> N
         saving.checked(to, log)
     with pytest.raises(RunExistsError, match="not empty"):
         evoalign.replay(log.path, counterfactual="flip", to=to)
+
+
+@pytest.mark.parametrize("place", ["loras", "checkpoints"])
+def test_a_counterfactual_is_not_laid_among_a_runs_own_means(plain: Log, tmp_path: Path, place: str) -> None:
+    """It would take the place of one that is kept, and be the latest to be evaluated."""
+    shutil.copytree(plain.path.parent, tmp_path / "run", dirs_exist_ok=True)
+    to = tmp_path / "run" / place / "generation_0009"
+    with pytest.raises(ConfigError, match="where the run keeps its own means, not a counterfactual"):
+        evoalign.replay(tmp_path / "run", counterfactual="flip", to=to)
+    with pytest.raises(ConfigError, match="where the run keeps its own means"):
+        next(counterfactuals(tmp_path / "run", "flip", to=to))
+    assert not to.exists()
 
 
 def test_a_runs_own_mean_is_saved_as_before(plain: Log, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from evoalign.checks import hacking
 from evoalign.checks.control import Control
-from evoalign.checks.rules import SURE, History, Row, causes, mean_of, values
+from evoalign.checks.rules import NOISE_EARNS, SURE, History, Row, causes, mean_of, values
 from evoalign.config import Config
 from evoalign.types import Generation, Layout
 
@@ -112,16 +112,18 @@ class Diagnosis:
         self._told |= set(new)
         return list(new.values())
 
-    def summary(self, alarm: str | None = None) -> list[str]:
+    def summary(self, alarm: str | None = None, *, beats_noise: bool = False) -> list[str]:
         """The run in plain words: is it learning and how sure is that, how it moved, and what is still wrong.
 
-        `alarm`: what the completions of the test split say of it, which then comes first.
+        `alarm`: what the completions of the test split say of it, which then comes first. `beats_noise`: it is above
+        all its placebos, which have told what noise alone earns.
         """
         if not self.history.rows:
             return ["no generation yet"]
         verdict = self._verdict() if alarm is None else f"{alarm}, by what it says; {self._verdict()}"
         lines = [verdict, self._signal(), self._movement(), self._completions()]
-        return [line for line in lines if line] + [f"warning: {line}" for line in self._causes().values()]
+        wrong = {name: line for name, line in self._causes().items() if not (beats_noise and name == NOISE_EARNS)}
+        return [line for line in lines if line] + [f"warning: {line}" for line in wrong.values()]
 
     def _causes(self) -> dict[str, str]:
         """Everything that looks wrong now, by name."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from evoalign.checks.divergence import Reference, Sample
-from evoalign.config import Config
 from evoalign.errors import ModelError
 from evoalign.evaluation import Scored
 from evoalign.tasks import Task
@@ -43,12 +42,6 @@ class Fluency:
     def as_dict(self) -> dict[str, float | int | None]:
         """For results/evaluation.json."""
         return {name: getattr(self, name) for name in ("before", "after", "tokens_before", "tokens_after")}
-
-
-def is_wanted(config: Config) -> bool:
-    """`checks.perplexity`; unset, where the engine serves in this process, as the second copy of the model does."""
-    wanted = config.checks.perplexity
-    return config.engine.serves_here if wanted is None else wanted
 
 
 def measure(

@@ -61,6 +61,7 @@ SOLVED = 0.95
 """Share of completions with the highest reward at which nothing is left to learn."""
 USUAL_ETA = 0.5
 LARGE_ETA = 2.0
+NOISE_EARNS = "noise earns"
 HACKS = {
     "empty": "empty",
     "repeated": "loops",
@@ -199,8 +200,9 @@ def _noise_earns(run: History) -> str | None:
         return None
     return (
         f"members drawn at random are better than the model that they are drawn around, by {gain:.3g} (standard error "
-        f"{error:.2g}): noise alone earns this reward, often by breaking the text; read the completions, try "
-        f"{run.width(0.25)}, or a reward that broken text cannot earn (task.rewards)"
+        f"{error:.2g}): noise alone earns some of this reward, often by breaking the text; read the completions; "
+        f"placebos say how much of the gain it is (evoalign placebo RUN). Where it is much, try {run.width(0.25)}, or "
+        "a reward that broken text cannot earn (task.rewards)"
     )
 
 
@@ -302,7 +304,7 @@ RULES = (
     Rule("no signal", _no_signal),
     Rule("noise", _noise),
     Rule("hacked", _hacked),
-    Rule("noise earns", _noise_earns),
+    Rule(NOISE_EARNS, _noise_earns),
     Rule("cut off", _cut_off),
 )
 

@@ -128,6 +128,15 @@ class Config(Section):
         return self.es_ is not None and self.es_.decay > 0
 
     @property
+    def measures_nats(self) -> bool:
+        """Whether the base model is asked at the end how likely it finds what was said: `checks.perplexity`.
+
+        Unset, where the engine serves in this process, as the second copy of the model does.
+        """
+        wanted = self.checks.perplexity
+        return self.engine.serves_here if wanted is None else wanted
+
+    @property
     def section(self) -> SpaceSection:
         """The settings of the space that is named, with what follows from them; of one of one's own, what is usual."""
         sections: dict[str, SpaceSection] = {name: getattr(self, name) for name in SECTIONS}

@@ -34,7 +34,7 @@ from evoalign.errors import DataError, ModelError
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.spaces import Space
-from evoalign.types import Generation, Layout, Rollout, TensorSpec
+from evoalign.types import Generation, Layout, Rollout, TensorSpec, Update
 
 FORMAT_VERSION = 1
 TRAINING_PHASES = ("rollout", "score", "update")
@@ -262,6 +262,12 @@ class Meter:
         moved = float(es_flops(self._space, self._layout, members, streams)) if self.shape else None
         whole = sum(of_members, Cost(forward_flops=moved)) + self._time(seconds)
         return replace(whole, prompts=len(generation.prompts))  # the same ones for every member
+
+    def followed(self, updates: Sequence[Update], seconds: float) -> Cost:
+        """Of going through these updates, with whatever coefficients."""
+        streams = [len({m.noise for m in update.members}) for update in updates if any(update.coefficients)]
+        flops = sum(es_flops(self._space, self._layout, 0, count) for count in streams)
+        return Cost(forward_flops=float(flops) if self.shape else None) + self._time(seconds)
 
     def evaluation(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int], seconds: float) -> Cost:
         """Of the mean's answers to these prompts, one a completion."""

@@ -26,6 +26,8 @@ OURS = (JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer", FAILE
 """What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
 all the others are known to be of a run."""
 FOLDERS = ("results", "results/completions", "figures", "logs")
+MEASURING = "measuring"
+"""Stands, true, in results/evaluation.json while placebos and nats a token are being measured."""
 BEFORE_VALIDATION, AFTER_VALIDATION = "before_validation", "after_validation"
 """Completions of the validation split, beside `before` and `after` of the test split."""
 EARLY = (
@@ -324,9 +326,14 @@ def generation_of(folder: Path) -> int:
     return int(folder.name.removeprefix("generation_"))
 
 
+def saving_places(path: Path) -> tuple[Path, Path]:
+    """The folders in which a run keeps its saved means: adapters, and whole checkpoints."""
+    return path / "loras", path / "checkpoints"
+
+
 def saved_folders(path: Path) -> list[Path]:
     """The saved means of a run, the latest last."""
-    found = [*path.glob("loras/generation_*"), *path.glob("checkpoints/generation_*")]
+    found = [folder for place in saving_places(path) for folder in place.glob("generation_*")]
     return sorted((f for f in found if f.name.removeprefix("generation_").isdecimal()), key=generation_of)
 
 

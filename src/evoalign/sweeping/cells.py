@@ -21,6 +21,7 @@ from evoalign.config import NO_ES, Config, from_dict, load, parse_overrides, sou
 from evoalign.config.grpo import place_of
 from evoalign.config.reading import read_object
 from evoalign.errors import ConfigError, DataError
+from evoalign.rundir.directory import MEASURING
 from evoalign.rundir.identity import differences
 from evoalign.rundir.method import Method
 
@@ -60,10 +61,13 @@ class Run:
         return self.config.es.num_generations if self.method == "es" else self.config.grpo.max_steps
 
     def evaluation(self) -> Tree | None:
-        """results/evaluation.json where this run is done: all its steps, and with these settings."""
+        """results/evaluation.json where this run is done: all its steps, with these settings, and what comes after.
+
+        One that died while its placebos were measured is not: resumed, it has them.
+        """
         tree = read_json(self.path / "results" / "evaluation.json")
         whole = tree is not None and isinstance(tree.get("after"), dict) and isinstance(tree.get("before"), dict)
-        if tree is None or not whole or tree.get("generation") not in (None, self.steps):
+        if tree is None or not whole or tree.get(MEASURING) or tree.get("generation") not in (None, self.steps):
             return None
         try:
             odd, _ = differences(self.config, load([self.path / "config.yaml"]), self.method)

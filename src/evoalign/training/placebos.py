@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from evoalign.checks.distance import moved, start_of
 from evoalign.checks.drift import expected_distance
 from evoalign.checks.placebo import Distances, Placebos, split
 from evoalign.config import Config, from_dict
+from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
@@ -176,7 +178,7 @@ def counterfactuals(
 
     `to` saves a counterfactual, which then has to be one alone. Raises as `placebo` does, and RunExistsError.
     """
-    refuse_taken(to)
+    refuse_taken(to, of=run)
     log = log_of(run)
     others = list(dict.fromkeys(parse(name, log, seed) for seed in seeds))
     if not others:
@@ -242,20 +244,34 @@ def count_of(parts: Parts, log: Log) -> int:
     return placebos_in_a_tenth(parts.config, parts.engine.specs(), parts.layout, *lengths)
 
 
-def after_training(parts: Parts, log: Log, before: Evaluation, after: Evaluation, count: int, stop: Stop) -> Placebos:
+def after_training(
+    parts: Parts,
+    log: Log,
+    before: Evaluation,
+    after: Evaluation,
+    count: int,
+    stop: Stop,
+    evaluate: Callable[[], tuple[Evaluation, Cost]],
+    meter: Meter,
+    spend: Callable[[Cost], None],
+) -> Placebos:
     """Placebos with the seeds 0, 1, ... of a run whose last mean is in the engine; the mean is lost by it.
 
-    Raises StoppedError as soon as one has ended after `stop` was asked: some of them alone would not be those that
-    the config asks for.
+    `evaluate` does so on the test split; what all of it takes is given to `spend`. Raises StoppedError as soon as one
+    has ended after `stop` was asked: some of them alone would not be those that the config asks for.
     """
     follower = Follower(parts, log, log.sealed)
     real, distances, found = follower.distance(), list[float](), list[Evaluation]()
     for seed in range(count):
         if stop.asked is not None:
             raise StoppedError("stopped", stop.asked)
+        start = time.perf_counter()
         follower.follow(parse("shuffle", log, seed))
         distances.append(follower.distance())
-        found.append(parts.evaluate_test())
+        spend(meter.followed([recorded.update for recorded in follower.generations], time.perf_counter() - start))
+        reached, cost = evaluate()
+        spend(cost)
+        found.append(reached)
     went = Distances(real, follower.expected_distance(), tuple(distances))
     return of_evaluations(before, after, found, went, len(follower.generations))
 

@@ -16,7 +16,7 @@ from evoalign.engines.base import sampled_places
 from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
-from evoalign.rundir.directory import saved_folders
+from evoalign.rundir.directory import saved_folders, saving_places
 from evoalign.rundir.journal import Header, Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import Served, serve
@@ -63,7 +63,7 @@ def replay(
     `evoalign.training.counterfactual`. Its first step is exact, later ones are conditional on the recorded path. What
     is saved then says of itself that it is not the run's own mean. Raises ConfigError for one that cannot be.
     """
-    refuse_taken(to)
+    refuse_taken(to, of=None if counterfactual is None else run)
     log = log_of(run)
     other = None if counterfactual is None else parse(counterfactual, log, seed)
     try:
@@ -79,9 +79,14 @@ def replay(
         raise MachineError(f"{error}; {words}", error.generations) from error
 
 
-def refuse_taken(to: str | Path | None) -> None:
-    """Raise RunExistsError where a folder that is to be made is there, and not empty."""
+def refuse_taken(to: str | Path | None, *, of: str | Path | None = None) -> None:
+    """Raise RunExistsError where a folder that is to be made is there, and not empty.
+
+    And ConfigError where it is one of those in which run `of` keeps its own means: a counterfactual is none of them.
+    """
     there = None if to is None else Path(to)
+    if there is not None and of is not None and there.resolve().parent in map(Path.resolve, saving_places(Path(of))):
+        raise ConfigError(f"--to {to} is where the run keeps its own means, not a counterfactual; choose another")
     if there is not None and there.exists() and (there.is_symlink() or not there.is_dir() or any(there.iterdir())):
         raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
 

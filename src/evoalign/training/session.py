@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.console import Console
 
-from evoalign.checks import divergence, fluency
+from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.checks.fluency import Fluency
@@ -31,11 +31,11 @@ from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, 
 from evoalign.evaluation import Evaluation
 from evoalign.report.rows import Row
 from evoalign.rundir import sealing
-from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, RunDir
+from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
 from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
 from evoalign.tasks import Data, Split, Task
-from evoalign.training import saving
+from evoalign.training import ending, saving
 from evoalign.training.recorder import Labels, Recorder
 from evoalign.training.result import (
     Result,
@@ -299,7 +299,8 @@ class Session:
         saved = self.save()
         after = self._evaluate("result")
         validation = None if self._validated is None else (self._validated, self._evaluate("result", "validation"))
-        moved = self._moved()
+        kl = self.algorithm.divergence if self.config.checks.kl_every else None
+        moved = ending.moved(self.run.rows, kl, self.algorithm.distance, self.tell)
         self.run.check()
         mean = {"generation": self.total, "weights_hash": self.algorithm.fingerprint(), **moved}
         if validation is not None:
@@ -307,7 +308,8 @@ class Session:
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
         mean["alarms"] = judge(before.completions, after.completions).as_dict()
-        write_results(self.run, self.config.evaluation, mean, before, after)  # before what may be stopped, or not fit
+        # Before what may be stopped, or not fit; where the process dies in it, a sweep makes up for it.
+        write_results(self.run, self.config.evaluation, {**mean, MEASURING: True}, before, after)
         sealing.seal(self.run.path)
         verdict = judge(before.completions, after.completions, self._fluency(before, after))
         mean["alarms"] = verdict.as_dict()
@@ -323,35 +325,14 @@ class Session:
         self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
         return Result(self.run.path, saved, before, after, verdict)
 
-    def _moved(self) -> dict[str, Any]:
-        """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
-        kl, moved = self.run.rows[-1]["divergence"] if self.run.rows else None, None
-        if kl is None and self.config.checks.kl_every:
-            kl = dataclasses.asdict(self.algorithm.divergence())
-        try:
-            moved = dataclasses.asdict(self.algorithm.distance())
-        except EvoalignError as error:
-            self.tell(f"distance from the base model: unknown; {error}")
-        return {"divergence": kl, "distance": moved}
-
     def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:
         """How likely the base model finds what was said, where that is asked for."""
-        wanted = fluency.is_wanted(self.config)
-        return self._beside("nats a token", lambda: self.algorithm.fluency(before, after)) if wanted else None
+        if not self.config.measures_nats:
+            return None
+        return self._beside("nats a token", lambda: self.algorithm.fluency(before, after))
 
-    def _beside(self, what: str, measure: Callable[[], Found | None]) -> Found | None:
-        """What a run is whole without; None where that was stopped, or cannot be measured."""
-        try:
-            return measure()
-        except RunGoneError:
-            raise
-        except StoppedError:
-            why = "stopped"
-        except Exception as error:  # of a model, a device or a task: the results are written, and stay
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        line = f"warning: {what} were not measured ({why}); the run is whole without them"
-        self.tell(f"{line}; to measure them, {how_to_resume(self)}")
-        return None
+    def _beside(self, what: str, measure: Callable[[], Found]) -> Found | None:
+        return ending.beside(what, measure, self.tell, how_to_resume(self))
 
     def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
         self.tell(f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples")

@@ -270,7 +270,10 @@ class _EvolutionStrategies:
         count = placebos.count_of(self.parts, log)
         if count:
             session.tell(f"evaluating {count} placebo{'s' if count > 1 else ''}: the run with shuffled coefficients")
-            self._found = placebos.after_training(self.parts, log, before, after, count, session.stop)
+            spend = session.recorder.evaluated
+            self._found = placebos.after_training(
+                self.parts, log, before, after, count, session.stop, self.evaluate, self._meter, spend
+            )
         return self._found
 
     def save(self, run: RunDir, done: int, reward: float | None) -> Path:
@@ -289,7 +292,8 @@ class _EvolutionStrategies:
         return self.config.engine.smaller(self.config)
 
     def summary(self, alarm: str | None) -> list[str]:
-        return [*self._diagnosis.summary(alarm), *self._drift()]
+        beats_noise = alarm is None and self._found is not None and not self._found.reward.reached
+        return [*self._diagnosis.summary(alarm, beats_noise=beats_noise), *self._drift()]
 
     def _drift(self) -> list[str]:
         """How far the mean went beside a random walk, from the sample, where placebos have not told it exactly."""

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured of a run once its last step is done, of which some may fail and the run is whole all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from evoalign.checks.distance import Distance
+from evoalign.checks.divergence import Divergence
+from evoalign.errors import EvoalignError, RunGoneError, StoppedError
+from evoalign.report.rows import Row
+from evoalign.training.result import Tell
+
+Found = TypeVar("Found")
+
+
+def moved(
+    rows: Sequence[Row], divergence: Callable[[], Divergence] | None, distance: Callable[[], Distance], tell: Tell
+) -> Mapping[str, Any]:
+    """How far the mean is from the base model: by KL, and by its weights; None where not measured, or unknown."""
+    kl, found = rows[-1]["divergence"] if rows else None, None
+    if kl is None and divergence is not None:
+        kl = dataclasses.asdict(divergence())
+    try:
+        found = dataclasses.asdict(distance())
+    except EvoalignError as error:
+        tell(f"distance from the base model: unknown; {error}")
+    return {"divergence": kl, "distance": found}
+
+
+def beside(what: str, measure: Callable[[], Found], tell: Tell, mend: str) -> Found | None:
+    """What a run is whole without; None where that was stopped, or does not work: of the model, the device or the task.
+
+    `mend` says how to measure it after all. A mistake of the code itself is raised: it is not to be taken for these.
+    """
+    try:
+        return measure()
+    except RunGoneError:
+        raise
+    except StoppedError:
+        why = "stopped"
+    except (EvoalignError, OSError, RuntimeError, MemoryError) as error:  # torch's are RuntimeErrors
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    tell(f"warning: {what} were not measured ({why}); the run is whole without them; to measure them, {mend}")
+    return None
