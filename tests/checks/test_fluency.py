@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evoalign.checks import fluency
 from evoalign.checks.divergence import Reference
 from evoalign.config import from_dict
+from evoalign.cost.estimate import second_copy_lines
 from evoalign.errors import ModelError
 from evoalign.evaluation import Scored
 from evoalign.models import tiny
@@ -97,5 +98,13 @@ def test_a_copy_that_does_not_fit_is_a_model_error(parts: Parts, monkeypatch: py
 def test_when_it_is_measured(wanted: bool | None, here: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_dict({**CONFIG, "checks": {} if wanted is None else {"perplexity": wanted}})
     monkeypatch.setattr(type(config.engine), "serves_here", here)
-    assert fluency.is_wanted(config) is expected
+    assert config.measures_nats is expected
+    lines = second_copy_lines(config, 250_000_000, torch.bfloat16)
+    assert lines == (["second copy of the model 0.93 GiB, on the CPU in float32: asked at the end (checks.perplexity)"]
+                     if expected else [])  # fmt: skip
+    monkeypatch.setattr("evoalign.cost.estimate.on_gpu", lambda config: True)
+    both = config.model_copy(update={"checks": config.checks.model_copy(update={"kl_every": 5})})
+    size = "0.47 GiB" if here else "0.93 GiB, on the CPU in float32"
+    asked = "every 5 (checks.kl_every)" + (" and at the end (checks.perplexity)" if expected else "")
+    assert second_copy_lines(both, 250_000_000, torch.bfloat16) == [f"second copy of the model {size}: asked {asked}"]
     assert dataclasses.asdict(fluency.Fluency(None, None, 0, 0))["each"] == ()

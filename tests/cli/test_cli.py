@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,19 +47,7 @@ NO_TORCH += "print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'matp
 def test_help_imports_nothing_heavy(words: Sequence[str], tmp_path: Path) -> None:
     done = command(*words, "--help", cwd=tmp_path, code=NO_TORCH)
     assert "Usage: evoalign" in done.stdout and done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
-
-
-def test_help_is_quick(tmp_path: Path) -> None:
-    """Half a second on an idle machine; the best of five, and room for a busy one."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        done = command("--help", cwd=tmp_path)
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0
-        for name in ("train", "eval", "data", "init"):
-            assert name in done.stdout
-    assert min(seconds) < 1.0
+    assert words or all(name in done.stdout for name in ("train", "eval", "data", "init"))
 
 
 @pytest.mark.parametrize("config", ["quickstart", "quickstart_countdown"])

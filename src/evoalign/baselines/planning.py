@@ -17,7 +17,7 @@ from evoalign.baselines.policy import died_early, finished, refuse_differences
 from evoalign.baselines.steps import save_every
 from evoalign.baselines.trainer_state import last_state
 from evoalign.config import Config, SpaceConfig
-from evoalign.cost.estimate import gib
+from evoalign.cost.estimate import gib, second_copy_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.rewards.objective import Objective
@@ -182,6 +182,11 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec]) -> list[str]:
     return [
         f"model {parameters(specs) / 1e6:,.1f} M parameters, {count / 1e6:,.3f} M are trained",
         f"memory {memory_words(config, memory(config, specs))}",
+        *(
+            []
+            if config.checks.kl_every  # a copy for it is counted
+            else second_copy_lines(config, parameters(specs), getattr(torch, config.model.trained_dtype))
+        ),
     ]
 
 

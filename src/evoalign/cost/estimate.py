@@ -79,8 +79,19 @@ def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dt
         f"in {len(layout.tensors)} tensors",
         f"memory {gib(need.kept + need.own.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
         f"starting weights for decay {gib(need.start)}, {_own_words(need.own)}",
+        *second_copy_lines(config, weights, dtype),
         *filter(None, [spaces.create(config).left_out(specs, layout)]),
     ]  # fmt: skip
+
+
+def second_copy_lines(config: Config, parameters: int, dtype: torch.dtype) -> list[str]:
+    """The base model that is asked beside the one that is trained, in words; nothing where no check asks for it."""
+    checks, here = config.checks, on_gpu(config) and config.engine.serves_here
+    when = [f"every {checks.kl_every} (checks.kl_every)"] if checks.kl_every else []
+    when += ["at the end (checks.perplexity)"] if config.measures_nats else []
+    size = parameters * (dtype.itemsize if here else torch.float32.itemsize)
+    where = "" if here else ", on the CPU in float32"
+    return [f"second copy of the model {gib(size)}{where}: asked {' and '.join(when)}"] if when else []
 
 
 def _own_words(own: Held) -> str:
