@@ -7,7 +7,7 @@
 
 Samples are normal, skewed (exponential) or heavy-tailed (Student's t with three degrees of freedom), all with standard
 deviation 1. Of the layouts of seeds and questions the seeds' part is drawn so, the questions' part is normal and twice
-as wide, what is left normal and as wide. Random numbers follow from the cell alone, so that each can be made again.
+as wide, what is left normal and as wide. Of placebos all three parts are drawn so. Random numbers follow from the cell alone, so that each can be made again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,8 @@ ITEMS = 40
 NUMBERS = (3, 5, 12)
 EXAMPLES = (3, 5, 8, 12, 50, 200)
 PROMPTS = (8, 32)
+PLACEBOS = (3, 5, 20)
+SPLIT: Mapping[Literal["signal", "share"], str] = {"signal": "signal beside drift", "share": "share that is drift"}
 Generator = np.random.Generator
 Held = Callable[[Generator], bool | None]
 """One sample: whether its interval holds the truth; None where there is no interval."""
@@ -111,6 +113,17 @@ def of_ratio(random: Generator, family: str, n: int) -> bool | None:
     return of(statistics.ratio(nats, tokens), 0.5)
 
 
+def of_placebos(random: Generator, family: str, n: int, what: Literal["signal", "share"]) -> bool | None:
+    """A run that gained 6 on the mean question, and n placebos that gained 3: their luck, and each question's, is the
+    family's."""
+    draw = FAMILIES[family]
+    real = 6 + 2 * draw(random, ITEMS)
+    placebos = 3 + 1.5 * draw(random, (n, 1)) + 2 * draw(random, (n, ITEMS))
+    if what == "signal":
+        return of(statistics.crossed(real - placebos), 3.0)
+    return of(statistics.ratio(placebos, real), 0.5)
+
+
 def of_shares(random: Generator, lost: float, won: float, n: int) -> bool | None:
     """Examples solved before or after: with so many in each cell of the table of both."""
     u = random.random(n)
@@ -142,6 +155,10 @@ def cells() -> Iterator[tuple[str, str, int, Held]]:
         yield from (("change over examples, t", family, n,
                      lambda r, n=n, d=draw: of(statistics.paired(np.zeros(n) + 0.5, d(r, n) + 0.5), 0.0))
                     for n in EXAMPLES)  # fmt: skip
+        for what, name in SPLIT.items():
+            yield from ((f"{name}, over placebos and questions", family, n,
+                         lambda r, f=family, n=n, w=what: of_placebos(r, f, n, w))
+                        for n in PLACEBOS)  # fmt: skip
         yield from (("KL a token, Fieller over prompts", family, n, lambda r, f=family, n=n: of_ratio(r, f, n))
                     for n in PROMPTS)  # fmt: skip
     for lost, won in ((0.0, 0.05), (0.05, 0.25), (0.1, 0.6)):
