@@ -273,7 +273,8 @@ def _is_kept(path: Path, source: Path) -> bool:
         return True
     if {"tune", "refine"} & set(parts):
         return parts[-1] in ("budget.json", "evaluation.json") or path.suffix == ".log"
-    return path.suffix != ".png" and path.name != "journal.jsonl" and not path.name.startswith("generation_")
+    # The journal, too: the seal of the results names its last line.
+    return path.suffix != ".png" and not path.name.startswith("generation_")
 
 
 def main() -> None:
