@@ -29,6 +29,8 @@ DEFAULT = "transformers"
 _SECTIONS = {
     "transformers": "evoalign.engines.transformers.settings:TransformersConfig",
     "vllm": "evoalign.engines.vllm.settings:VllmConfig",
+    "sglang": "evoalign.engines.sglang.settings:SglangConfig",
+    "vllm-server": "evoalign.engines.vllm_server.settings:VllmServerConfig",
 }
 
 

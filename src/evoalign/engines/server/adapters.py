@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members as PEFT adapters, which any server takes: from a folder, mostly in memory, or as tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from evoalign.errors import ConfigError, ModelError
+from evoalign.spaces.base import Master, Space
+from evoalign.spaces.lora import factor_name
+from evoalign.spaces.targets import module_of
+from evoalign.types import Layout, Member, Plan
+
+PREFIX = "base_model.model."
+IN_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """An adapter as PEFT has it: adapter_config.json, and tensors under its names, on the CPU in the served dtype."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    def write(self, folder: Path) -> None:
+        """Into a new folder that a server of another user may read."""
+        folder.mkdir(mode=0o755)
+        file = folder / "adapter_model.safetensors"
+        save_file(dict(self.tensors), file)
+        file.chmod(0o644)
+        (folder / "adapter_config.json").write_text(json.dumps(self.config), encoding="utf-8")
+
+
+def build(
+    space: Space, layout: Layout, master: Master, plan: Plan, members: Sequence[Member], base: str
+) -> list[PeftAdapter]:
+    """The members' adapters; `base` is the model that they say they belong to.
+
+    A factor that all members share is in each. Raises ModelError where a space has none for them.
+    """
+    tensors: list[dict[str, torch.Tensor]] = [{} for _ in members]
+    modules, scaling = dict.fromkeys(t.module for t in layout.tensors), space.scaling
+    for module in modules:
+        found = space.adapter(layout, module, master, plan, members)
+        if found is None:
+            continue
+        scaling = found.scaling
+        for factor, values in (("A", found.a), ("B", found.b)):
+            name = PREFIX + factor_name(module, factor)
+            here = values.detach().to("cpu").expand(len(members), *values.shape[1:])
+            for own, value in zip(tensors, here, strict=True):
+                own[name] = value.contiguous()
+    if not all(tensors):
+        raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
+    config = peft_config(base, space.rank, scaling, sorted({module_of(m) for m in modules}))
+    return [PeftAdapter(config, own) for own in tensors]
+
+
+def peft_config(base: str, rank: int, scaling: float, modules: Sequence[str]) -> dict[str, Any]:
+    """What servers read of adapter_config.json. Without `use_rslora`, which some ignore and say nothing."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": scaling * rank,
+        "target_modules": list(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+class Shelf:
+    """A folder of adapters of this process alone, under `parent` (None: in memory, where there is such a place)."""
+
+    def __init__(self, parent: str | None) -> None:
+        place = Path(parent) if parent is not None else IN_MEMORY if IN_MEMORY.is_dir() else None
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="evoalign-", dir=place))
+            self._folder.chmod(0o755)
+        except OSError as error:
+            raise ConfigError(f"engine.adapter_folder: {place} takes no folder ({error.strerror})") from error
+
+    def put(self, name: str, adapter: PeftAdapter) -> Path:
+        """The new folder of one adapter. Raises ModelError where there is no room."""
+        folder = self._folder / name
+        try:
+            adapter.write(folder)
+        except OSError as error:
+            raise ModelError(
+                f"{folder} cannot be written ({error.strerror}); set engine.adapter_folder to one with more room"
+            ) from error
+        return folder
+
+    def folder(self, name: str) -> Path:
+        """A new one for something else."""
+        folder = self._folder / name
+        folder.mkdir(mode=0o755)
+        return folder
+
+    def drop(self, name: str) -> None:
+        """Delete what lies under a name."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete all of it."""
+        shutil.rmtree(self._folder, ignore_errors=True)

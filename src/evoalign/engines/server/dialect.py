@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kind of server is asked, and in which words. All of it is asked of the server: nothing goes by its version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from evoalign.engines.server.adapters import PeftAdapter
+from evoalign.engines.server.client import Client
+from evoalign.engines.server.errors import LostError
+from evoalign.types import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server says of itself; None is what it does not say."""
+
+    version: str
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    rank: int | None = None
+    """The highest of an adapter."""
+    modules: tuple[str, ...] | None = None
+    """The projections that adapters may be on; None: any."""
+    longest: int | None = None
+    """Tokens of a prompt and its completion together."""
+    ranks: int = 1
+    """GPUs over which each matrix is split."""
+    has_seeds: bool = True
+    """Whether two requests of one seed draw alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One completion, as a server gave it and as it was checked."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None
+
+
+class Dialect(Protocol):
+    """Coroutines on a client's thread. All raise LostError, RefusedError."""
+
+    async def is_ready(self, client: Client) -> bool:
+        """Whether the server answers and its model is loaded."""
+        ...
+
+    async def about(self, client: Client) -> Server:
+        """What the server says of itself."""
+        ...
+
+    async def load(self, client: Client, name: str, adapter: PeftAdapter, folder: Path | None, ranks: int) -> None:
+        """Have the server take an adapter under a name that it has not had: from `folder`, where it lies, or
+        None: then with a copy for each of its `ranks`."""
+        ...
+
+    async def unload(self, client: Client, name: str) -> None:
+        """Have it let an adapter go."""
+        ...
+
+    async def generate(
+        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
+    ) -> list[Said]:
+        """One completion of each request, in their order, by the adapter or the base model. `tag` is for `abort`."""
+        ...
+
+    async def abort(self, client: Client, tag: str) -> None:
+        """Let go of what is in flight under a tag."""
+        ...
+
+    async def metrics(self, client: Client) -> Mapping[str, float]:
+        """How busy the server is."""
+        ...
+
+
+def checked_ids(value: Any, request: Request, where: str) -> tuple[int, ...]:
+    """Token ids of an answer. Raises LostError for what are none, or more than were asked for."""
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise LostError(f"{where} answers no token ids: {str(value)[:80]!r}")
+    if len(value) > request.sampling.max_tokens:
+        raise LostError(f"{where} answers {len(value)} tokens where {request.sampling.max_tokens} were asked for")
+    return tuple(value)
+
+
+def checked_logprobs(values: Any, count: int, where: str) -> tuple[float, ...]:
+    """Log-probabilities of so many tokens. Raises LostError."""
+    if not isinstance(values, list) or len(values) != count:
+        raise LostError(f"{where} answers no log-probability of each of {count} tokens")
+    if not all(type(value) in (int, float) and value == value and value < 1e-3 for value in values):
+        raise LostError(f"{where} answers log-probabilities that are none: {str(values)[:80]!r}")
+    return tuple(min(0.0, float(value)) for value in values)
+
+
+def checked_reason(value: Any, where: str) -> FinishReason:
+    """Why a completion ended. Raises LostError for any other reason: it is not whole."""
+    if value == "stop":
+        return "stop"
+    if value == "length":
+        return "length"
+    raise LostError(f"{where} gave up on a completion ({str(value)[:80]!r}); it is not scored")

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an SGLang server is asked: its native `generate`, adapters from folders or tensors, weights from a folder.
+
+A request that names an adapter as its model is answered by the base model without a word, so `lora_path` is what names
+it here. An unload is soft: a request for an old name would load it again from its folder, so no name comes twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from evoalign.engines.server.adapters import PeftAdapter
+from evoalign.engines.server.client import Client
+from evoalign.engines.server.dialect import Said, Server, checked_ids, checked_logprobs, checked_reason
+from evoalign.engines.server.errors import LostError, RefusedError
+from evoalign.types import Request
+
+LOADING = 300.0
+"""Seconds within which a server has taken an adapter."""
+MEASURED = {
+    "num_running_reqs": "running",
+    "num_queue_reqs": "queue",
+    "token_usage": "cache_used",
+    "cache_hit_rate": "cache_hits",
+    "gen_throughput": "tokens_per_second",
+}
+"""Of the server's metrics those that are kept, and what they are called here."""
+_METRIC = re.compile(r"^sglang:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+
+
+class SglangDialect:
+    """See `evoalign.engines.server.dialect.Dialect`."""
+
+    async def is_ready(self, client: Client) -> bool:
+        try:
+            await client.get("/health_generate")
+        except RefusedError as error:
+            if error.status in (401, 403):
+                raise
+            return False
+        return True
+
+    async def about(self, client: Client) -> Server:
+        """The device and the attention of a server decide whether it has seeds: deterministic inference alone has."""
+        try:
+            said = await client.get("/server_info")
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            said = await client.get("/get_server_info")
+        if not isinstance(said, dict):
+            raise LostError(f"{client.url} does not say what it is: is it SGLang?")
+        tree = cast(dict[str, Any], said)
+        if tree.get("enable_lora") is False:
+            raise RefusedError(f"the server at {client.url} takes no adapters; start it with --enable-lora")
+        modules = tree.get("lora_target_modules")
+        every = modules is None or "all" in modules
+        return Server(
+            version=str(tree.get("version", "of an unknown version")),
+            model=_text(tree.get("model_path")),
+            dtype=_text(tree.get("dtype")),
+            device=_text(tree.get("device")),
+            rank=_count(tree.get("max_lora_rank")),
+            modules=None if every else tuple(sorted(map(str, cast(list[Any], modules)))),
+            longest=_count(tree.get("context_length")),
+            ranks=_count(tree.get("tp_size")) or 1,
+            has_seeds=bool(tree.get("enable_deterministic_inference")),
+        )
+
+    async def load(self, client: Client, name: str, adapter: PeftAdapter, folder: Path | None, ranks: int) -> None:
+        if folder is not None:
+            body: dict[str, Any] = {"lora_name": name, "lora_path": str(folder)}
+            path = "/load_lora_adapter"
+        else:
+            body = {
+                "lora_name": name,
+                "config_dict": dict(adapter.config),
+                "serialized_named_tensors": [packed(dict(adapter.tensors))] * ranks,
+                "expected_checksums": {n: checksum(t) for n, t in adapter.tensors.items()},
+            }
+            path = "/load_lora_adapter_from_tensors"
+        said = await client.post(path, body, seconds=LOADING)
+        if not isinstance(said, dict) or said.get("success") is not True:
+            raise LostError(f"{client.url}{path} does not say that it has the adapter: {str(said)[:80]!r}")
+
+    async def unload(self, client: Client, name: str) -> None:
+        await client.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def generate(
+        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
+    ) -> list[Said]:
+        where = f"{client.url}/generate"
+        body: dict[str, Any] = {
+            "input_ids": [list(r.prompt_ids) for r in requests],
+            "sampling_params": [_sampling(r, stop_ids) for r in requests],
+            "return_logprob": [r.logprobs for r in requests],
+            "rid": [f"{tag}-{adapter or 'base'}-{r.index}" for r in requests],
+        }
+        if adapter is not None:
+            body["lora_path"] = [adapter] * len(requests)
+        said = await client.post("/generate", body, seconds=None)
+        if not isinstance(said, list) or len(cast(list[Any], said)) != len(requests):
+            raise LostError(f"{where} answers no {len(requests)} completions: {str(said)[:80]!r}")
+        return [_said(one, request, where) for one, request in zip(cast(list[Any], said), requests, strict=True)]
+
+    async def abort(self, client: Client, tag: str) -> None:
+        """SGLang ends all whose name begins so."""
+        await client.post("/abort_request", {"rid": tag})
+
+    async def metrics(self, client: Client) -> Mapping[str, float]:
+        """Of a server with --enable-metrics; of several ranks the first."""
+        found: dict[str, float] = {}
+        for name, value in _METRIC.findall(await client.text("/metrics")):
+            if name in MEASURED:
+                found.setdefault(MEASURED[name], float(value))
+        return found
+
+
+def _sampling(request: Request, stop_ids: Sequence[int]) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "sampling_seed": request.seed % 2**31,
+        "stop_token_ids": list(stop_ids),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
+def _said(one: Any, request: Request, where: str) -> Said:
+    """One completion, checked: a server that answers anything else is not scored. Raises LostError."""
+    if not isinstance(one, dict) or not isinstance(one.get("meta_info"), dict):
+        raise LostError(f"{where} answers no completion: {str(one)[:80]!r}")
+    meta = cast(dict[str, Any], one["meta_info"])
+    ids = checked_ids(one.get("output_ids"), request, where)
+    reason = meta.get("finish_reason")
+    kind = checked_reason(cast(dict[str, Any], reason).get("type") if isinstance(reason, dict) else reason, where)
+    if not request.logprobs:
+        return Said(ids, kind, None)
+    rows = meta.get("output_token_logprobs")
+    values = [row[0] if isinstance(row, list) and row else None for row in cast(list[Any], rows or [])]
+    return Said(ids, kind, checked_logprobs(values, len(ids), where))
+
+
+def packed(tensors: Any) -> str:
+    """As SGLang unpickles it: plain tensors, with their numbers in them."""
+    return base64.b64encode(pickle.dumps(tensors)).decode("ascii")
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, as SGLang compares it."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
