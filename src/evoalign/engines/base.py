@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -74,6 +74,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the model."""
         ...
+
+
+def metrics_of(engine: Engine) -> Mapping[str, float]:
+    """What an engine says of how busy it is, by `metrics`, where it has such a method: for a generation's row."""
+    measure: Callable[[], Mapping[str, float]] | None = getattr(engine, "metrics", None)
+    return {} if measure is None else measure()
 
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:

@@ -24,6 +24,7 @@ from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
+from evoalign.engines.base import metrics_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
 from evoalign.evaluation import Evaluation
@@ -331,6 +332,8 @@ class _EvolutionStrategies:
         row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
         row["budget"] = self._meter.generation(generation).as_dict()
         row["divergence"] = session.divergence_if_due()
+        busy = metrics_of(self.parts.engine)
+        row |= {"engine": dict(busy)} if busy else {}
         row |= session.validation() if generation.evaluation is not None else {}
         session.record(row)
         for line in self._diagnosis.warnings():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.errors import LostError
+from evoalign.errors import ConfigError
 from evoalign.types import FinishReason, Request
 
 
@@ -32,6 +33,19 @@ class Server:
     """GPUs over which each matrix is split."""
     has_seeds: bool = True
     """Whether two requests of one seed draw alike."""
+
+    def check(self, rank: int, modules: Set[str], where: str) -> None:
+        """Raise ConfigError where it says that it cannot have adapters of this rank on these projections."""
+        if self.rank is not None and rank > self.rank:
+            raise ConfigError(
+                f"rank {rank}: {where} takes adapters of rank {self.rank} at most; lower it, or start it with more"
+            )
+        missing = sorted(modules - set(self.modules or modules))
+        if missing:
+            raise ConfigError(
+                f"{where} has no room for adapters on {', '.join(missing)}; start it with these target modules, or "
+                "choose others"
+            )
 
 
 @dataclass(frozen=True, slots=True)

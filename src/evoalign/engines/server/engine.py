@@ -9,55 +9,38 @@ is asked again for what is missing: nothing of a lost answer is ever scored.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import os
-import queue
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from threading import Event
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 
 from evoalign.config import Config
 from evoalign.engines.base import ABSENT, check_members, pairs_of
-from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.server.adapters import PeftAdapter, Shelf, build
+from evoalign.engines.server.base import APART, PROBE, PROBED, Base, read_base
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.dialect import Dialect, Said, Server
+from evoalign.engines.server.dialect import Dialect, Server
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.engines.server.process import Command, ServerProcess, free_port, refuse_missing
 from evoalign.engines.server.settings import ServerSettings
-from evoalign.engines.specs import on_gpu, specs_of, specs_of_config
-from evoalign.engines.transformers.engine import load_model
+from evoalign.engines.server.traffic import Heard, Traffic
+from evoalign.engines.specs import on_gpu
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
+from evoalign.spaces.targets import module_of
 from evoalign.tokens import Tokens, before_stop
-from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
+from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec, Update
 
 POLL = 0.2
 """Seconds between looks at whether the server's process is there."""
-AT_ONCE = 8
-"""Members whose adapters are made in one go."""
-FAREWELL = 5.0
-"""Seconds that what is in flight has to be let go of."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    """One answer, of a member to a request."""
-
-    member: Member
-    request: Request
-    said: Said
 
 
 class ServerEngine(KeepsMean):
@@ -84,7 +67,8 @@ class ServerEngine(KeepsMean):
         key = self._key()
         if self._settings.url is None:
             refuse_missing(self._settings.serves, self.name, self._settings.python, self.module)
-        self._parameters, self._specs, self._model_hash = self._read_model()
+        base = read_base(config.model, self._dtype, config, dummy=self._is_dummy)
+        self._parameters, self._specs, self._model_hash = base.parameters, base.specs, base.hash
         try:
             self._shelf = Shelf(self._settings.adapter_folder)
             if self._settings.url is None:
@@ -93,6 +77,8 @@ class ServerEngine(KeepsMean):
                 self._client = self._connect(self._settings.url, key)
                 self._wait_for_it(self._settings.start_timeout)
             self._meet()
+            if self._settings.url is not None and base.model is not None:
+                self._check_model(base)
         except BaseException:
             self.close()
             raise
@@ -109,22 +95,32 @@ class ServerEngine(KeepsMean):
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
+    def _check_model(self, base: Base) -> None:
+        """Raise ModelError where a server that was not started here serves another model, or weights that were moved.
+
+        One answer of a few tokens, whose log-probabilities are held against those of the files.
+        """
+        client, prompt = self._there(), tuple(self._tokens.encode(PROBE))
+        request = Request(0, prompt, Sampling(PROBED), logprobs=True)
+        (said,) = client.call(self.dialect.generate(client, [request], None, self._tokens.stop_ids, self._name(MEAN)))
+        apart = base.apart(prompt, said)
+        if not apart <= APART[self._dtype]:
+            raise ModelError(
+                f"{self._settings.serves} at {client.url} serves other weights than model {self._config.model.name} "
+                f"(its log-probabilities are {apart:.2g} away): another model, or one that a run has moved; start it "
+                "anew"
+            )
+
+    @property
+    def _is_dummy(self) -> bool:
+        return getattr(self._settings, "load_format", None) == "dummy"
+
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
 
     def specs(self) -> list[TensorSpec]:
         return list(self._specs)
-
-    def _read_model(self) -> tuple[dict[str, torch.Tensor], list[TensorSpec], str]:
-        """The weights, the specs and the hash of the base model, from its files: the server has its own copy."""
-        if getattr(self._settings, "load_format", None) == "dummy":
-            specs = specs_of_config(self._config)
-            return {}, specs, weights_hash((s.name, torch.zeros(0)) for s in specs)
-        model = load_model(self._config.model, self._dtype)
-        parameters = {name: p.data for name, p in model.named_parameters()}
-        found = specs_of(model, lambda t: float(t.abs().sum(dtype=torch.float64)) / t.numel())
-        return parameters, found, weights_hash(parameters.items())
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the mean. Raises ConfigError for what this kind of server cannot carry."""
@@ -140,7 +136,7 @@ class ServerEngine(KeepsMean):
             )
         if space.evolves_model and not self._parameters:
             raise ConfigError(f"engine.load_format dummy: space {space.name} needs the model's own weights")
-        self._check_adapters(space, layout)
+        self._server.check(space.rank, {module_of(t.module) for t in layout.tensors}, self._where)
         device = torch.device(self._settings.mean_device)
         parameters = {n: t.to(device) for n, t in self._parameters.items()} if space.evolves_model else {}
         self._parameters = parameters
@@ -164,26 +160,11 @@ class ServerEngine(KeepsMean):
             said += "; it draws without seeds, so that above temperature 0 members share no random numbers"
         return said
 
-    def _check_adapters(self, space: Space, layout: Layout) -> None:
-        """Raise ConfigError where the server says that it cannot have such adapters."""
-        about, own = self._server, {t.module.removesuffix(".weight").rpartition(".")[2] for t in layout.tensors}
-        if about.rank is not None and space.rank > about.rank:
-            raise ConfigError(
-                f"rank {space.rank}: {self._settings.serves} at {self._url} takes adapters of rank {about.rank} at "
-                "most; lower it, or start the server with more"
-            )
-        missing = sorted(own - set(about.modules or own))
-        if missing:
-            raise ConfigError(
-                f"{self._settings.serves} at {self._url} has no room for adapters on {', '.join(missing)}; start it "
-                "with these target modules, or choose others"
-            )
-
     # --- the server --------------------------------------------------------------------------------------------------
 
     @property
-    def _url(self) -> str:
-        return "" if self._client is None else self._client.url
+    def _where(self) -> str:
+        return f"{self._settings.serves} at {self._there().url}"
 
     def _key(self) -> str | None:
         name = self._settings.key_variable
@@ -236,8 +217,8 @@ class ServerEngine(KeepsMean):
         own = str(self._dtype).removeprefix("torch.")
         if self._server.dtype not in (None, "auto", own):
             raise ModelError(
-                f"{self._settings.serves} at {client.url} serves {self._server.dtype}, and this config {own}: set "
-                f"model.dtype {self._server.dtype}"
+                f"{self._where} serves {self._server.dtype}, and this config {own}: set model.dtype "
+                f"{self._server.dtype}"
             )
 
     def _recover(self, error: LostError) -> None:
@@ -287,7 +268,7 @@ class ServerEngine(KeepsMean):
             except LostError as error:
                 self._recover(error)
 
-    def _rollout(self, heard: _Heard) -> Rollout:
+    def _rollout(self, heard: Heard) -> Rollout:
         sampling, ids = heard.request.sampling, heard.said.token_ids
         return Rollout(
             member=heard.member,
@@ -329,130 +310,40 @@ class ServerEngine(KeepsMean):
                     "engine.context_length"
                 )
 
-    def _hear(self, plan: Plan, pairs: Sequence[tuple[Member, Request]]) -> Iterator[_Heard]:
+    def _hear(self, plan: Plan, pairs: Sequence[tuple[Member, Request]]) -> Iterator[Heard]:
         """Answers as they come. Raises LostError where the server has died, or owes answers for too long."""
-        client, out, ended = self._there(), queue.SimpleQueue[_Heard | None](), Event()
-        work = client.submit(self._ask_all(client, plan, pairs, out, ended))
+        assert self._shelf is not None
+        traffic = Traffic(
+            client=self._there(),
+            dialect=self.dialect,
+            shelf=self._shelf,
+            by_files=self._by_files,
+            ranks=self._server.ranks,
+            slots=self._settings.slots(self._config),
+            batch=self._settings.batch,
+            stop_ids=self._tokens.stop_ids,
+            name=self._name,
+        )
         last = time.monotonic()
-        try:
-            while True:
-                try:
-                    heard = out.get(timeout=POLL)
-                except queue.Empty:
+        with closing(traffic.hear(pairs, self._is_bare, lambda members: self._adapters(plan, members))) as heard:
+            for one in heard:
+                if one is None:  # nothing new
                     if self._process is not None:
                         self._process.check()
                     if time.monotonic() - last > self._settings.timeout:
-                        last = self._still_there(client)
-                    if work.done() and out.empty():
-                        with contextlib.suppress(CancelledError):
-                            work.result()
-                        return
+                        self._check_still_there()
+                        last = time.monotonic()
                     continue
                 last = time.monotonic()
-                if heard is not None:
-                    yield heard
-        finally:
-            if not work.done():
-                work.cancel()
-                ended.wait(2 * FAREWELL)
+                if isinstance(one, Heard):
+                    yield one
 
-    def _still_there(self, client: Client) -> float:
-        """The time, where a server that has said nothing for long is well all the same. Raises LostError."""
+    def _check_still_there(self) -> None:
+        """Raise LostError where a server that has said nothing for long is not well either."""
+        client = self._there()
         if not client.call(self._is_ready(client)):
-            raise LostError(
-                f"{self._settings.serves} at {client.url} hangs: no answer for {self._settings.timeout:g} s"
-            )
-        return time.monotonic()
-
-    async def _ask_all(
-        self,
-        client: Client,
-        plan: Plan,
-        pairs: Sequence[tuple[Member, Request]],
-        out: queue.SimpleQueue[_Heard | None],
-        ended: Event,
-    ) -> None:
-        """All members, as many at once as there are slots; `out` gets what they say, and None for other progress."""
-        asked: dict[Member, list[Request]] = {}
-        for member, request in pairs:
-            asked.setdefault(member, []).append(request)
-        tag, room = self._name(MEAN), asyncio.Semaphore(self._settings.slots(self._config))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for member in [m for m in asked if self._is_bare(m)]:
-                    group.create_task(self._ask_one(client, member, asked.pop(member), None, tag, out, room))
-                members = list(asked)
-                for first in range(0, len(members), AT_ONCE):
-                    some = members[first : first + AT_ONCE]
-                    adapters = await asyncio.to_thread(self._adapters, plan, some)
-                    for member, adapter in zip(some, adapters, strict=True):
-                        await room.acquire()
-                        group.create_task(self._ask_one(client, member, asked[member], adapter, tag, out, room))
-        except BaseExceptionGroup as failed:
-            await self._let_go(client, tag)
-            raise _first(failed) from None
-        except asyncio.CancelledError:
-            await self._let_go(client, tag)
-            raise
-        finally:
-            ended.set()
-
-    async def _let_go(self, client: Client, tag: str) -> None:
-        """Of a rollout that ended early nothing goes on."""
-        with contextlib.suppress(EvoalignError, TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                await self.dialect.abort(client, tag)
-
-    async def _ask_one(
-        self,
-        client: Client,
-        member: Member,
-        requests: Sequence[Request],
-        adapter: PeftAdapter | None,
-        tag: str,
-        out: queue.SimpleQueue[_Heard | None],
-        room: asyncio.Semaphore,
-    ) -> None:
-        """Load one member's adapter, ask all its requests, and have it unloaded."""
-        name = None if adapter is None else self._name(member)
-        try:
-            if name is not None and adapter is not None:
-                await self._load(client, name, adapter)
-                out.put(None)
-            size = self._settings.batch
-            parts = [requests[i : i + size] for i in range(0, len(requests), size)]
-            async with asyncio.TaskGroup() as group:
-                for part in parts:
-                    group.create_task(self._ask(client, member, part, name, tag, out))
-        finally:
-            if adapter is not None:
-                room.release()
-                await self._unload(client, str(name))
-
-    async def _ask(
-        self,
-        client: Client,
-        member: Member,
-        requests: Sequence[Request],
-        name: str | None,
-        tag: str,
-        out: queue.SimpleQueue[_Heard | None],
-    ) -> None:
-        said = await self.dialect.generate(client, requests, name, self._tokens.stop_ids, tag)
-        for request, one in zip(requests, said, strict=True):
-            out.put(_Heard(member, request, one))
-
-    async def _load(self, client: Client, name: str, adapter: PeftAdapter) -> None:
-        assert self._shelf is not None
-        folder = await asyncio.to_thread(self._shelf.put, name, adapter) if self._by_files else None
-        await self.dialect.load(client, name, adapter, folder, self._server.ranks)
-
-    async def _unload(self, client: Client, name: str) -> None:
-        assert self._shelf is not None
-        with contextlib.suppress(EvoalignError, TimeoutError):  # a server that is lost has let it go
-            async with asyncio.timeout(FAREWELL):
-                await self.dialect.unload(client, name)
-        self._shelf.drop(name)
+            seconds = f"{self._settings.timeout:g} s"
+            raise LostError(f"{self._settings.serves} at {client.url} hangs: no answer for {seconds}")
 
     @property
     def _by_files(self) -> bool:
@@ -513,11 +404,3 @@ class ServerEngine(KeepsMean):
             shelf.close()
         self._parameters = {}
         super().close()
-
-
-def _first(failed: BaseExceptionGroup[Any]) -> BaseException:
-    """Of what failed at once: the refusal of a server, or else the first."""
-    leaves: list[BaseException] = []
-    for error in failed.exceptions:
-        leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
-    return next((e for e in leaves if isinstance(e, RefusedError)), leaves[0])

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -22,14 +24,18 @@ from evoalign.engines.sglang.dialect import SglangDialect, packed
 from evoalign.engines.sglang.settings import SglangConfig
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import ModelError
+from evoalign.optimizer import Optimizer
+from evoalign.spaces.base import Space
 from evoalign.spaces.targets import module_of
 from evoalign.tokens import model_path
-from evoalign.types import TensorSpec
+from evoalign.types import Facts, Layout, TensorSpec
 
 CPU_TOKENS = 65_536
 """Tokens in the cache on a CPU, where SGLang would take its share of all memory."""
 PUSHING = 1800.0
 """Seconds within which a server has read new weights."""
+PROBED = 4
+"""Tensors by which it is seen whether weights arrive, or a few more."""
 SHARD, SENT = 2**31, 2**28
 """Bytes of weights in one file, and in one request."""
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -46,6 +52,9 @@ class SglangEngine(ServerEngine):
     moves_weights = True
     _sums: Mapping[str, str] | None = None
     """What the server's weights came to after the last push, by its own names."""
+    _base: Mapping[str, int] = MappingProxyType({})
+    _sent: Mapping[str, int] = MappingProxyType({})
+    """What some of the weights come to that it began with, and that were sent last."""
 
     @property
     def own(self) -> SglangConfig:
@@ -101,12 +110,19 @@ class SglangEngine(ServerEngine):
             *(["--lora-backend", backend] if backend else []), "--lora-target-modules", *modules,
         ]  # fmt: skip
 
+    def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
+        facts = super().start(space, layout, optimizer, keep_start)
+        if space.evolves_model:
+            self._base = self._sent = _crcs({t.name: self._parameters[t.name] for t in layout.tensors})
+        return facts
+
     async def push(self, client: Client, weights: Mapping[str, torch.Tensor], shelf: Shelf) -> None:
         """From files in memory where the server sees them, else within requests; what was cached is flushed.
 
         SGLang says that all is well of names that it does not have, too, so that its checksums are compared.
         """
         before = self._sums if self._sums is not None else await _checksums(client)
+        ours = _crcs(weights)
         opened = await _bracket(client, "/begin_weight_update")
         try:
             for part in _parts(weights, SHARD if self._by_files else SENT):
@@ -119,10 +135,12 @@ class SglangEngine(ServerEngine):
                 await client.post("/end_weight_update", {})
         self._sums = await _checksums(client)
         if before is not None and self._sums is not None:
-            _check_moved(client, weights, before, self._sums)
+            moved = [name for name, crc in ours.items() if self._sent[name] != crc]
+            _check_moved(client, moved, before, self._sums)
+        self._sent = ours
 
     def _recover(self, error: LostError) -> None:
-        self._sums = None  # another server, with the base model
+        self._sums, self._sent = None, self._base  # another server, with the base model
         super()._recover(error)
 
 
@@ -184,18 +202,24 @@ async def _checksums(client: Client) -> dict[str, str] | None:
     return cast(dict[str, str], sums) if isinstance(sums, dict) and sums else None
 
 
-def _check_moved(
-    client: Client, weights: Mapping[str, torch.Tensor], before: Mapping[str, str], after: Mapping[str, str]
-) -> None:
-    """Raise ModelError where a matrix that was sent is as it was."""
-    names = {_served(name) for name in weights} & before.keys()
-    still = sorted(name for name in names if before[name] == after.get(name))
-    if not names or len(still) == len(names):
-        which = still[0] if still else next(iter(weights))
-        raise ModelError(
-            f"SGLang at {client.url} says that it took the mean's weights, and {which} is as it was before: it cannot "
-            "carry this model's weights; use engine vllm, or space lora"
-        )
+def _check_moved(client: Client, moved: Sequence[str], before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raise ModelError where a tensor that was sent with other numbers is as it was."""
+    for name in moved:
+        there = _served(name)
+        if there not in before or before[there] == after.get(there):
+            raise ModelError(
+                f"SGLang at {client.url} says that it took the mean's weights, and {there} is as it was before: it "
+                "cannot carry this model's weights; use engine vllm, or space lora"
+            )
+
+
+def _crcs(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Of some tensors, evenly spaced: enough to see whether weights arrive."""
+    names = list(weights)[:: max(1, len(weights) // PROBED)]
+    return {
+        n: zlib.crc32(weights[n].detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for n in names
+    }
 
 
 def _served(name: str) -> str:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the published SGLang start on any CPU, for tests alone.
+
+torchvision's wheel expects the operators of a torch for CUDA, and SGLang imports it with transformers. A CPU that has
+AMX would be served by kernels that are not published for it, so torch is made to say that there is none.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+class _BeforeTorchvision(MetaPathFinder):
+    """Looks at each import, and does what is to be done before torchvision's."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            _prepare()
+        return None
+
+
+def _prepare() -> None:
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang beside the in-process engine: the same tokens, the same journals, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from served import KEY, answers, attached, config
+
+import evoalign
+from evoalign import engines, spaces, tokens
+from evoalign.engines.server.errors import RefusedError
+from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
+from evoalign.types import MEAN, Plan, Request, Sampling, population
+
+QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
+TIE = 1e-4
+"""Log-probabilities closer than this are a tie, which a sum in another order may decide otherwise."""
+
+
+def opened(settings: Any) -> Any:
+    """An engine and its layout, started."""
+    tokens_ = tokens.load(settings.model)
+    engine = engines.create(settings, tokens_)
+    space = spaces.create(settings)
+    layout = space.layout(engine.specs(), engine.dtype)
+    engine.start(space, layout, None, keep_start=False)
+    requests = [Request(i, tokens_.encode(q), Sampling(24), logprobs=True) for i, q in enumerate(QUESTIONS)]
+    return engine, requests
+
+
+def ties(one: Any, other: Any) -> int:
+    """0 where two answers are the same, 1 where they part at a near tie. Raises AssertionError."""
+    lines = zip(one.token_ids, one.logprobs, other.token_ids, other.logprobs, strict=False)
+    for token, p, token_other, p_other in lines:
+        assert p == pytest.approx(p_other, abs=1e-3)
+        if token != token_other:
+            assert abs(p - p_other) < TIE, (one, other)
+            return 1
+    assert len(one.token_ids) == len(other.token_ids)
+    return 0
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+def test_thirty_members_say_what_they_say_in_this_process(url: str, space: str) -> None:
+    plan = Plan(3, 0.05, (*population(30, antithetic=True), MEAN))
+    said = []
+    for settings in (attached(url, space), config(space, "transformers")):
+        engine, requests = opened(settings)
+        with closing(engine):
+            said.append(answers(engine, plan, requests))
+    theirs, ours = said
+    assert theirs.keys() == ours.keys() and len(ours) == 31 * len(QUESTIONS)
+    assert sum(ties(theirs[key], ours[key]) for key in ours) <= 0.01 * len(ours)
+    assert len({r.text for r in ours.values()}) > len(QUESTIONS), "all members say the same"
+
+
+def run(folder: Path, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """The journal of a short training."""
+    console = Console(file=io.StringIO(), width=200)
+    tree = {
+        "output_dir": str(folder), "seed": 1,
+        "task": {"name": "conciseness"}, "model": {"name": "tiny", "dtype": "float32"},
+        "lora": {"rank": 8, "alpha": 8, "target_layers": [3], "target_modules": ["down_proj"]},
+        "es": {"num_generations": 10, "population_size": 30, "sigma": 0.025, "learning_rate": 0.0125},
+        "evaluation": {"max_tokens": 32}, "checks": {"placebo": 0, "perplexity": False}, "engine": engine, **more,
+    }  # fmt: skip
+    evoalign.train(tree, console=console)
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+def test_ten_generations_have_the_same_journal_as_in_this_process(url: str, tmp_path: Path) -> None:
+    theirs = run(tmp_path / "theirs", {"name": "sglang", "url": url, "key_variable": KEY})
+    ours = run(tmp_path / "ours", {"name": "transformers", "device": "cpu"})
+    assert [line.get("coefficients") for line in theirs] == [line.get("coefficients") for line in ours]
+    assert [line.get("weights_hash") for line in theirs[1:]] == [line.get("weights_hash") for line in ours[1:]]
+    rows = [json.loads(line) for line in (tmp_path / "theirs/metrics.jsonl").read_text().splitlines()]
+    assert all(row["engine"].keys() >= {"running", "queue", "cache_used"} for row in rows)
+    assert evoalign.replay(tmp_path / "theirs") == theirs[-1]["weights_hash"]
+
+
+def test_what_a_server_cannot_do_is_refused_by_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens_ = tokens.load(config().model)
+
+    def refused(settings: Any, *words: str) -> None:
+        with pytest.raises((ConfigError, ModelError)) as said:
+            engine = engines.create(settings, tokens_)
+            with closing(engine):
+                space = spaces.create(settings)
+                engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
+        assert all(word in str(said.value) for word in words), said.value
+
+    refused(attached(url, lora={"rank": 16}), "adapters of rank 8 at most")
+    refused(attached(url, "full"), "space full writes each member over the weights", "engine vllm")
+    refused(attached(url, model={"name": "tiny", "dtype": "bfloat16"}), "serves float32", "set model.dtype float32")
+    refused(attached("http://127.0.0.1:9", engine={"start_timeout": 0.5}), "no SGLang answers at http://127.0.0.1:9")
+    monkeypatch.setenv("ANOTHER", "wrong")
+    refused(attached(url, engine={"key_variable": "ANOTHER"}), "wants a key")
+    refused(attached(url, engine={"key_variable": "NOT_SET"}), "there is no NOT_SET in the environment")
+    refused(
+        config(engine={"python": "/no/such/python"}), "SGLang is not installed in the environment of /no/such/python"
+    )
+
+
+def test_a_prompt_that_is_too_long_is_told(url: str) -> None:
+    engine, requests = opened(attached(url))
+    with closing(engine):
+        long = Request(0, requests[0].prompt_ids * 60, Sampling(200))
+        with pytest.raises(DataError, match=r"exceed the 512 positions of the server"):
+            list(engine.rollout(Plan(0, 0.0, (MEAN,)), [long]))
+
+
+def test_an_adapter_that_a_server_refuses_is_a_refusal_and_no_loss(url: str) -> None:
+    """It is told at once, with the server's own words, and the server is not started again."""
+    engine, requests = opened(attached(url))
+    with closing(engine):
+        engine._shelf.put = lambda name, adapter: Path("/no/such/folder")
+        engine.own.__dict__["transport"] = "files"
+        with pytest.raises(RefusedError, match=r"/load_lora_adapter refuses: .*no/such/folder"):
+            list(engine.rollout(Plan(0, 0.05, population(2)), requests))
+        assert engine._restarts == 0
+
+
+def test_nothing_is_left_of_an_engine_that_fails_to_start(tmp_path: Path) -> None:
+    settings = config(engine={"arguments": ["--no-such-flag"]})
+    with pytest.raises(EvoalignError, match=r"the SGLang server ended \(exit code 2\): .*no-such-flag") as said:
+        engines.create(settings, tokens.load(settings.model))
+    log = Path(str(said.value).rpartition("(its log: ")[2].rstrip(")"))
+    assert log.is_file(), "the message names it"
+    log.unlink()
