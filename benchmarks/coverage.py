@@ -7,7 +7,8 @@
 
 Samples are normal, skewed (exponential) or heavy-tailed (Student's t with three degrees of freedom), all with standard
 deviation 1. Of the layouts of seeds and questions the seeds' part is drawn so, the questions' part is normal and twice
-as wide, what is left normal and as wide. Of placebos all three parts are drawn so. Random numbers follow from the cell alone, so that each can be made again.
+as wide, what is left normal and as wide. Of placebos all three parts are drawn so. Random numbers follow from the cell
+alone, so that each can be made again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ UNSEEDED = [check for check in CHECKS if check not in SEEDED]
 @pytest.fixture(scope="module", params=["lora", "lowrank", "tensors"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     by_tensors = request.param == "tensors"
-    settings = attached(request.getfixturevalue("url")) if by_tensors else config(request.param)
+    settings = (
+        attached(request.getfixturevalue("url"), engine={"transport": "tensors"})
+        if by_tensors
+        else config(request.param)
+    )
     with started(engines.create, settings) as found:
         yield found
 

@@ -121,7 +121,6 @@ def test_an_adapter_that_a_server_refuses_is_a_refusal_and_no_loss(url: str) -> 
     engine, requests = opened(attached(url))
     with closing(engine):
         engine._shelf.put = lambda name, adapter: Path("/no/such/folder")
-        engine.own.__dict__["transport"] = "files"
         with pytest.raises(RefusedError, match=r"/load_lora_adapter refuses: .*no/such/folder"):
             list(engine.rollout(Plan(0, 0.05, population(2)), requests))
         assert engine._restarts == 0

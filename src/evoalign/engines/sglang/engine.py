@@ -40,6 +40,7 @@ SHARD, SENT = 2**31, 2**28
 """Bytes of weights in one file, and in one request."""
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj"}  # fmt: skip
+_LOOPBACK = re.compile(r"^https?://(localhost|127\.[0-9.]+|\[::1\])([:/]|$)")
 _LAST = re.compile(r"(\w+)(?=\.weight$)")
 
 
@@ -63,8 +64,10 @@ class SglangEngine(ServerEngine):
 
     @property
     def _by_files(self) -> bool:
-        wanted = self.own.transport
-        return self.own.url is None or self.own.adapter_folder is not None if wanted == "auto" else wanted == "files"
+        own = self.own
+        if own.transport != "auto":
+            return own.transport == "files"
+        return own.url is None or own.adapter_folder is not None or _LOOPBACK.match(own.url) is not None
 
     def command(self, port: int, key: str, specs: Sequence[TensorSpec]) -> Command:
         config, own, on_cpu = self._config, self.own, not on_gpu(self._config)
