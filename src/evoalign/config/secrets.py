@@ -142,5 +142,6 @@ def _in_query(name: str, value: str) -> bool:
 def _of_environment() -> list[str]:
     """The secrets that this process was given, the longest first; none that may be a word."""
     drawn = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{12,}")
-    found = {value for name, value in os.environ.items() if drawn.fullmatch(value) and is_secret(name, value)}
+    given = {name: value for name, value in os.environ.items() if name != "PWD"}  # the shell's folder, no password
+    found = {value for name, value in given.items() if drawn.fullmatch(value) and is_secret(name, value)}
     return sorted(found, key=len, reverse=True)
