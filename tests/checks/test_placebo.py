@@ -24,11 +24,12 @@ from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
 from evoalign.checks.placebo import Distances, Placebos, Split, beyond_drift, distance_line, flip_line, sentence, split
+from evoalign.checks.placebo_file import PLACEBO
 from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
 from evoalign.exporting.card import placebo_lines
-from evoalign.rundir.sealing import is_sealed
+from evoalign.rundir.sealing import hash_of, is_sealed
 from evoalign.sweeping.cells import Cell, Run
 from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
@@ -208,6 +209,102 @@ def test_what_is_not_that_run_is_refused(run: Path, tmp_path: Path) -> None:
         evoalign.placebo(tmp_path / "grpo")
 
 
+# --- kept beside the results -----------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, *more: str) -> str:
+    """What the command says of what it keeps."""
+    done = CliRunner().invoke(cli.app, ["placebo", str(folder), *more])
+    assert done.exit_code == 0, done.output
+    return done.stderr
+
+
+def shown(folder: Path) -> str:
+    """What stands in the card, and in the comparison at the end."""
+    evoalign.export(folder, folder.parent / "card")
+    text = (folder.parent / "card/README.md").read_text()
+    shutil.rmtree(folder.parent / "card")
+    return text.partition("**Signal beside drift.**")[2].partition("\n")[0]
+
+
+def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[Path, str], tmp_path: Path) -> None:
+    folder = shutil.copytree(ended[0], tmp_path / "run")
+    sealed = (folder / "results/sealed.json").read_bytes()
+    assert "Reward: 2 placebos" in shown(folder)
+    assert "not kept: --generation is of a part" in measure(folder, "--shuffles", "1", "-g", "1")
+    assert "is a journal by itself" in measure(folder / "journal.jsonl", "--shuffles", "1")
+    assert not (folder / PLACEBO).exists()
+    assert f"kept in {folder / PLACEBO}" in measure(folder, "--shuffles", "3")
+    kept = json.loads((folder / PLACEBO).read_text())
+    assert kept["reward"]["placebos"][:2] == results(folder)["placebo"]["reward"]["placebos"]
+    assert kept["format_version"] == 1 and kept["seeds"] == [0, 1, 2]
+    assert (folder / "results/sealed.json").read_bytes() == sealed and is_sealed(folder)
+    assert "Reward: 3 placebos" in shown(folder)
+    found = read(folder).placebo
+    assert found is not None and found.as_dict() == kept["reward"]
+    assert "has 3 placebos; delete it to keep these" in measure(folder, "--shuffles", "1")
+    assert json.loads((folder / PLACEBO).read_text()) == kept
+    (folder / "results/evaluation.json").unlink()
+    assert "not kept: results are of the end of a run" in measure(folder, "--shuffles", "3")
+
+
+def test_a_card_tells_nobody_to_measure_more() -> None:
+    """Who reads it has no run. With fewer than 19, p cannot be below 5 %."""
+    some = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 4)
+    assert beyond_drift(some).endswith("20 placebos can show that it is more than drift: evoalign placebo RUN")
+    (_, said) = placebo_lines({"placebo": {"reward": some.as_dict()}})
+    assert said.endswith("so few placebos cannot show that it is more than drift.") and "RUN" not in said
+    many = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 20)
+    for own, other in ((some, many), (many, some)):
+        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, other)
+        assert "Reward: 20 placebos" in said
+    assert placebo_lines({}, some), "of a run that measured none itself"
+
+
+def forged(file: Path, **changes: Any) -> None:
+    record = {**json.loads(file.read_text()), **changes}
+    del record["hash"]
+    file.write_text(json.dumps({**record, "hash": hash_of(record)}))
+
+
+DAMAGE = {
+    "damaged (format_version)": lambda f: forged(f, format_version=2),
+    "damaged (reward.placebos)": lambda f: forged(f, reward={**json.loads(f.read_text())["reward"], "placebos": []}),
+    "damaged (reward)": lambda f: forged(f, reward=3),
+    "damaged (it holds no JSON object)": lambda f: f.write_text("[]"),
+    "was altered": lambda f: f.write_text(f.read_text().replace('"seeds"', '"seed"')),
+    "is not of ": lambda f: forged(f, journal="0" * 64),
+    "was not evaluated with the settings of ": lambda f: forged(f, settings={"max_tokens": 9}),
+    "is not a file": lambda f: (f.unlink(), f.mkdir()),
+}
+
+
+def test_what_is_kept_is_refused_by_name_where_it_is_not_the_runs(ended: tuple[Path, str], tmp_path: Path) -> None:
+    whole = shutil.copytree(ended[0], tmp_path / "whole")
+    measure(whole, "--shuffles", "3")
+    for number, (why, change) in enumerate(DAMAGE.items()):
+        folder = shutil.copytree(whole, tmp_path / str(number))
+        change(folder / PLACEBO)
+        for reader in (read, lambda run: evoalign.export(run, tmp_path / "card")):
+            with pytest.raises(DataError) as raised:
+                reader(folder)
+            assert str(raised.value).startswith(str(folder / PLACEBO)) and why in str(raised.value)
+            assert str(raised.value).endswith("delete it, and `evoalign placebo` measures it anew")
+    assert "kept in" in measure(folder / ".." / "0", "--shuffles", "3"), "and the command writes it anew"
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_takes_away_what_was_kept(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    measure(folder, "--shuffles", "1")
+    longer = tree(folder)
+    evoalign.train(longer, resume=True, console=Console(quiet=True))
+    assert (folder / PLACEBO).exists(), "it was at its end"
+    longer["es"]["num_generations"] = 3
+    evoalign.train(longer, resume=True, console=Console(quiet=True))
+    assert not (folder / PLACEBO).exists() and read(folder).steps == 3
+
+
 @pytest.mark.slow
 def test_the_public_result(run: Path) -> None:
     found = evoalign.placebo(run, shuffles=1, generation=1)
@@ -366,6 +463,6 @@ def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
     said = placebo_lines(results(folder))
     assert said[1].startswith("**Signal beside drift.** Reward: 2 placebos (the same noise, shuffled coefficients)")
     assert placebo_lines({"after": {}}) == [], "a run of before, or of GRPO"
-    for wrong in ({"reward": {**own, "items": "many"}}, {}, 3, {"reward": None}):
+    for wrong in ({"reward": {**own, "items": "many"}}, {"reward": {**own, "placebos": []}}, {}, 3, {"reward": None}):
         with pytest.raises(DataError, match=r"results/evaluation.json is damaged \(placebo"):
             placebo_lines({"placebo": wrong})

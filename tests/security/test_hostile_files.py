@@ -44,6 +44,7 @@ VALUES: tuple[Any, ...] = (None, [], {}, "x", "\ud800\x1b[2J", -1, 1.5, True, 2*
 FILES = (
     "manifest.json", "metrics.jsonl", "results/evaluation.json", "results/budget.json", "results/sealed.json",
     "journal.jsonl", "adapter_config.json", "evoalign.json", "results/completions/after.parquet",
+    "results/placebo.json",
 )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ READERS = {
     "results/evaluation.json": ("export", "compare"), "results/budget.json": ("resume", "compare"),
     "results/sealed.json": ("export", "compare", "resume"), "journal.jsonl": ("journal", "replay", "eval", "resume"),
     "adapter_config.json": ("export", "eval", "analyze"), "evoalign.json": ("export", "eval", "resume"),
-    "results/completions/after.parquet": ("compare",),
+    "results/completions/after.parquet": ("compare",), "results/placebo.json": ("compare", "export"),
 }  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def test_a_file_in_an_odd_form(name: str, whole: Path, run: Run) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
 @pytest.mark.first("journal.jsonl")
-@pytest.mark.last("metrics", "budget", "sealed", "manifest", "evoalign")
+@pytest.mark.last("metrics", "budget", "sealed", "manifest", "evoalign", "placebo")
 @pytest.mark.parametrize("name", [*FILES, ".lock"])
 def test_what_is_no_file_is_not_waited_for(name: str, whole: Path, run: Run) -> None:
     lay(whole, name, lambda file: (file.unlink(missing_ok=True), os.mkfifo(file)))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from evoalign import statistics
 from evoalign.errors import DataError
@@ -37,7 +37,7 @@ class Split:
 
     before: float
     real: float
-    placebos: tuple[float, ...]
+    placebos: Annotated[tuple[float, ...], Field(min_length=1)]
     flip: float | None
     items: int
     gain: Estimate
@@ -167,8 +167,8 @@ def sentence(split: Split) -> str:
     return f"{head}: {_share(split)}"
 
 
-def beyond_drift(split: Split) -> str:
-    """What is left of the change, and how surely."""
+def beyond_drift(split: Split, *, advise: bool = True) -> str:
+    """What is left of the change, and how surely; to whom has the run, also what would show more."""
     reach = f"{split.reached} of {len(split.placebos)} reach the run"
     least = " (the least that so many can give)" if not split.reached else ""
     line = f"beyond drift: {_bounds(split.signal)} above the mean placebo; {reach}, one-sided p {split.p:.2g}{least}"
@@ -176,6 +176,8 @@ def beyond_drift(split: Split) -> str:
     if split.reached or split.signal.mean <= 0:
         return f"{line}; not shown to be more than drift"
     if split.p > LEVEL:
+        if not advise:
+            return f"{line}; so few placebos cannot show that it is more than drift"
         return f"{line}; {ENOUGH} placebos can show that it is more than drift: evoalign placebo RUN"
     return line
 

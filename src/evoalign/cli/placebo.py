@@ -28,13 +28,15 @@ def placebo(
     """Say how much of a run's gain is signal, and how much is drift, which any coefficients would have brought.
 
     The journal is replayed with its coefficients shuffled over the members (and with all signs flipped), and each mean
-    is evaluated on the test split. --config names the run's own config where that names code.
+    is evaluated on the test split. --config names the run's own config where that names code. What is found of a run
+    that is done is kept in its results/placebo.json, for `evoalign export` and `evoalign compare`.
     """
     quiet()
     from rich.console import Console
     from rich.progress import Progress
 
     from evoalign.config import load
+    from evoalign.training.placebos import keep
     from evoalign.training.placebos import placebo as measure
 
     console = Console(stderr=True)
@@ -59,3 +61,7 @@ def placebo(
         json_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(json_file, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
         say(f"written to {json_file}")
+    try:
+        say(keep(run, found) if generation is None else "not kept: --generation is of a part of the run")
+    except OSError as error:
+        say(f"not kept: {run} cannot be written to ({error.strerror})")

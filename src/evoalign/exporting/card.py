@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from evoalign.checks.placebo import beyond_drift, of_file, sentence
+from evoalign.checks.placebo import Split, beyond_drift, of_file, sentence
+from evoalign.checks.placebo_file import with_most
 from evoalign.config import Config, to_yaml
 from evoalign.report.tables import visible
 from evoalign.rundir.method import Method
@@ -70,6 +71,8 @@ class Facts:
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
     """results/evaluation.json, where it is of this mean."""
+    placebo: Split | None = None
+    """What results/placebo.json has of the end of the run."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Sequence[DataFile] = ()
     sizes: tuple[int, int, int] | None = None
@@ -191,16 +194,20 @@ def _change(facts: Facts) -> str:
     )
     head = _alarm(found) + head
     rows = [_row(found, name) for name in found["before"] if name in found["after"]]
-    return "\n".join([head, *rows, *placebo_lines(found), *([] if found.get("sealed", True) else ["", NOT_SEALED])])
+    rows += placebo_lines(found, facts.placebo)
+    return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
 
-def placebo_lines(found: Mapping[str, Any]) -> list[str]:
-    """How much of the gain is drift, where the run measured that. Raises DataError."""
-    if "placebo" not in found:
+def placebo_lines(found: Mapping[str, Any], kept: Split | None = None) -> list[str]:
+    """How much of the gain is drift, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
+    own = None
+    if "placebo" in found:
+        tree: Any = found["placebo"]
+        own = of_file(tree.get("reward") if isinstance(tree, Mapping) else tree, "results/evaluation.json")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    split = with_most(own, kept)
+    if split is None:
         return []
-    tree: Any = found["placebo"]
-    split = of_file(tree.get("reward") if isinstance(tree, Mapping) else tree, "results/evaluation.json")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-    return ["", f"**Signal beside drift.** Reward: {sentence(split)}; {beyond_drift(split)}."]
+    return ["", f"**Signal beside drift.** Reward: {sentence(split)}; {beyond_drift(split, advise=False)}."]
 
 
 def _kind(found: Mapping[str, Any]) -> str:

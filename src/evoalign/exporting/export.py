@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from evoalign import tokens
+from evoalign.checks import placebo_file
 from evoalign.config import Config, ModelConfig, load, reading, to_yaml
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
@@ -300,8 +301,7 @@ def _merge(model: Any, folder: Path) -> None:
 def _copy_records(source: _Source, folder: Path) -> None:
     """Config and journal, if any, the lines that are whole; where the run was on this machine is nobody's business."""
     folder.mkdir()
-    output_dir = Path(source.config.output_dir).name
-    config = source.config.model_copy(update={"output_dir": output_dir})
+    config = source.config.model_copy(update={"output_dir": Path(source.config.output_dir).name})
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     if source.log is not None:
         (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])
@@ -325,6 +325,7 @@ def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: s
         chat=messages and bool(tokens_.tokenizer.chat_template),
         with_records=with_records,
         evaluation=_evaluation(source),
+        placebo=placebo_file.read(source.run, source.config),
         manifest=source.manifest,
         data=_data(config),
         sizes=sizes,
@@ -396,5 +397,4 @@ def _of_the_disk(error: OSError) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
-    return next(line.strip() for line in lines if line.strip())
+    return next((line.strip() for line in str(error).split("\n") if line.strip()), type(error).__name__)

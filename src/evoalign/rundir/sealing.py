@@ -46,8 +46,8 @@ class _Seal(BaseModel):
 def seal(run: Path) -> None:
     """Write down what the results of a run are, last of all."""
     files = {name: digest_of(run / name) for name in SEALED if (run / name).is_file()}
-    record = {"format_version": FORMAT_VERSION, "journal": _last_line(run), "files": files}
-    write_text(run / SEAL, json.dumps({**record, "hash": _hash(record)}, indent=2) + "\n")
+    record = {"format_version": FORMAT_VERSION, "journal": last_line(run), "files": files}
+    write_text(run / SEAL, json.dumps({**record, "hash": hash_of(record)}, indent=2) + "\n")
 
 
 def unseal(run: Path) -> None:
@@ -67,9 +67,9 @@ def is_sealed(run: Path, *names: str) -> bool:
         return False
     except ValidationError:
         raise DataError(f"{run / SEAL} is damaged; {MEND}") from None
-    if record.hash != _hash({name: value for name, value in found.items() if name != "hash"}):
+    if record.hash != hash_of({name: value for name, value in found.items() if name != "hash"}):
         raise DataError(f"{run / SEAL} was altered; {MEND}")
-    if record.journal != _last_line(run):
+    if record.journal != last_line(run):
         raise DataError(f"{run / SEAL} is not of {run / JOURNAL}; {MEND}")
     for name in names or SEALED:
         if (run / name).is_file() and digest_of(run / name) != record.files.get(name):
@@ -77,7 +77,7 @@ def is_sealed(run: Path, *names: str) -> bool:
     return True
 
 
-def _last_line(run: Path) -> str:
+def last_line(run: Path) -> str:
     """The hash of the last whole line of the journal, which stands for all of it."""
     try:
         lines = read_bytes(run / JOURNAL, 2**36).splitlines()
@@ -87,5 +87,6 @@ def _last_line(run: Path) -> str:
     return str(found.get("hash")) if isinstance(found, dict) else NO_JOURNAL  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
-def _hash(record: dict[str, Any]) -> str:
+def hash_of(record: dict[str, Any]) -> str:
+    """SHA-256 of a record that is written with it."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 
 from evoalign import evaluation
+from evoalign.checks import placebo_file
 from evoalign.checks.distance import moved, start_of
 from evoalign.checks.drift import expected_distance
 from evoalign.checks.placebo import Distances, Placebos, split
-from evoalign.config import Config, from_dict
+from evoalign.config import Config, from_dict, load
+from evoalign.config.reading import MissingError, read_object
 from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.estimate import placebos_in_a_tenth
-from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, StoppedError
+from evoalign.errors import ConfigError, DataError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.rundir.checkpoint import Mark
-from evoalign.rundir.directory import RunDir
+from evoalign.rundir.directory import MEASURING, RunDir
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log, Recorded
+from evoalign.rundir.sealing import EVALUATION
 from evoalign.setup import ConfigLike, Parts, Rewards, Served, as_config, assemble, task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving
@@ -150,7 +153,7 @@ def placebo(
     `shuffles` - 1), and with all signs flipped, and evaluates each as the run itself did. `off_task` is a config whose
     task's test split is evaluated likewise. `config`, `task` and `reward` are needed where the run names code of its
     own or was given Python objects; `model` where the base model has moved; `generation`: after so many. `progress` is
-    called with the number of means evaluated and of all.
+    called with the number of means evaluated and of all. Nothing is written.
 
     Shuffled coefficients need no scores, so that a placebo is what the noise alone does; of its flip, and of the
     run's own scores, only the first step was measured where it starts: see `evoalign.training.counterfactual`.
@@ -162,6 +165,29 @@ def placebo(
         run, config=config, task=task, reward=reward, off_task=off_task, model=model, generation=generation
     ) as found:
         return measured(found, shuffles, progress)
+
+
+def keep(run: Path, found: Placebos) -> str:
+    """Write results/placebo.json, which cards and comparisons read, of a run that is done; in words, what was done."""
+    if not run.is_dir():
+        return f"not kept: {run} is a journal by itself, no run directory"
+    log = log_of(run)
+    try:
+        done = read_object(run / EVALUATION)
+    except MissingError:
+        done = {}
+    end = log.generations[-1].weights_hash
+    if found.generation != log.sealed or done.get("weights_hash") != end or done.get(MEASURING):
+        return f"not kept: results are of the end of a run, and this is of {found.generation} generations of {run}"
+    config, file = load([run / "config.yaml"]), run / placebo_file.PLACEBO
+    try:
+        before = placebo_file.read(run, config)
+    except DataError:
+        before = None
+    if before is not None and len(before.placebos) > len(found.seeds):
+        return f"not kept: {file} has {len(before.placebos)} placebos; delete it to keep these"
+    placebo_file.write(run, config, found)
+    return f"kept in {file}: `evoalign export` and `evoalign compare` read it there"
 
 
 def counterfactuals(

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.console import Console
 
-from evoalign.checks import divergence
+from evoalign.checks import divergence, placebo_file
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.checks.fluency import Fluency
@@ -259,6 +259,8 @@ class Session:
         self._unseal()
         self.run.sweep()
         missed = self.algorithm.resume(self)
+        if self.done < self.total:
+            placebo_file.remove(self.run.path)
         self.run.resume(self.config, self._manifest({}))
         self.recorder.start(self.done, missed)
         self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from evoalign.checks import verdict
+from evoalign.checks import placebo_file, verdict
 from evoalign.checks.placebo import Split
 from evoalign.config import Config, load
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
@@ -142,7 +142,7 @@ def read(path: Path) -> Run:
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result and result.alarms else None,
         sealed=sealed,
-        placebo=result.placebo.reward if result and result.placebo else None,
+        placebo=_gain(path, config, result),
         questions=_questions(before or after),
         items=_items(after or ()),
     )
@@ -287,6 +287,12 @@ def _points(
         divergence = result.divergence or (rows[end - 1].divergence if end else None)
         points[end] = Point(end, costs[end], result.after, divergence)
     return [points[step] for step in sorted(points)]
+
+
+def _gain(path: Path, config: Config, result: _Result | None) -> Split | None:
+    """Split by the placebos of the end of training, or of `evoalign placebo` where those are more."""
+    own = result.placebo.reward if result and result.placebo else None
+    return placebo_file.with_most(own, placebo_file.read(path, config))
 
 
 def _shares(

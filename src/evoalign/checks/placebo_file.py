@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""results/placebo.json: what `evoalign placebo` measured of a run that is done, for cards and comparisons.
+
+It is written after the run's results are sealed, so it has a hash of its own, as the seal has, and says which end of
+which journal it is of, and how that was evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from evoalign.checks.placebo import Placebos, Split
+from evoalign.config import FORMAT_VERSION, Config
+from evoalign.config.reading import MissingError, read_object
+from evoalign.errors import DataError
+from evoalign.rundir.checkpoint import Hash
+from evoalign.rundir.files import write_text
+from evoalign.rundir.method import JOURNAL
+from evoalign.rundir.sealing import hash_of, last_line
+
+PLACEBO = "results/placebo.json"
+MEND = "delete it, and `evoalign placebo` measures it anew"
+
+
+class _Kept(BaseModel):
+    """What the file may hold, as far as it is read."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    format_version: Literal[1]
+    journal: Hash
+    settings: dict[str, Any]
+    reward: Split
+    hash: Hash
+
+
+def write(run: Path, config: Config, found: Placebos) -> None:
+    """Keep what was measured of a run as it is now, all its generations; `config` is the run's own."""
+    kept = {name: value for name, value in found.as_dict().items() if name != "off_task"}
+    record = {"format_version": FORMAT_VERSION, "journal": last_line(run), "settings": _settings(config), **kept}
+    write_text(run / PLACEBO, json.dumps({**record, "hash": hash_of(record)}, indent=2, allow_nan=False) + "\n")
+
+
+def read(run: Path, config: Config) -> Split | None:
+    """What is kept of the reward on the test split; None where nothing is.
+
+    Raises DataError naming the file where it is damaged or altered, or not of this journal or these settings.
+    """
+    file = run / PLACEBO
+    try:
+        found = read_object(file, mend=MEND)
+        record = _Kept.model_validate(found)
+    except MissingError:
+        return None
+    except ValidationError as error:
+        where = ".".join(str(part)[:40] for part in error.errors()[0]["loc"])
+        raise DataError(f"{file} is damaged ({where}); {MEND}") from None
+    if record.hash != hash_of({name: value for name, value in found.items() if name != "hash"}):
+        raise DataError(f"{file} was altered; {MEND}")
+    if record.journal != last_line(run):
+        raise DataError(f"{file} is not of {run / JOURNAL}; {MEND}")
+    if record.settings != _settings(config):
+        raise DataError(f"{file} was not evaluated with the settings of {run / 'config.yaml'}; {MEND}")
+    return record.reward
+
+
+def with_most(*found: Split | None) -> Split | None:
+    """That with the most placebos, the first of several; None where there is none."""
+    return max((split for split in found if split is not None), key=lambda split: len(split.placebos), default=None)
+
+
+def remove(run: Path) -> None:
+    """The run goes on, and this is not of its end any more."""
+    (run / PLACEBO).unlink(missing_ok=True)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """How a mean is evaluated; not how often."""
+    return config.evaluation.model_dump(mode="json", exclude={"every"})
