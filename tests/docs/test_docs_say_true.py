@@ -298,3 +298,13 @@ def test_the_citation_is_that_of_this_version() -> None:
     assert citation["version"] == evoalign.__version__
     assert citation["authors"] == [{"name": "The evoalign authors"}]
     assert {"message", "title"} <= citation.keys()
+
+
+def test_the_drift_that_the_readme_names_is_that_of_the_benchmark() -> None:
+    """Of each config, the least and the most over its seeds."""
+    rows = (REPOSITORY / "benchmarks/README.md").read_text(encoding="utf-8").split("drift's share of the gain", 1)[1]
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows.split("\n\n")[0].splitlines() if "%" in row]
+    said = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+    for config, name in (("quickstart", "on Conciseness"), ("template", "of the template")):
+        shares = [int(row[7].rstrip("%")) for row in cells if row[1] == config]
+        assert f"{min(shares)} to {max(shares)} % {name}" in said
