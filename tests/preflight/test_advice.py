@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, fault, lines, recommend, table
+from evoalign.preflight.advice import COVERED, ETA, Base, ProbeResult, Rung, fault, lines, recommend, table
+from evoalign.preflight.gains import quantile
 
 START = Base(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
 
@@ -150,6 +151,56 @@ def test_of_few_prompts_it_is_said_that_the_gain_is_theirs():
     few = recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=5))
     assert few.width == 0.004 and "whether it holds for others" in few.warnings[0]
     assert recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=6)).warnings == ()
+
+
+def test_what_noise_alone_earns_is_told_and_which_width_has_less_of_it():
+    """The recommendation is by the gain all the same. Standard errors of a drop are 0.01 here."""
+    wide = rung(0.008, 0.2, drop=-0.5)
+    near, clean = rung(0.004, 0.1, drop=-0.2), rung(0.002, 0.05, drop=-0.02)
+    last = [rung(0.016, 0.01, drop=-0.9)]
+
+    def said(*rungs, setting="sigma"):
+        advice = recommend([rung(0.001, None), *rungs, wide, *last], START, setting)
+        assert advice.width == 0.008
+        return advice.warnings
+
+    (line,) = said(clean, near)
+    assert line.startswith("noise alone gains 0.5 there (± 0.01)")
+    assert "; es.sigma 0.002, es.learning_rate 0.001 (0.05 a generation, 0.02 by noise) leaves more" in line
+    assert "es.sigma 0.004, es.learning_rate 0.002 (0.1 a generation, 0.2 by noise)" in said(near)[0]
+    assert "es.noise_multiplier 0.004, es.learning_rate 0.5 " in said(near, setting="noise_multiplier")[0]
+    unsure, alike = dataclasses.replace(clean, chance=0.2), dataclasses.replace(near, drop=-0.47)
+    for others in ([unsure], [alike], [rung(0.002, 0.1, drop=0.0, kept=0.5)]):
+        (line,) = said(*others)
+        assert line.endswith("in part be drift"), (
+            "a gain that is chance, no less noise, and a broken model are no choice"
+        )
+    assert recommend([*ladder(0.05, 0.1), rung(0.008, 0.2, drop=-0.03), *last], START).warnings == ()
+
+
+@pytest.mark.parametrize(("both", "members"), [(0.0, 128), (None, 64)])
+def test_of_a_gain_that_is_not_known_the_members_that_tell(both, members):
+    """16 pairs or members with a half-width of 1.5 times the gain: 2.25 times as many, in a power of two."""
+    half = dataclasses.replace(rung(0.004, 0.2, both=both), gain_error=0.3 / quantile(COVERED, 3, 16))
+    (line,) = recommend([*ladder(0.01), half, rung(0.008, 0.01)], START).warnings
+    assert line.endswith(f"is not known; --members {members} tells, by its width")
+
+
+def test_the_table_marks_what_is_the_configs_own_and_what_noise_earns():
+    rungs = (rung(0.002, None), rung(0.004, 0.2, drop=-0.5), rung(0.008, 0.2, chance=0.2, drop=-0.9),
+             rung(0.016, 0.2, kept=0.1))  # fmt: skip
+    result = ProbeResult("sigma", 0.4, 0.0, 0.0, 0.01, rungs, 0.004, 0.002, (0.1, 0.3), "because", (), 100, 8, 4, 4,
+                         own_width=0.008)  # fmt: skip
+    notes = list(table(result).columns[-1].cells)
+    assert notes == [
+        "start",
+        "for the next",
+        "gained by noise",
+        "this config, gained by noise, chance",
+        "loses the reward",
+    ]
+    *_, last = table(dataclasses.replace(result, own_width=0.016)).columns[-1].cells
+    assert last == "this config, loses the reward"
 
 
 def test_the_table_marks_the_recommended_one_and_says_why_not_the_others():

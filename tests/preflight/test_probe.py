@@ -160,6 +160,7 @@ def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
     result = probe(tree(tmp_path, es=es), members=4, examples=4)
     assert result.setting == "noise_multiplier"
     assert result.rungs[0].width == pytest.approx(0.05 / 16) and result.rungs[-1].width == pytest.approx(0.8)
+    assert result.own_width == 0.05 == result.rungs[4].width
     assert len(result.rungs) == 9
 
 

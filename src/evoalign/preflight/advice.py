@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -108,7 +109,7 @@ class ProbeResult:
     model's, `noise_floor` the standard deviation of its fitness when it is scored again. `gain_interval` holds the gain
     of the recommended width with 95 % probability or more, all widths counted (Bonferroni). `completions` counts all
     that were asked for, by `members` at each width, on `examples` prompts; of `planned` widths `rungs` were measured.
-    `prompt` is the first prompt and `text` the unperturbed model's answer to it.
+    `prompt` is the first prompt and `text` the unperturbed model's answer to it, `own_width` that of the config.
     """
 
     setting: str
@@ -128,6 +129,7 @@ class ProbeResult:
     planned: int
     prompt: str = ""
     text: str = ""
+    own_width: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -145,9 +147,12 @@ def fault(rung: Rung, base: Base) -> str | None:
         return "wins by breaking" if rung.both_rise is not None and rung.both_rise > SURE else None
     if rung.kept < KEPT:
         return "loses the reward"
-    if rung.kept > MOST_KEPT and -rung.drop > SURE * rung.drop_error:
-        return "wins by breaking"
-    return None
+    return "wins by breaking" if rung.kept > MOST_KEPT and gains_by_noise(rung) else None
+
+
+def gains_by_noise(rung: Rung) -> bool:
+    """Whether the members are surely better than the model itself, whichever way they went: what so comes is drift."""
+    return -rung.drop > SURE * rung.drop_error
 
 
 def is_sure(rung: Rung, base: Base) -> bool:
@@ -186,10 +191,34 @@ def recommend(
         f"break the model; {gain:.2g} a generation ({gain - half:+.2g} to {gain + half:+.2g}, 95 % or more, of {tried} "
         f"widths); {best.changed_share:.0%} of the completions change"
     )
-    warnings = _warnings(best, rungs, base)
+    warnings = [*_warnings(best, rungs, base), *_drift(best, usable, setting, rate)]
     if gain - half <= 0:
-        warnings.append("its interval contains 0: how much it gains is not known; more members (--members) tell")
+        members = best.pairs * (1 if best.both_rise is None else 2) * (half / gain) ** 2  # errors fall with their root
+        told = f"--members {1 << int(members).bit_length()} tells, by its width"
+        warnings.append(f"its interval contains 0: how much it gains is not known; {told}")
     return Advice(best.width, rate, (gain - half, gain + half), reason, tuple(warnings))
+
+
+def _drift(best: Rung, usable: Sequence[tuple[Rung, float]], setting: str, rate: float) -> list[str]:
+    """Where noise alone earns the reward: how much, and the widest smaller width at which it surely earns less."""
+    if not gains_by_noise(best):
+        return []
+    above = SURE * best.drop_error
+    less = [
+        (r, gain)
+        for r, gain in usable
+        if r.width < best.width
+        and (not gains_by_noise(r) or r.drop - best.drop > math.hypot(above, SURE * r.drop_error))
+    ]
+    line = f"noise alone gains {-best.drop:.3g} there (± {best.drop_error:.2g}): what is trained will in part be drift"
+    if not less:
+        return [line]
+    other, gain = max(less, key=lambda found: (not gains_by_noise(found[0]), found[0].width))
+    scale = other.width / best.width if setting == "sigma" else 1
+    return [
+        f"{line}; es.{setting} {other.width:.4g}, es.learning_rate {rate * scale:.4g} ({gain:.2g} a "
+        f"generation, {-other.drop:.3g} by noise) leaves more to the reward and less to drift"
+    ]
 
 
 def _tells(rung: Rung, base: Base) -> bool:
@@ -317,11 +346,12 @@ def table(result: ProbeResult) -> Table:
 
 def _note(rung: Rung, result: ProbeResult, base: Base) -> str:
     refused = fault(rung, base)
-    if refused is not None:
-        return refused
-    if rung.gain is None:
-        return "for the next" if len(result.rungs) > 1 else ""
-    return "" if is_sure(rung, base) else "chance"
+    noted = ["this config" if rung.width == result.own_width else "", refused or ""]
+    if refused is None:
+        noted.append("gained by noise" if gains_by_noise(rung) else "")
+        unvouched = "for the next" if len(result.rungs) > 1 else ""
+        noted.append(unvouched if rung.gain is None else "" if is_sure(rung, base) else "chance")
+    return ", ".join(filter(None, noted))
 
 
 def texts(result: ProbeResult) -> Table:

@@ -198,6 +198,7 @@ def _measure(
         planned=len(widths),
         prompt=base.prompt,
         text=base.text,
+        own_width=config.es.width,
     )
     if stopped is not None:
         raise ProbeStoppedError(result, stopped)
