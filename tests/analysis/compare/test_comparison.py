@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 from scipy import stats
 
 from compared import copy_run, edit, real_run, step_cost
@@ -22,7 +24,7 @@ from evoalign.analysis.compare import pages as report
 from evoalign.analysis.compare.comparison import Comparison, Match, compare
 from evoalign.analysis.compare.runs import find, read
 from evoalign.analysis.compare.statistics import Pair, adjust
-from evoalign.analysis.compare.tables import end_grid
+from evoalign.analysis.compare.tables import end_grid, grids
 from evoalign.checks import hacking
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
@@ -168,6 +170,18 @@ def test_a_label_names_the_space_first_and_no_more_than_is_needed(copy: Copy, tm
     copy("c", sets={"space": "full", "es.learning_rate": 0.7})
     labels = sorted(g.label for g in compare(tmp_path / "runs").groups)
     assert labels == ["ES full, learning_rate 0.5", "ES full, learning_rate 0.7", "ES lora"]
+
+
+def test_a_label_names_both_of_two_settings_that_differ(copy: Copy, tmp_path: Path) -> None:
+    """Else a group that differs in sigma would pass for one that differs in the learning rate."""
+    copy("a")
+    copy("b", sets={"es.learning_rate": 0.0125, "es.sigma": 0.0125})
+    copy("grpo", method="grpo")
+    both = ["ES learning_rate 0.0125, sigma 0.0125", "ES learning_rate 0.025, sigma 0.05"]
+    assert sorted(g.label for g in compare(tmp_path / "runs").groups) == [*both, "GRPO"]
+    copy("c", sets={"es.learning_rate": 0.0125, "es.sigma": 0.0125, "es.decay": 0.5})
+    labels = sorted(g.label for g in compare(tmp_path / "runs").groups)
+    assert labels == [f"{both[0]}, decay 0.0", f"{both[0]}, decay 0.5", both[1], "GRPO"], "of many, no more than needed"
 
 
 def test_groups_can_be_given_names(copy: Copy, tmp_path: Path) -> None:
@@ -342,8 +356,30 @@ def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Co
     found = compare(tmp_path / "runs")
     assert [t.run.seed for t in by(found, "wall").standings[0].taken] == [1]
     (note,) = [note for note in found.notes if "evaluation.every" in note]
-    assert note.startswith("2 of 2 runs were not evaluated on the way")
+    assert note == "no run of ES was evaluated on the way (evaluation.every): known at the end alone"
     assert any("1 of 2 runs were not evaluated within this budget" in n for n in by(found, "wall").notes)
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["one group", "both groups"])
+def test_budgets_at_which_one_group_alone_has_anything_have_no_table(copy: Copy, tmp_path: Path, also: bool) -> None:
+    """The longer run was not evaluated within any budget: it is said once, and at the top."""
+    for name, more, never in (("a", 1.0, also), ("grpo", 2.0, True)):
+        run = copy(name, method="es" if more == 1 else "grpo", cost=lambda step, more=more: step_cost(step, more))
+        rows = [{**row, "evaluation": None} if never else row for row in rows_of(run)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, told = compare(tmp_path / "runs"), Console(file=io.StringIO(), width=200)
+    report.show(found, told)
+    said = told.file.getvalue()  # type: ignore[attr-defined]
+    first = "no run of ES or GRPO was" if also else "no run of GRPO was"
+    assert said.startswith(f"note: {first} evaluated on the way (evaluation.every): known at the end alone")
+    assert said.count("evaluation.every") == 1 and said.count("budget used") == said.count("┏") - 1 == 0
+    assert next(grid.title for grid in grids(found)).startswith("At the end of each run")
+    page = report.markdown(found)
+    assert (
+        page.count("Fewer than two groups have a run within this budget.") == 4 and page.count("set evaluation.ev") == 0
+    )
+    shutil.rmtree(tmp_path / "runs/grpo")
+    assert len(compare(tmp_path / "runs").shown) == 4, "of one group alone there is nothing to compare"
 
 
 def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from evoalign.analysis.compare.groups import Group, check_comparable, grouped, named, usable
+from evoalign.analysis.compare.groups import Group, at_the_end_alone, check_comparable, grouped, named, usable
 from evoalign.analysis.compare.items import difference_over_questions, over_questions
 from evoalign.analysis.compare.plan import Plan, read_plan
 from evoalign.analysis.compare.runs import Point, Run, find, read
@@ -118,6 +118,12 @@ class Comparison:
     left_out: tuple[tuple[Path, str], ...]
     notes: tuple[str, ...]
     plan: Plan | None = None
+
+    @property
+    def shown(self) -> list[Match]:
+        """Those with a table: what was planned, and where two groups, or all, have a run within the budget."""
+        least = min(2, len(self.groups))
+        return [m for m in self.matches if m.plan is not None or sum(bool(s.taken) for s in m.standings) >= least]
 
     @property
     def measures(self) -> list[str]:
@@ -371,7 +377,11 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         for run in runs
         if not run.finished
     ]
-    seldom = [run for run in runs if run.on_the_way == 0 and run.finished]
+    never = at_the_end_alone(groups)
+    if never:
+        which = " or ".join(group.label for group in never)
+        notes.insert(0, f"no run of {which} was evaluated on the way (evaluation.every): known at the end alone")
+    seldom = [r for group in groups if group not in never for r in group.runs if r.on_the_way == 0 and r.finished]
     if seldom:
         which = f"{seldom[0].path} was" if len(seldom) == 1 else f"{len(seldom)} of {len(runs)} runs were"
         notes.append(f"{which} not evaluated on the way (evaluation.every): known at the end alone")

@@ -19,6 +19,10 @@ from evoalign.rundir.method import Method
 
 MAIN = ("method", "space.name", "grpo.tune", "grpo.rollouts", "model.name")
 """Settings that name a group before others do."""
+STEP = ("es.learning_rate", "es.noise_multiplier", "es.sigma")
+"""Settings of one thing, the step and its noise, of which a group names all that differ."""
+FEW = 2
+"""Settings that differ and are all named."""
 LENGTHS = ("es.num_generations", "grpo.max_steps")
 SAME_PROMPTS = ("task.batch_size", "task.validation_data")
 """Of the task, what may differ: how many training examples a generation takes is a matter of the method, and examples
@@ -125,15 +129,35 @@ def _check_seeds(same: Sequence[Run]) -> None:
 
 
 def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Short names: the method, then as few of the settings in which groups differ as tell them apart."""
-    labels: list[tuple[str, ...]] = [(kind["method"].upper(),) for kind in settings]
-    for name in sorted({key for kind in settings for key in kind if key != "method"}, key=_rank):
+    """Short names: the method, then the settings in which its groups differ, where these are few.
+
+    Where they are many, as few of them as tell the groups apart, with those of the step together: one alone would be
+    taken for what the groups are about.
+    """
+    found: dict[int, str] = {}
+    for method in dict.fromkeys(kind["method"] for kind in settings):
+        places = [i for i, kind in enumerate(settings) if kind["method"] == method]
+        parts = _parts([settings[i] for i in places])
+        found |= {i: " ".join([method.upper(), ", ".join(p)]).strip() for i, p in zip(places, parts, strict=True)}
+    return [found[i] for i in range(len(settings))]
+
+
+def _parts(kinds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What the labels of groups of one method say of their settings."""
+    odd = [n for n in sorted({key for kind in kinds for key in kind}, key=_rank) if _differs(n, kinds)]
+    main = [(n,) for n in odd if n in MAIN]
+    rest = [(n,) for n in odd if n not in MAIN + STEP]
+    labels: list[tuple[str, ...]] = [()] * len(kinds)
+    for names in [tuple(odd)] if len(odd) <= FEW else [*main, STEP, *rest]:
         before = list(labels)
-        for i, kind in enumerate(settings):
-            alike = [other for other, label in zip(settings, before, strict=True) if label == before[i]]
-            if name in kind and len({json.dumps(other.get(name)) for other in alike}) > 1:
-                labels[i] = (*before[i], _said(name, kind[name]))
-    return [label[0] + (" " + ", ".join(label[1:]) if label[1:] else "") for label in labels]
+        for i, kind in enumerate(kinds):
+            alike = [other for other, label in zip(kinds, before, strict=True) if label == before[i]]
+            labels[i] += tuple(_said(n, kind[n]) for n in names if n in kind and _differs(n, alike))
+    return labels
+
+
+def _differs(name: str, kinds: Sequence[Mapping[str, Any]]) -> bool:
+    return len({json.dumps(kind.get(name)) for kind in kinds}) > 1
 
 
 def _rank(name: str) -> tuple[int, int, str]:
@@ -145,6 +169,11 @@ def _rank(name: str) -> tuple[int, int, str]:
 def _said(name: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return str(text) if name in MAIN else f"{name.rsplit('.', 1)[-1]} {text}"
+
+
+def at_the_end_alone(groups: Sequence[Group]) -> list[Group]:
+    """Groups of which no run was evaluated on the way."""
+    return [group for group in groups if not any(run.on_the_way for run in group.runs)]
 
 
 def named(groups: Sequence[Group], names: Mapping[str, str]) -> list[Group]:

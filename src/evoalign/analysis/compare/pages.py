@@ -8,7 +8,7 @@ character and every mark that a terminal or Markdown would act on written out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.analysis.compare import figures as figures
-from evoalign.analysis.compare.comparison import Comparison
+from evoalign.analysis.compare.comparison import Comparison, Match
+from evoalign.analysis.compare.groups import at_the_end_alone
 from evoalign.analysis.compare.statistics import PERMUTATION
 from evoalign.analysis.compare.tables import Grid, end_grid, pair_grids, settings_grid, standing_grid
 from evoalign.analysis.compare.tree import as_tree as as_tree
@@ -31,13 +32,19 @@ LABEL = 60
 
 def show(comparison: Comparison, console: Console) -> None:
     """What stands and falls with the budget, the end, and in words what follows."""
+    _say(console, comparison.notes, "note: ")
     for match in comparison.matches:
-        console.print(_table(standing_grid(comparison, match)))
-        _say(console, match.notes, "note: ")
+        if match in comparison.shown:
+            console.print(_table(standing_grid(comparison, match)))
+        _say(console, _notes(comparison, match), "note: ")
     console.print(_table(end_grid(comparison)))
     _say(console, [f"left out: {path}: {why}" for path, why in comparison.left_out])
-    _say(console, comparison.notes, "note: ")
     _say(console, [*_planned(comparison), *summary(comparison)])
+
+
+def _notes(comparison: Comparison, match: Match) -> Sequence[str]:
+    """Of a budget; not why it has no table, where it is said of all of them that a group has nothing on the way."""
+    return () if match not in comparison.shown and at_the_end_alone(comparison.groups) else match.notes
 
 
 def _planned(comparison: Comparison) -> list[str]:
@@ -85,7 +92,11 @@ def markdown(comparison: Comparison, pictures: dict[str, str] | None = None) -> 
     for match in comparison.matches:
         lines += [f"## {escape(where(match))}", ""]
         lines += _picture(pictures, match.by or "", f"{comparison.measure} against {match.by}")
-        lines += [*_grid(standing_grid(comparison, match)), *_bullets(match.notes)]
+        if match in comparison.shown:
+            lines += _grid(standing_grid(comparison, match))
+        else:
+            lines += ["Fewer than two groups have a run within this budget.", ""]
+        lines += _bullets(_notes(comparison, match))
         lines += [line for grid in pair_grids(match) for line in _grid(grid)]
     lines += [f"## {escape(where(comparison.end))}", "", *_grid(end_grid(comparison))]
     lines += [line for grid in pair_grids(comparison.end) for line in _grid(grid)]

@@ -29,7 +29,7 @@ class Grid:
 def grids(comparison: Comparison) -> list[Grid]:
     """All tables, as text, in the order in which they are shown."""
     found: list[Grid] = []
-    for match in comparison.matches:
+    for match in comparison.shown:
         found += [standing_grid(comparison, match), *pair_grids(match)]
     return [*found, end_grid(comparison), *pair_grids(comparison.end), settings_grid(comparison)]
 
