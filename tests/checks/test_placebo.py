@@ -31,6 +31,7 @@ from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
 from evoalign.exporting.card import placebo_lines
 from evoalign.rundir.sealing import hash_of, is_sealed
 from evoalign.sweeping.cells import Cell, Run
+from evoalign.sweeping.results import collect, placebo_of, table
 from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
 
@@ -145,6 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command_says_what_saved_counterfactuals_earn(run: Path, tmp_path: Path) -> None:
     """Each placebo is the mean that `replay --to` saves, evaluated as any adapter is."""
+    run = shutil.copytree(run, tmp_path / "run")
     result = CliRunner().invoke(
         cli.app, ["placebo", str(run), "--shuffles", "2", "--json", str(tmp_path / "found.json")]
     )
@@ -432,6 +434,29 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     assert _drift(runs) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
     assert _drift([*runs, replace(found, placebo=None)]) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
     assert _drift([replace(found, placebo=split(REAL, BEFORE, PLACEBOS))]) == _drift([]) == "-"
+
+
+def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple[Path, str], tmp_path: Path) -> None:
+    """By what was kept where that is more, as a comparison has it; and shares in per cent."""
+    other = shutil.copytree(ended[0], tmp_path / "other")
+    measure(other, "--shuffles", "3")
+    runs = [
+        Run(Cell(cell, {}), 2, folder, load([folder / "config.yaml"]), "es")
+        for cell, folder in (("a", ended[0]), ("a", other), ("b", run))
+    ]
+    runs[1] = replace(runs[1], seed=3)
+    cells = collect(runs, {}, {})
+    found = [read(r.path) for r in runs]
+    assert f"{cells[0]['drift_share']:.0%}" == _drift(found[:2]) and cells[1]["drift_share"] is None
+    assert [r["placebo"] and r["placebo"]["placebos"] for c in cells for r in c["runs"]] == [2, 3, None]
+    head, _, *rows = table(cells, "reward").splitlines()
+    assert head.endswith("| share of the gain that is drift, of all runs together |")
+    assert rows[0].endswith(f"| {_drift(found[:2])} |") and rows[1].endswith("|  |")
+    hacked = head.split(" | ").index("hacked")
+    assert rows[0].split(" | ")[hacked] == f"{cells[0]['mean']['hacked_share']:.1%} ± {0:.1%}"
+    assert placebo_of(runs[0], {**results(ended[0]), "placebo": {"reward": 3}}) is None
+    both = collect([runs[0], replace(runs[2], cell=Cell("a", {}), seed=3)], {}, {})
+    assert table(both, "reward").splitlines()[2].endswith(" (of 1) |")
 
 
 def test_few_enough_for_a_tenth_by_counts_alone() -> None:

@@ -153,6 +153,15 @@ def of_file(tree: object, where: str) -> Split:
         raise DataError(f"{where} is damaged ({what}); put it back from a copy") from None
 
 
+def drift_together(drift_and_gain: Sequence[tuple[float, float]]) -> float | None:
+    """Share of drift of runs together: what their placebos gained over what they gained; None where that is nothing.
+
+    Of runs alone whose own gain is sure, it would be chosen by it.
+    """
+    gain = sum(gain for _, gain in drift_and_gain)
+    return sum(drift for drift, _ in drift_and_gain) / gain if gain > 0 else None
+
+
 def is_sure(found: Estimate) -> bool:
     """Whether there is an interval, without 0 in it."""
     return found.low is not None and found.high is not None and not found.low <= 0 <= found.high

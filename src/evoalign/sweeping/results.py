@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from evoalign.checks import verdict
+from evoalign.checks import placebo, placebo_file, verdict
+from evoalign.checks.placebo import drift_together
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
+from evoalign.rundir.sealing import EVALUATION
 from evoalign.sweeping import report as figures
 from evoalign.sweeping.cells import Run, Settings, Tree, has_validation, judged, read_json
 from evoalign.sweeping.children import Ended
@@ -36,6 +38,7 @@ COLUMNS = {
     "seconds": "training seconds",
 }
 """Numbers of table.md and their headings; a measure that is asked for comes first."""
+DRIFT = "share of the gain that is drift, of all runs together"
 UNRANKED = {*COLUMNS, "empty_share", "truncated_share", "tokens"} - {"reward", "validation/reward"}
 """Measures of which the highest is not the best."""
 
@@ -58,6 +61,8 @@ def collect(runs: Sequence[Run], failed: Mapping[str, Ended], known: dict[str, T
         values = {name: [numbers[name] for numbers in done if name in numbers] for name in names}
         cell["mean"] = {name: float(np.mean(v)) for name, v in values.items()}
         cell["std"] = {name: float(np.std(v, ddof=1)) if len(v) > 1 else None for name, v in values.items()}
+        split = [run["placebo"] for run in cell["runs"] if run.get("placebo")]
+        cell["drift_share"] = drift_together([(p["drift"], p["gain"]) for p in split])
     return list(cells.values())
 
 
@@ -94,7 +99,21 @@ def outcome(run: Run, failed: Ended | None = None) -> Tree:
         "divergence": tree.get("divergence"),
         "distance": tree.get("distance"),
         "training": cost,
+        "placebo": placebo_of(run, tree),
     }
+
+
+def placebo_of(run: Run, tree: Tree) -> Tree | None:
+    """What its placebos gained, and what it gained beside them; None where there are none that can be read."""
+    try:
+        own = placebo.of_file(tree["placebo"]["reward"], str(run.path / EVALUATION)) if "placebo" in tree else None
+        found = placebo_file.with_most(own, placebo_file.read(run.path, run.config))
+    except (DataError, TypeError, KeyError):
+        return None
+    if found is None:
+        return None
+    gains = {"drift": found.mean - found.before, "gain": found.real - found.before}
+    return {"placebos": len(found.placebos), **gains}
 
 
 def hacked_share(path: Path) -> float | None:
@@ -162,11 +181,13 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
     """Markdown: each cell with its seeds, mean and standard deviation; `keys` are settings that no name says."""
     wanted = dict.fromkeys([measure, f"{VALIDATION}{measure}", *COLUMNS])
     names = [name for name in wanted if any(name in cell["mean"] for cell in cells)]
-    heads = ["cell", *keys, "seeds done", *map(_heading, names)]
+    split = any(cell.get("drift_share") is not None for cell in cells)
+    heads = ["cell", *keys, "seeds done", *map(_heading, names), *([DRIFT] if split else [])]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for cell in cells:
         done = sum(run["state"] == "done" for run in cell["runs"])
-        values = [_with_std(cell["mean"].get(name), cell["std"].get(name)) for name in names]
+        values = [_with_std(cell["mean"].get(name), cell["std"].get(name), name) for name in names]
+        values += [_drift(cell)] if split else []
         settings = [figures.shown(cell["settings"].get(key)).replace("|", "\\|") for key in keys]
         lines.append(
             "| " + " | ".join([f"`{cell['name']}`", *settings, f"{done} of {len(cell['runs'])}", *values]) + " |"
@@ -259,7 +280,18 @@ def _point(cell: Tree, measure: str) -> figures.Point:
     return figures.Point(cell["settings"], values, hacked, start, gain)
 
 
-def _with_std(mean: float | None, std: float | None) -> str:
+def _drift(cell: Tree) -> str:
+    """Of all runs together, and of how many where not of all that are done."""
+    if cell["drift_share"] is None:
+        return ""
+    done = [run for run in cell["runs"] if run["state"] == "done"]
+    known = sum(run["placebo"] is not None for run in done)
+    return f"{cell['drift_share']:.0%}" + (f" (of {known})" if known < len(done) else "")
+
+
+def _with_std(mean: float | None, std: float | None, name: str) -> str:
     if mean is None:
         return ""
+    if name.endswith("_share"):
+        return f"{mean:.1%}" if std is None else f"{mean:.1%} ± {std:.1%}"
     return f"{mean:,.4g}" if std is None else f"{mean:,.4g} ± {std:,.2g}"

@@ -12,6 +12,7 @@ from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.sensitivity import SHARES
 from evoalign.analysis.compare.statistics import Pair
 from evoalign.analysis.compare.words import counted, duration, seeds, where
+from evoalign.checks.placebo import drift_together
 from evoalign.statistics import Estimate, mean
 
 PLACEBO = "reward of the mean placebo"
@@ -125,12 +126,11 @@ def end_grid(comparison: Comparison) -> Grid:
 
 
 def _drift(runs: Sequence[Run]) -> str:
-    """What placebos gained over what runs gained: of runs alone whose own gain is sure, it would be chosen by it."""
     known = [run.placebo for run in runs if run.placebo]
-    gain = sum(split.real - split.before for split in known)
-    if gain <= 0:
+    share = drift_together([(split.mean - split.before, split.real - split.before) for split in known])
+    if share is None:
         return "-"
-    text = f"{sum(split.mean - split.before for split in known) / gain:.0%}"
+    text = f"{share:.0%}"
     return text if len(known) == len(runs) else f"{text} (of {len(known)})"
 
 
