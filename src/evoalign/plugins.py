@@ -26,6 +26,9 @@ FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 """What code of the user's own may raise and is a failure of that code: all but Ctrl-C. A sys.exit() in it must not end
 a run as if the run were done."""
 
+MOST_NAMES = 12
+"""Of a module, that are said where another was meant."""
+
 
 def described(error: BaseException) -> str:
     """An exception's type and text on one line, shortened, and without what looks like a secret: addresses that code
@@ -39,11 +42,21 @@ def load_object(path: str, what: str) -> Any:
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"{what}: {path!r} is not an import path; write package.module:Name or file.py:name")
-    module = _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, what)
+    module = (
+        _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, attribute, what)
+    )
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"{what}: {module_name} has no {attribute!r}") from None
+        raise ConfigError(f"{what}: {module_name} has no {attribute!r}{_there(module)}") from None
+
+
+def _there(module: ModuleType) -> str:
+    """The functions and classes that a module defines, for who named another."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    names = [name for name in own if not name.startswith("_") and callable(vars(module)[name])]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"; there are {', '.join(names[:MOST_NAMES])}{more}" if names else "; no function or class is defined there"
 
 
 def own_settings(
@@ -69,11 +82,15 @@ def own_settings(
         raise ConfigError("\n".join(f"{section}.{where}: {what}" for where, what in wrong)) from None
 
 
-def _from_name(name: str, what: str) -> ModuleType:
+def _from_name(name: str, attribute: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what}: no module named {error.name!r}; is it installed or on PYTHONPATH?") from None
+        file = f"{name}.py"
+        hint = f"for the file, write {file}:{attribute}" if error.name == name and Path(file).is_file() else (
+            "is it installed or on PYTHONPATH?"
+        )  # fmt: skip
+        raise ConfigError(f"{what}: no module named {error.name!r}; {hint}") from None
     except FAILURES as error:  # whatever the user's own module does while it is imported
         raise ConfigError(f"{what}: {name} fails to import: {described(error)}") from error
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,8 @@ def load(config: ModelConfig) -> Tokens:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=False)
     except Exception as error:  # the library raises a score of kinds, bare Exception among them
+        if why := _not_cached(error):
+            raise ModelError(f"model {config.name}: {why}") from error
         raise ModelError(
             f"model {config.name} has no tokenizer that loads; are its files, such as tokenizer.json, there? "
             f"({_one_line(error)})"
@@ -215,9 +218,24 @@ def refuse_pickles(path: str, revision: str | None) -> None:
 def why_not(error: Exception) -> str:
     """Why a model does not load, in one line."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if why := _not_cached(error):
+        return why
     if "file named model.safetensors" in line:
         return "it has no model.safetensors, and weights in any other form are not read; convert it to safetensors"
     return line
+
+
+def _not_cached(error: Exception) -> str | None:
+    """What to do where the hub is not there to be asked; None of any other error."""
+    from huggingface_hub import constants
+
+    if not re.search("in the cached files|in the disk cache", str(error)):
+        return None
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    return (
+        f"it is not in the cache of this machine, and {why}; fetch it where there is a network, give model.name the "
+        "folder that it is in and set HF_HUB_OFFLINE=1, or use `tiny`"
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -210,6 +210,7 @@ def files(folder: Path) -> None:
     (folder / "one.jsonl").write_text('{"prompt": "a"}\n')
     (folder / "base.yaml").write_text(BASE)
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "mine.py").write_text("import json\n")
     (folder / "broken.yaml").write_text("es: {sigma: [")
     (folder / "list.yaml").write_text("- es\n")
     (folder / "file").write_text("")
@@ -237,7 +238,17 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown task": (["task.name=concisness"], "did you mean conciseness?"),
     "no rewards": (CUSTOM[:2], "task.rewards is empty"),
     "reward file missing": ([*CUSTOM, "task.rewards=[none.py:x]"], "no file none.py"),
-    "reward missing": ([*CUSTOM, "task.rewards=[rewards.py:absent]"], "has no 'absent'"),
+    "reward missing": ([*CUSTOM, "task.rewards=[rewards.py:absent]"], "has no 'absent'; there are nan, "),
+    "reward missing in a file of none": ([*CUSTOM, "task.rewards=[mine.py:nan]"], "no function or class is defined"),
+    "reward not as a list": (
+        [*CUSTOM, "task.rewards=rewards.py:nan"],
+        "(given: 'rewards.py:nan'); write [rewards.py:nan]",
+    ),
+    "reward without .py": (
+        [*CUSTOM, "task.rewards=[mine:nan]"],
+        "no module named 'mine'; for the file, write mine.py:nan",
+    ),
+    "model that is not cached": (["model.name=nobody/nothing"], "HF_HUB_OFFLINE is set; fetch it where there is a "),
     "reward not a function": ([*CUSTOM, "task.rewards=[rewards.py:REWARD]"], "reward 1.0 is not a function"),
     "NaN reward": (CUSTOM, "reward function nan gave nan"),
     "reward of wrong length": ([*CUSTOM, "task.rewards=[rewards.py:short]"], "returned 1 values for"),

@@ -206,6 +206,8 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
     if bound is not None:  # not with all its zeros
         message = f"Input should be greater than or equal to {bound:g}"
     said = "" if isinstance(given, dict | BaseModel) else f" (given: {shown(given)})"
+    if error["type"] == "list_type" and isinstance(given, str) and given.isprintable():
+        said += f"; write [{cut(given, 200)}]"
     if isinstance(given, date):  # as YAML reads 2026-01-31
         said += "; put it in quotes"
     return f"{location}: {message}{said}" if location else message
