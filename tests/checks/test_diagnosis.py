@@ -302,6 +302,26 @@ def test_an_engine_that_does_not_repeat():
     only(run, "though decoding is greedy", "deterministic true")
 
 
+def test_an_engine_that_is_to_repeat_already_is_not_told_to():
+    for told in (Run(deterministic=True), Run()):
+        told.diagnosis.history.deterministic = True  # on the CPU, where nothing is set
+        told.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02))
+        only(told, "the engine says it repeats itself and does not", "task.batch_size 32")
+        assert "set deterministic" not in told.warnings[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_reward_that_varies_by_itself_is_no_fault_of_the_engine(temperature):
+    run = Run(evaluation={"temperature": temperature})
+    run.all([0.3] * 12, spread=0.02, jitter=0, control=Control(0.3, 0.33, 0.02, of_reward=0.06))
+    only(run, "the reward gives the same text different scores (a standard deviation of 0.06 a completion)", "average")
+    assert "deterministic" not in run.warnings[0]
+    assert "the noise floor of 0.02, of a reward that gives the same text" in run.diagnosis.summary()[1]
+    after = Run(evaluation={"temperature": temperature})
+    after.diagnosis.restore(json.loads(json.dumps(run.rows)))
+    assert after.diagnosis.summary()[-1] == run.diagnosis.summary()[-1]
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -479,7 +499,32 @@ def test_the_noise_floor_is_the_standard_deviation_of_one_score():
         floors.append(made.floor**2)
         firsts.append(made.first)
     assert math.sqrt(np.mean(floors)) == pytest.approx(np.std(firsts), rel=0.05)
-    assert control_of([1.0, 2.0], [1.0, 2.0]) == (1.5, 1.5, 0.0)
+    assert control_of([1.0, 2.0], [1.0, 2.0]) == (1.5, 1.5, 0.0, None)
+
+
+def test_what_the_reward_alone_differs_by_is_that_of_texts_that_came_twice():
+    first, second, same = [0.0, 1.0, 5.0, 2.0], [0.6, 0.8, 9.0, 2.0], [True, True, False, True]
+    assert control_of(first, second, same).of_reward == pytest.approx(math.sqrt((0.36 + 0.04) / 3 / 2))
+    assert control_of(first, second, [False] * 4).of_reward is None
+    assert control_of([1.0, 2.0], [1.0, 2.0], [True, True]).of_reward == 0.0
+
+
+def test_a_real_control_tells_a_reward_that_varies_from_the_engine():
+    rng = np.random.default_rng(0)
+
+    def chance(text, example):
+        return float(rng.random())
+
+    tree = quickstart()
+    tree["task"] = {"name": "custom", "train_data": tree["task"]["test_data"]}
+    tree["grader"] = {"isolated": False}
+    parts = assemble(from_dict(tree), reward=chance)
+    try:
+        found = control(parts.config, parts.engine, parts.task, parts.tokens, parts.data.train, 0)
+    finally:
+        parts.close()
+    assert found.of_reward == pytest.approx(math.sqrt(1 / 12), rel=0.5)  # a uniform draw's
+    assert found.floor == pytest.approx(found.of_reward / math.sqrt(len(parts.data.train)))
 
 
 def quickstart(**es):

@@ -21,11 +21,16 @@ from evoalign.types import MEAN_PLAN, Example, Request, Rollout
 
 
 class Control(NamedTuple):
-    """The unperturbed model's fitness, twice on the same prompts. `floor` is the standard deviation of one of them."""
+    """The unperturbed model's fitness, twice on the same prompts. `floor` is the standard deviation of one of them.
+
+    `of_reward` is that of one completion's score where both texts are the same, which a reward that is a function of
+    the text has none of; None where no text came twice.
+    """
 
     first: float
     second: float
     floor: float
+    of_reward: float | None = None
 
 
 def is_due(config: Config, index: int) -> bool:
@@ -47,17 +52,15 @@ def control(
     """Score the unperturbed model twice on a generation's examples, in the order of its requests.
 
     The first time with the draws that the members had. Where sampling is on, the second time has other draws; greedy,
-    it is the same requests again, and a difference shows an engine that does not repeat. `objective` has the state that
-    the generation begins with; None is a new one of the task's.
+    it is the same requests again, and other texts show an engine that does not repeat, other scores of the same text a
+    reward that does not. `objective` has the state that the generation begins with; None is a new one of the task's.
     """
     objective = objective or task.objective()
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
-    first, second = (
-        rewarded(objective, task, collect(engine, MEAN_PLAN, asked), examples)
-        for asked in (requests, redrawn(config, requests, generation))
-    )
-    return control_of(first, second)
+    said = [collect(engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, generation))]
+    first, second = (rewarded(objective, task, rollouts, examples) for rollouts in said)
+    return control_of(first, second, [one.text == other.text for one, other in zip(*said, strict=True)])
 
 
 def rewarded(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[float]:
@@ -71,8 +74,13 @@ def redrawn(config: Config, requests: Sequence[Request], generation: int) -> lis
     return [dataclasses.replace(r, seed=derive_seed(config.seed, "control", generation, r.index)) for r in requests]
 
 
-def control_of(first_P: Sequence[float], second_P: Sequence[float]) -> Control:
-    """From rewards by prompt: the variance of one score of a prompt is half the mean square of its differences."""
+def control_of(first_P: Sequence[float], second_P: Sequence[float], same_P: Sequence[bool] = ()) -> Control:
+    """From rewards by prompt: the variance of one score of a prompt is half the mean square of its differences.
+
+    `same_P`: where the second text is the first one again.
+    """
     difference_P = np.asarray(first_P, dtype=np.float64) - np.asarray(second_P, dtype=np.float64)
     floor = math.sqrt(float((difference_P**2).mean()) / 2 / len(difference_P))
-    return Control(float(np.mean(first_P)), float(np.mean(second_P)), floor)
+    of_same = difference_P[np.asarray(same_P, dtype=bool)] if any(same_P) else None
+    of_reward = None if of_same is None else math.sqrt(float((of_same**2).mean()) / 2)
+    return Control(float(np.mean(first_P)), float(np.mean(second_P)), floor, of_reward)

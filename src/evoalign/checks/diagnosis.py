@@ -33,7 +33,8 @@ class Diagnosis:
     """Follows one run. `start` is the engine's `sample` before the first update; so is every later sample of `SAMPLE`.
 
     `max_score` is the highest that a completion can earn, `gold` the gold answer to a row of the training split, and
-    `known` the scripts of its prompts. Memory: two samples and one small row a generation.
+    `known` the scripts of its prompts; `deterministic` is what the engine says of itself. Memory: two samples and one
+    small row a generation.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Diagnosis:
         *,
         gold: Callable[[int], str | None] = lambda row: None,
         known: frozenset[str] = frozenset(),
+        deterministic: bool = False,
     ) -> None:
         self.config, self.max_score = config, max_score
         self._gold, self._known = cache(gold), known
@@ -53,13 +55,14 @@ class Diagnosis:
         self._step: torch.Tensor | None = None
         self._scale = math.sqrt(layout.parameters / max(1, len(start)))
         self._noise_norm = config.es.width * math.sqrt(sum(math.prod(t.shape) * t.scale**2 for t in layout.tensors))
-        self.history = History(config)
+        self.history = History(config, deterministic=deterministic)
         self._told: set[str] = set()
 
     def update(self, generation: Generation, sample: torch.Tensor, control: Control | None = None) -> Row:
         """The `diagnosis` of a generation's row. `sample` is taken after its update, `control` on its prompts.
 
         `spread` is the members' standard deviation and `noise_floor` the root mean square of all controls' so far;
+        `reward_noise` what of that the reward alone makes, of one completion;
         `mean_error` the standard error of the population's mean fitness; `cosine` that of this update and the one
         before; `distance` the L2 from the start, and `distance_sigmas` the same over the expected norm of one
         member's noise; `population_minus_mean` what the population's mean fitness is above the unperturbed model's on
@@ -72,7 +75,8 @@ class Diagnosis:
         diagnosis: Row = {
             "spread": float(np.std(generation.fitness_M)),
             "mean_error": self._mean_error(generation),
-            "control": None if control is None else list(control),
+            "control": None if control is None else [control.first, control.second, control.floor],
+            "reward_noise": None if control is None else control.of_reward,
             "cosine": cosine,
             "distance": distance,
             "distance_sigmas": distance / self._noise_norm,
@@ -179,7 +183,8 @@ class Diagnosis:
         elif floor == 0:
             against = "the unperturbed model scored twice came out the same"
         else:
-            against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}"
+            whose = ", of a reward that gives the same text different scores" if self.history.reward_noise() else ""
+            against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}{whose}"
         return f"signal: members spread by {spread:.3g}, {against}; {useless:.0%} of the generations moved nothing"
 
     def _movement(self) -> str:

@@ -75,10 +75,13 @@ HACKS = {
 
 
 class History:
-    """What a run has shown so far: `rows`, one a generation, of its figures by name; None is what is not known."""
+    """What a run has shown so far: `rows`, one a generation, of its figures by name; None is what is not known.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    `deterministic`: the engine says that it repeats itself.
+    """
+
+    def __init__(self, config: Config, *, deterministic: bool = False) -> None:
+        self.config, self.deterministic = config, deterministic or bool(config.deterministic)
         self.rows: list[Row] = []
 
     def ends(self) -> tuple[list[Row], list[Row]]:
@@ -141,6 +144,11 @@ class History:
         """Root mean square of what the controls differ by."""
         floors = [row["control"][2] for row in self.rows if row.get("control")]
         return math.sqrt(float(np.mean(np.square(floors)))) if floors else None
+
+    def reward_noise(self) -> float:
+        """Standard deviation of the score of one completion, over controls in which its text was the same twice."""
+        known = values(self.rows, "reward_noise")
+        return math.sqrt(float(np.mean(np.square(known)))) if known else 0.0
 
     def at_best(self) -> bool:
         """The last generations are as good as any before: a run that has arrived, rather than one that is stuck."""
@@ -258,11 +266,19 @@ def _noise(run: History) -> str | None:
     if spread >= SIGNAL_TO_NOISE * floor:
         return None
     seen = f"members spread by {spread:.2g}, and the unperturbed model scored twice differs by {floor:.2g}"
-    if run.config.sampling.temperature == 0:
-        return f"{seen}, though decoding is greedy: the engine does not repeat itself; set deterministic true"
     batch = run.config.task.batch_size
-    more = f"task.batch_size {4 * batch}" if batch else "more training examples"
-    return f"{seen}: they are ranked by chance; try {run.width(3)}, or {more}"
+    more = f"{run.width(3)}, or {f'task.batch_size {4 * batch}' if batch else 'more training examples'}"
+    if reward := run.reward_noise():
+        return (
+            f"{seen}: the reward gives the same text different scores (a standard deviation of {reward:.2g} a "
+            "completion), so members are ranked by its chance; let it give one text one score (no random draws, a "
+            f"judge's answer kept for each text), average several calls of it, or try {more}"
+        )
+    if run.config.sampling.temperature > 0:
+        return f"{seen}: they are ranked by chance; try {more}"
+    if run.deterministic:
+        return f"{seen}, though decoding is greedy: the engine says it repeats itself and does not; try {more}"
+    return f"{seen}, though decoding is greedy: the engine does not repeat itself; set deterministic true"
 
 
 def _hacked(run: History) -> str | None:

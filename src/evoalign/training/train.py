@@ -152,8 +152,9 @@ class _EvolutionStrategies:
         self._meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         start = parts.engine.probe_weights(SAMPLE)
         self._diagnosis = Diagnosis(
-            parts.config, parts.layout, start, parts.max_score, gold=self._gold, known=self._scripts()
-        )
+            parts.config, parts.layout, start, parts.max_score, gold=self._gold, known=self._scripts(),
+            deterministic=parts.facts.deterministic,
+        )  # fmt: skip
         self._reference = Reference.of(parts)
         self._journal: Journal | None = None
         self._weights_hash = ""
