@@ -105,6 +105,40 @@ def test_words() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [5, 20])
+def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
+    """The noise breaks the model, the run is above all its placebos, and yet no better than the start, or worse."""
+    rng = np.random.default_rng(0)
+    before, broken = rng.normal(0, 0.1, 50), [rng.normal(-3, 0.1, 50) for _ in range(count)]
+    worse = split(before, before + rng.normal(-1, 0.1, 50), broken)
+    assert worse.signal.mean > 1.5 and not worse.reached
+    assert beyond_drift(worse).endswith("; no gain: the run fell below the start, and the placebos further")
+    same = split(before, before + rng.normal(0, 0.1, 50), broken)
+    assert beyond_drift(same).endswith(
+        "; the run's own gain may be none: what it has above the placebos is that they fell below the start"
+    )
+    near = split(before, before + np.tile([-3.0, 3.2], 25), [before for _ in range(count)])
+    assert near.signal.mean > 0 and beyond_drift(near).endswith("; the run's own gain may be none")
+
+
+def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
+    rng = np.random.default_rng(0)
+
+    def said(real: float, placebo: float, spread: float = 0.1) -> str:
+        before = rng.normal(0, 0.1, 50)
+        return sentence(
+            split(before, before + rng.normal(real, 0.1, 50), [rng.normal(placebo, spread, 50) for _ in range(5)])
+        )
+
+    assert said(1, -2.27).endswith("%), that is: noise alone does harm, and all of the gain is signal")
+    assert "about -22" in said(1, -2.27)
+    assert said(1, -0.1, 4.0).endswith("noise alone, as it seems, does harm, and all of the gain is signal")
+    assert said(1, 2).endswith("that is: noise alone brings more than the run did")
+    assert said(-1, -2).endswith("that is: noise alone does more harm than the run did")
+    assert said(-1, 0.5).endswith("that is: noise alone brings a gain, and all of the loss is signal")
+    assert "that is" not in said(1, 0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placebos", "items", "most"), [(3, 8, 0.99), (5, 200, 0.985), (20, 50, 0.975)], ids=["3x8", "5x200", "20x50"]

@@ -184,11 +184,22 @@ def beyond_drift(split: Split, *, advise: bool = True) -> str:
     # The interval is about the mean placebo; a run without signal is a placebo more, and as far from it as any.
     if split.reached or split.signal.mean <= 0:
         return f"{line}; not shown to be more than drift"
+    gain = split.gain
+    if gain.mean <= 0 or (gain.low is not None and gain.low <= 0):
+        return f"{line}; {_without_gain(split)}"
     if split.p > LEVEL:
         if not advise:
             return f"{line}; so few placebos cannot show that it is more than drift"
-        return f"{line}; {ENOUGH} placebos can show that it is more than drift: evoalign placebo RUN"
+        return f"{line}; {ENOUGH} placebos can show whether it is more than drift: evoalign placebo RUN"
     return line
+
+
+def _without_gain(split: Split) -> str:
+    """What it is to be above the placebos without being above the start."""
+    if split.gain.mean <= 0 and is_sure(split.gain):
+        return "no gain: the run fell below the start, and the placebos further"
+    fell = ": what it has above the placebos is that they fell below the start" if split.mean < split.before else ""
+    return f"the run's own gain may be none{fell}"
 
 
 def flip_line(split: Split) -> list[str]:
@@ -221,9 +232,24 @@ def _share(split: Split) -> str:
     found, what = split.share, "gain" if split.gain.mean > 0 else "loss"
     if found is None:
         return f"its change, {_bounds(split.gain)}, may be none, so no share of it is called drift"
-    if found.low is None or found.high is None:
-        return f"about {found.mean:.0%} of the {what} is drift ({found.why})"
-    return f"about {found.mean:.0%} of the {what} is drift (95 % interval {found.low:.0%} to {found.high:.0%})"
+    bounds = f"({found.why})"
+    if found.low is not None and found.high is not None:
+        bounds = f"(95 % interval {found.low:.0%} to {found.high:.0%})"
+    return f"about {found.mean:.0%} of the {what} is drift {bounds}{_beyond(found, what)}"
+
+
+def _beyond(share: Estimate, what: str) -> str:
+    """What a share below 0 or above 1 is, in words."""
+    if 0 <= share.mean <= 1:
+        return ""
+    low, high = share.low, share.high
+    sure = low is not None and high is not None and (high < 0 or low > 1)
+    as_it_seems = "" if sure else ", as it seems,"
+    if share.mean > 1:
+        more = "brings more than the run did" if what == "gain" else "does more harm than the run did"
+        return f", that is: noise alone{as_it_seems} {more}"
+    other = "does harm" if what == "gain" else "brings a gain"
+    return f", that is: noise alone{as_it_seems} {other}, and all of the {what} is signal"
 
 
 def _bounds(found: Estimate) -> str:
