@@ -21,6 +21,9 @@ from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 PREFIX = "reward/"
 """Of the measure, and the column of a table, of one of several rewards."""
 
+RIGHT = "right"
+"""The measure of what gold says of completions, whatever they earn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -58,7 +61,7 @@ class Evaluation:
 
     `reward` is the weighted sum of the task's columns, also where training has another objective: that of a stateful
     one would change with its state. `reward/NAME` is one of several columns, over the completions that it applies to;
-    per example NaN where it applies to none.
+    per example NaN where it applies to none. So is `right`, the share that is right by gold, where that is known.
     """
 
     measures: dict[str, float]
@@ -101,7 +104,8 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
             "tokens": float(s.tokens),
         }
         columns = {f"{PREFIX}{name}": value for name, value in s.rewards.items()}
-        rows.append({"reward": s.reward, **columns, **own, **shares})
+        right = None if s.right is None else float(s.right)
+        rows.append({"reward": s.reward, **columns, RIGHT: right, **own, **shares})
     of_example: list[list[dict[str, float | None]]] = [[] for _ in examples]
     for row, s in zip(rows, scored, strict=True):
         of_example[s.example].append(row)

@@ -15,8 +15,10 @@ import evoalign
 from evoalign.checks import fluency
 from evoalign.checks.verdict import judge
 from evoalign.errors import ModelError
+from evoalign.evaluation import Scored, summarise
 from evoalign.rundir.directory import RunDir
 from evoalign.training.result import judged_again
+from own_task import Vowels
 
 
 def short(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -24,7 +26,7 @@ def short(prompts: list[Any], completions: list[str], **columns: Any) -> list[fl
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    rows = [{"prompt": f"What is {a} + {b}?"} for a in range(4) for b in range(3)]
+    rows = [{"prompt": f"What is {a} + {b}?", "sum": str(a + b)} for a in range(4) for b in range(3)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = str(folder / "rows.jsonl")
     return {"task": {"name": "custom", "train_data": data, "test_data": data}, "lora": {"rank": 1},
@@ -76,6 +78,33 @@ def test_a_result_without_alarms_is_judged_by_its_texts(broken: tuple[evoalign.R
     assert judged_again(RunDir(tmp_path), result.before, result.after) == judge(
         result.before.completions, result.after.completions
     )
+
+
+def test_the_table_says_how_many_answers_are_right_by_gold(tmp_path: Path) -> None:
+    """Whatever the reward is; before, after, and of the mean placebo, counted here again from the completions."""
+    told = Console(file=io.StringIO(), width=120)
+    es = {"num_generations": 2, "population_size": 4, "sigma": 0.05, "learning_rate": 0.025}
+    tree = settings(tmp_path, es=es, evaluation={"max_tokens": 8}, checks={"control_every": 0, "placebo": 2})
+    tree["task"]["gold"] = "sum"
+    result = evoalign.train(tree, reward=short, console=told)
+    before, after = (sum(c.right is True for c in found.completions) / 12 for found in (result.before, result.after))
+    assert before > 0
+    (row,) = [line for line in told.file.getvalue().splitlines() if "right by gold" in line]  # type: ignore[attr-defined]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[1:4] == [f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points"]
+    assert " to " in cells[4] and cells[5].endswith("%")
+    written = json.loads((result.path / "results/evaluation.json").read_text())
+    assert written["after"]["right"] == after and 0 <= written["placebo"]["measures"]["right"] <= 1
+    assert all("right" not in json.loads(line) for line in (result.path / "journal.jsonl").read_text().splitlines())
+
+
+def test_a_share_of_right_answers_is_over_those_whose_gold_is_known() -> None:
+    def said(example: int, text: str, right: bool | None) -> Scored:
+        return Scored(example, 0, 0, "q", None, text, 1.0, "stop", 1, right=right)
+
+    found = summarise(Vowels(), [{}] * 3, [said(0, "a", True), said(1, "b", False), said(2, "c", None)])
+    assert found.measures["right"] == 0.5
+    assert "right" not in summarise(Vowels(), [{}], [said(0, "a", None)]).measures
 
 
 def test_nats_that_cannot_be_measured_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,10 @@ from rich.text import Text
 
 from evoalign.types import Prompt
 
-SHARES = frozenset({"accuracy", "exact", "format", "high_reward"})
+SHARES = frozenset({"accuracy", "exact", "format", "high_reward", "right"})
 """Measures shown in percent, beside those whose name ends in `_share`."""
+NAMES = {"right": "right by gold"}
+"""Of measures whose own name says too little."""
 Interval = tuple[float, float, float]
 """Mean of the paired differences, and the ends of its 95 % interval; both the mean where there is none."""
 LINES = 4
@@ -84,7 +86,7 @@ def _measures(
             cells.append("")
         if placebo is not None:
             cells.append(_value(name, placebo[name]) if name in placebo else "")
-        table.add_row(Text(name.removesuffix("_share").replace("_", " ")), *cells)
+        table.add_row(Text(NAMES.get(name, name.removesuffix("_share").replace("_", " "))), *cells)
     return table
 
 

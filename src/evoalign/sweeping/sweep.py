@@ -15,6 +15,7 @@ from rich.console import Console
 from evoalign import tracking
 from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
+from evoalign.evaluation import RIGHT
 from evoalign.rundir.manifest import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
@@ -142,7 +143,8 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
     for name, config in {config.task.name: config for config in configs}.items():
         if name in PLAIN:
             task, data = task_and_data(config, None, None)
-            known = [*SHARED_MEASURES, *more, *task.measures("", data.test[0])]
+            right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
+            known = [*SHARED_MEASURES, *right, *more, *task.measures("", data.test[0])]
             if measure not in known:
                 raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 
