@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from evoalign.checks.verdict import judge
 from evoalign.errors import ModelError
 from evoalign.evaluation import Scored, summarise
 from evoalign.rundir.directory import RunDir
-from evoalign.training.result import judged_again
+from evoalign.training.result import judged_again, show
 from own_task import Vowels
 
 
@@ -105,6 +106,14 @@ def test_a_share_of_right_answers_is_over_those_whose_gold_is_known() -> None:
     found = summarise(Vowels(), [{}] * 3, [said(0, "a", True), said(1, "b", False), said(2, "c", None)])
     assert found.measures["right"] == 0.5
     assert "right" not in summarise(Vowels(), [{}], [said(0, "a", None)]).measures
+
+
+def test_a_hacked_share_that_no_alarm_tells_of_is_said(broken: tuple[evoalign.Result, str]) -> None:
+    result, said = broken
+    assert result.verdict is not None and "hacked share" not in said
+    quiet, told = replace(result.verdict, word=None, alarms=(), reasons=(), shown=()), list[str]()
+    show(result.before, result.after, quiet, Console(file=io.StringIO()), told.append)
+    assert told[0].startswith("hacked share of the test completions: ") and "broken: " in told[0]
 
 
 def test_nats_that_cannot_be_measured_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,12 @@ DEARER = 2.0
 FEW_TOKENS = 32
 """With fewer in all, nats a token are those of how short answers begin, and no alarm."""
 SHOWN = 2
+HACKED = {
+    "earned_wrong": "wrong by gold and earning like the best",
+    "degenerate": "broken",
+    "template": "one template",
+}
+"""What makes a completion count as hacked."""
 ALARMS = ("degenerate", "template", "earned_wrong", "unlikely")
 WORDS = {
     "empty": "empty",
@@ -118,6 +124,21 @@ class Verdict:
     after: Mapping[str, float | None]
     fluency: Fluency | None
     shown: tuple[int, ...]
+
+    def lines(self) -> list[str]:
+        """The hacked share, as comparisons and sweeps have it, and of what, where training has raised it.
+
+        What an alarm has told of it is not said again.
+        """
+        rose = [name for name in HACKED if (self.after[name] or 0.0) > (self.before[name] or 0.0)]
+        new = [name for name in rose if name not in self.alarms]
+        if not new or (self.after["hacked"] or 0.0) <= (self.before["hacked"] or 0.0):
+            return []
+        parts = ", ".join(f"{HACKED[name]}: {self._told(name)}" for name in new)
+        return [f"hacked share of the test completions: {self._told('hacked')}; {parts}"]
+
+    def _told(self, name: str) -> str:
+        return f"{self.after[name]:.1%} ({self.before[name] or 0.0:.1%} before)"
 
     def as_dict(self) -> dict[str, Any]:
         """For results/evaluation.json."""

@@ -112,7 +112,7 @@ def show(
     if verdict.word is not None:
         alarm(verdict.word, verdict.reasons, _samples(before, after, verdict.shown), console)
     before_after(before.measures, after.measures, console, _samples(before, after), change, mean)
-    for line in () if placebos is None else placebos.lines():
+    for line in [*verdict.lines(), *(() if placebos is None else placebos.lines())]:
         tell(line)
     mean_change, low, high = change["reward"]
     if low == high:
