@@ -129,7 +129,7 @@ def of_shares(random: Generator, lost: float, won: float, n: int) -> bool | None
     """Examples solved before or after: with so many in each cell of the table of both."""
     u = random.random(n)
     before, after = (u < lost).astype(float), ((u >= lost) & (u < lost + won)).astype(float)
-    return of(statistics.paired(before, after), won - lost)
+    return of(statistics.paired(before, after, shares=True), won - lost)
 
 
 def cells() -> Iterator[tuple[str, str, int, Held]]:

@@ -207,5 +207,5 @@ def test_paired_interval() -> None:
     assert (low, high) == (pytest.approx(mean - half), pytest.approx(mean + half))
     assert paired_interval([1.0, 2.0], [2.0, 3.0]) == (1.0, 1.0, 1.0)
     assert paired_interval([1.0], [3.0]) == (2.0, 2.0, 2.0)
-    mean, low, high = paired_interval([0.0] * 12, [0.0] * 12)
+    mean, low, high = paired_interval([0.0] * 12, [0.0] * 12, shares=True)
     assert low < mean == 0 < high, "of twelve problems that were not solved, more may be among others"

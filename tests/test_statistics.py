@@ -114,6 +114,14 @@ def test_shares_have_an_interval_where_nothing_changed() -> None:
     same = paired(before, before)
     assert same.low is not None and same.high is not None and same.low == pytest.approx(-same.high) and same.high > 0.2
     assert paired([0.0], [1.0]).high == 1.0, "never beyond what a share can be"
+    none = paired([0.0] * 12, [0.0] * 12, shares=True)
+    assert none.high is not None and none.high > 0, "none of twelve was solved; of others some may be"
+
+
+def test_a_number_that_is_1_everywhere_is_not_taken_for_a_share() -> None:
+    for value in (0.0, 1.0, 0.3):
+        found = paired([value] * 245, [value] * 245)
+        assert (found.mean, found.low, found.high, found.why) == (0.0, None, None, "all alike: no interval")
 
 
 def test_other_values_have_that_of_student_and_what_is_missing_does_not_count() -> None:

@@ -121,13 +121,15 @@ def _mean(values: Sequence[float | None]) -> float:
     return float(np.mean(there)) if there else math.nan
 
 
-def paired_interval(before_E: Sequence[float], after_E: Sequence[float]) -> tuple[float, float, float]:
+def paired_interval(
+    before_E: Sequence[float], after_E: Sequence[float], *, shares: bool = False
+) -> tuple[float, float, float]:
     """Mean of the per-example differences and its 95 % interval for new examples: `evoalign.statistics.paired`.
 
     Both ends are the mean where there is no interval: of fewer than three examples, or where all differ alike.
     Examples that have the measure in one of them only, which is NaN in the other, do not count; NaN where that is all.
     """
-    found = paired(before_E, after_E)
+    found = paired(before_E, after_E, shares=shares)
     low, high = (found.mean if end is None else end for end in (found.low, found.high))
     return found.mean, low, high
 

@@ -141,19 +141,20 @@ def ratio(top: ArrayLike, bottom: ArrayLike) -> Estimate:
     return replace(found, low=low, high=high)
 
 
-def paired(before: ArrayLike, after: ArrayLike) -> Estimate:
+def paired(before: ArrayLike, after: ArrayLike, *, shares: bool = False) -> Estimate:
     """Interval of the mean of after - before over [N] examples; examples where either is NaN do not count.
 
     Of values that are 0 or 1 alone: Bonett and Price (2012, Statistics in Medicine 31), the Wald interval with one
     added to the examples that went either way. It is an interval also where none did, where t would be of no width and
-    hold nothing. Of others: t.
+    hold nothing. Of others: t. `shares` says that no other values can be; else both have to be seen, for a number that
+    happens to be 1 (or 0) everywhere tells nothing of what it can be.
     """
     pairs_N2 = np.stack([np.asarray(values, dtype=np.float64) for values in (before, after)], axis=-1)
     pairs_N2 = pairs_N2[~np.isnan(pairs_N2).any(axis=1)]
     if not len(pairs_N2):
         return Estimate(float("nan"), 0, why="no value: no interval")
     gaps_N = pairs_N2[:, 1] - pairs_N2[:, 0]
-    if np.isin(pairs_N2, (0.0, 1.0)).all():
+    if np.isin(pairs_N2, (0.0, 1.0)).all() and (shares or np.ptp(pairs_N2) > 0):
         return _of_shares(gaps_N)
     return mean(gaps_N)
 

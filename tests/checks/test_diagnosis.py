@@ -147,8 +147,30 @@ def test_sigma_a_little_too_small():
 
 
 def test_a_reward_that_tells_nothing_apart():
-    only(Run().all([0.0] * 12, spread=0, jitter=0), "100% of the last 10 generations moved nothing",
-         "though 94% of the completions differ", "partial credit", "task.batch_size")  # fmt: skip
+    run = Run().all([0.0]).all([0.0] * 12, spread=0, jitter=0)  # once, it did
+    only(run, "% of the last 10 generations moved nothing", "though 94% of the completions differ", "partial credit",
+         "task.batch_size")  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_constant_reward_is_named_early_and_in_a_run_of_any_length(length):
+    run = Run(es={"num_generations": length}).all([1.0] * length, spread=0, jitter=0)
+    only(run, "all members have earned the same so far (1), though 9", "task.rewards")
+    assert run.diagnosis.summary()[-1] == f"warning: {run.warnings[0]}"
+    told = Run().all([1.0] * 2, spread=0, jitter=0)
+    assert told.warnings == []
+    told.all([1.0] * 20, spread=0, jitter=0)
+    only(told, "all members have earned the same so far")  # and it is said once
+
+
+def test_what_is_not_a_constant_reward_is_not_called_one():
+    same, solved = Run(), Run(max_reward=1.0, es={"num_generations": 4})
+    same.all([1.0] * 4, spread=0, jitter=0, texts=lambda m, p: WORDS[p])  # nobody said anything else
+    assert same.warnings == []
+    solved.all([1.0] * 4, scores=np.ones((MEMBERS, PROMPTS)))
+    only(solved, "earned the highest reward from the start")
+    rare = Run().all([0.0] * 2, spread=0, jitter=0).all([0.1]).all([0.0] * 5, spread=0, jitter=0)
+    assert rare.warnings == []
 
 
 def test_sigma_too_large():

@@ -24,7 +24,7 @@ from evoalign.analysis.compare.runs import find
 from evoalign.config import Config, EvaluationConfig
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.evaluation import Evaluation
-from evoalign.report.tables import SHARES
+from evoalign.report.tables import is_share
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import Method, method_of
 from evoalign.setup import ConfigLike, as_config
@@ -248,6 +248,6 @@ def _over(runs: Sequence[Judged], name: str, crossed: bool) -> Estimate:
 
 def _bounded(name: str, found: Estimate) -> Estimate:
     """The interval of a share does not leave 0 to 1, as by its formula it can."""
-    if found.low is None or found.high is None or not (name in SHARES or name.endswith("_share")):
+    if found.low is None or found.high is None or not is_share(name):
         return found
     return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))

@@ -23,6 +23,9 @@ WINDOW = 10
 what is compared with its beginning is its last third: windows that overlap show no change."""
 PEAK = 5
 """Generations of the best stretch that a fall is measured from, beside the first one: a run can collapse within two."""
+EARLY = 3
+"""Generations in which no two members earned apart, though their completions differ, that are warned about: of a reward
+that is rare, the next ones may. In a run of fewer, all of them."""
 USELESS = 0.5
 """Share of generations that move nothing which is warned about. Published runs that learnt had 0.21 to 0.43."""
 FEW_CHANGES = 0.05
@@ -174,7 +177,9 @@ def causes(run: History) -> dict[str, str]:
 
 def _nothing_to_learn(run: History) -> str | None:
     solved = mean_of(run.rows[:WINDOW], "solved_share")
-    if solved is None or solved < SOLVED or len(run.rows) < WINDOW:
+    still = all(row["zero_variance"] for row in run.rows)
+    least = min(EARLY, run.config.es.num_generations) if still else WINDOW
+    if solved is None or solved < SOLVED or len(run.rows) < least:
         return None
     return (
         f"{solved:.0%} of the completions earned the highest reward from the start: there is nothing to learn; "
@@ -237,7 +242,7 @@ def _learning_rate_too_large(run: History) -> str | None:
 def _no_signal(run: History) -> str | None:
     window = run.rows[-WINDOW:]
     if len(run.rows) <= WINDOW:  # one more, to see first whether it fell
-        return None
+        return _constant(run)
     useless = float(np.mean([row["zero_variance"] for row in window]))
     changed, solved = mean_of(window, "changed_share"), mean_of(window, "solved_share")
     if solved is not None and solved >= SOLVED:  # it is done
@@ -255,6 +260,22 @@ def _no_signal(run: History) -> str | None:
         f"{useless:.0%} of the last {WINDOW} generations moved nothing, though {changed:.0%} of the completions "
         "differ between members: the reward gives all of them the same; give partial credit (task.rewards), "
         f"{'a larger task.batch_size' if run.config.task.batch_size else 'more training examples'} or easier ones"
+    )
+
+
+def _constant(run: History) -> str | None:
+    """Of a run that is young, or short: nobody has earned more than another yet."""
+    changed, solved = mean_of(run.rows, "changed_share"), mean_of(run.rows, "solved_share")
+    if len(run.rows) < min(EARLY, run.config.es.num_generations) or not all(row["zero_variance"] for row in run.rows):
+        return None
+    if changed is None or changed < FEW_CHANGES or (solved is not None and solved >= SOLVED):
+        return None
+    means = sorted(values(run.rows, "mean"))
+    earned = f"{means[0]:.4g}" if means[0] == means[-1] else f"{means[0]:.4g} to {means[-1]:.4g} by generation"
+    return (
+        f"all members have earned the same so far ({earned}), though {changed:.0%} of the completions differ between "
+        "members: nothing can be learned of a reward that tells none apart; look at what it gives for other texts, "
+        "give partial credit (task.rewards), or take easier examples"
     )
 
 

@@ -90,20 +90,21 @@ def _measures(
     return table
 
 
-def _is_share(name: str) -> bool:
+def is_share(name: str) -> bool:
+    """Whether a measure is a share, by its name."""
     return name in SHARES or name.endswith("_share")
 
 
 def _value(name: str, value: float) -> str:
-    return f"{value:.1%}" if _is_share(name) else f"{value:.4g}"
+    return f"{value:.1%}" if is_share(name) else f"{value:.4g}"
 
 
 def _signed(name: str, change: float) -> str:
-    return f"{100 * change:+.1f}" if _is_share(name) else f"{change:+.4g}"
+    return f"{100 * change:+.1f}" if is_share(name) else f"{change:+.4g}"
 
 
 def _change(name: str, change: float) -> str:
-    return _signed(name, change) + (" points" if _is_share(name) else "")
+    return _signed(name, change) + (" points" if is_share(name) else "")
 
 
 def _samples(samples: Sequence[Sample], console: Console, title: str = "sample completions") -> Table:

@@ -20,14 +20,14 @@ from evoalign.config import EvaluationConfig
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
-from evoalign.report.tables import Interval, Sample, alarm, before_after
+from evoalign.report.tables import Interval, Sample, alarm, before_after, is_share
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Split, Task
 
 SHOWN_SAMPLES = 4
-INTERVALS = "over examples: Student's t; of measures that are 0 or 1, Bonett and Price"
+INTERVALS = "over examples: Student's t; of shares (0 or 1), Bonett and Price"
 """What those of results/evaluation.json are; where it does not say, they are of the bootstrap (BCa)."""
 Tell = Callable[[str], None]
 
@@ -154,7 +154,7 @@ def shown(path: Path) -> Path:
 def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
     """Change of each measure and its paired 95 % interval over examples."""
     changes = {
-        name: evaluation.paired_interval(values, after.measures_E[name])
+        name: evaluation.paired_interval(values, after.measures_E[name], shares=is_share(name))
         for name, values in before.measures_E.items()
         if name in after.measures_E
     }
