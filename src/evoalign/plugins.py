@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ a run as if the run were done."""
 
 MOST_NAMES = 12
 """Of a module, that are said where another was meant."""
+_NOT_OWN = (Path(__file__).parent, Path(asyncio.__file__).parent)
 
 
 def described(error: BaseException) -> str:
@@ -35,6 +37,17 @@ def described(error: BaseException) -> str:
     of the user's own asks are often in it."""
     text = " ".join(redacted(str(error)).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+def raised(error: BaseException) -> str:
+    """The same of what code of the user's own raised, with the file and the line in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(place in Path(f.filename).parents for place in _NOT_OWN)]
+    if not own:
+        return described(error)
+    # The deepest line of the file that was called: what failed below it may be a library's.
+    last = next(frame for frame in reversed(own) if frame.filename == own[0].filename)
+    return f"{described(error)} in {Path(last.filename).name} line {last.lineno}"
 
 
 def load_object(path: str, what: str) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from evoalign.config import Config, SamplingConfig
 from evoalign.engines.base import Engine, pairs_of
 from evoalign.errors import EvoalignError, RewardError
-from evoalign.plugins import FAILURES, described
+from evoalign.plugins import FAILURES, raised
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
 from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
@@ -65,7 +65,7 @@ def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) ->
     except EvoalignError:
         raise
     except FAILURES as error:  # also of values that have no length
-        raise RewardError(f"task {task.name} failed to score: {described(error)}; fix it") from error
+        raise RewardError(f"task {task.name} failed to score: {raised(error)}; fix it") from error
 
 
 def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:

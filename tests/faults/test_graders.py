@@ -161,6 +161,12 @@ def raises(completions, log, **kwargs):
         raise ConnectionError("the judge is away")
     return [1.0 for _ in completions]
 
+def mistaken(completions, **columns):
+    return [float(a == c) for a, c in zip(columns["anwser"], completions)]
+
+def looks_up(completions, **columns):
+    return [1.0 for _ in columns["answer"]]
+
 def comes_back(completions, log, how, **kwargs):
     """Fails the first time and then works."""
     first = not os.path.exists(log[0])
@@ -437,6 +443,51 @@ def test_others_that_do_it_too_are_told(make: Make, log: Path) -> None:
         refused(make("exits", retries=0), ["a", "bomb 1", "b", "bomb 2"], row(log))
     )
     assert "and so do others" not in str(refused(make("exits", retries=0), ["a", "bomb 1", "b"], row(log)))
+
+
+def test_a_mistake_is_told_with_its_line_and_the_columns_and_not_waited_for(
+    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("evoalign.tasks.isolated.task.time.sleep", waits.append)
+    line = next(i for i, text in enumerate(GRADERS.split("\n"), 1) if "anwser" in text)
+    error = refused(make("mistaken", retries=5), ["a", "b", "c"], row(log, answer="4"))
+    assert str(error).startswith(
+        f"reward function mistaken failed: KeyError: 'anwser' in graders.py line {line}; the data has the columns "
+        "prompt, log, answer (2 attempts, "
+    )
+    assert "; all completions do it, 'a' for one; fix it" in str(error)
+    assert waits == [] and (error.failed or {})["completion"] == "a"
+    many = refused(make("mistaken", retries=0), ["a"] * 50, row(log))
+    assert "all completions that were asked alone, 18 of 50, do it, 'a' for one" in str(many)
+
+
+def test_a_judge_that_answered_once_is_waited_for_whatever_it_says_then(
+    make: Make, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over its rate, it answers with something that has no score in it; and one that is away was never a mistake."""
+    waits: list[float] = []
+    monkeypatch.setattr("evoalign.tasks.isolated.task.time.sleep", waits.append)
+    judge = make("looks_up", retries=2)
+    assert judge.rewards(["a"], [row(log, answer="4")]) == [1.0]
+    assert "3 attempts" in str(refused(judge, ["a"], row(log))) and waits == [1.0, 2.0]
+    assert "3 attempts" in str(refused(make("raises", retries=2), ["bomb"], row(log)))
+    assert waits == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_in_this_process_the_line_is_told_too(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "def simple(text, example):\n    return helper(example)\n\n\n"
+        "def helper(example):\n    return float(example['anwser'])\n\n\n"
+        "async def late(completions, **columns):\n    return columns['anwser']\n"
+    )
+    for name, line in (("simple", 6), ("late", 10)):
+        task = tasks.create(TaskConfig(name="custom", rewards=[f"{source}:{name}"]))
+        with pytest.raises(
+            RewardError, match=f"KeyError: 'anwser' in mine.py line {line}; the data has the columns pro"
+        ):
+            task.rewards(["a"], [{"prompt": "b", "answer": "c"}])
 
 
 @pytest.mark.slow

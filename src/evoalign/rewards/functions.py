@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 from evoalign.config.secrets import redacted
-from evoalign.errors import ConfigError, RewardError
-from evoalign.plugins import FAILURES, described
+from evoalign.errors import ConfigError, RewardError, cut, plain
+from evoalign.plugins import FAILURES, raised
 from evoalign.types import Example, Messages, Prompt
 
 Completion: TypeAlias = str | Messages
@@ -260,9 +260,18 @@ def _run(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 def _failed(name: str, error: BaseException, batch: Batch) -> RewardError:
     return RewardError(
-        f"reward function {name} failed: {described(error)}; fix it",
+        f"reward function {name} failed: {raised(error)}{_columns(error, batch)}; fix it",
         failure("raised", name, trace="".join(traceback.format_exception(error)), texts=batch.texts),
     )
+
+
+def _columns(error: BaseException, batch: Batch) -> str:
+    """The columns that there are, where a name was looked up that is none of them."""
+    columns = list(dict.fromkeys(str(name) for example in batch.examples for name in example))
+    looked_up = isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str)
+    if not looked_up or not columns or error.args[0] in columns:
+        return ""
+    return f"; the data has the columns {plain(cut(', '.join(columns), 200))}"
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,8 @@
 
 A call that hangs, dies or raises is made again `grader.retries` times, in a new worker where the old one is gone; then
 RewardError stops the run and names the completion that does it. A wrong value (NaN, the wrong length) is a mistake of
-the function and stops at once. Nothing of this is ever a score.
+the function and stops at once; so does an error such as KeyError that comes twice before anything was ever scored.
+Nothing of this is ever a score.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ logger = logging.getLogger("evoalign.grader")
 
 NO_MEMORY = re.compile("MemoryError|allocate memory|killed by SIG(KILL|ABRT)")
 """What is said where memory ran out: by Python, by torch, or by nobody any more."""
+MISTAKES = frozenset(("KeyError", "IndexError", "TypeError", "ValueError", "AttributeError", "NameError",
+                      "UnboundLocalError", "ZeroDivisionError", "ImportError", "ModuleNotFoundError",
+                      "AssertionError", "NotImplementedError"))  # fmt: skip
+"""What code raises that is wrong. What a judge behind an address answers may make it raise one of them, too: one that
+has answered once is waited for."""
+ASKED_ALONE = 20
+"""Completions that are asked alone, at most, to tell whether all of them raise."""
 SUPPORTED = hasattr(os, "fork")
 """Everywhere but on Windows."""
 
@@ -49,6 +57,7 @@ class Isolated(Task):
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()
         self._place: dict[int, tuple[str, int]] = {}
+        self._answered: set[str] = set()
         weakref.finalize(self, self._worker.close)
 
     def __getattr__(self, name: str) -> Any:
@@ -133,22 +142,25 @@ class Isolated(Task):
         """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError."""
         limit = self._grader.timeout if limit is None else limit
         started = time.monotonic()
-        attempt = 0
+        attempt, before = 0, ""
         with self._lock:
             while True:
                 attempt += 1
                 try:
-                    return self._attempt(op, texts, examples, limit)
+                    value = self._attempt(op, texts, examples, limit)
+                    self._answered.add(op)
+                    return value
                 except RewardError as error:  # a wrong value: no use to ask again
                     error.failed = (error.failed or {}) | _effort(attempt, started)
                     raise
                 except NoAnswerError as problem:
-                    if attempt > self._grader.retries:
+                    mistake = op not in self._answered and _is_mistake(problem)
+                    if attempt > self._grader.retries or (mistake and str(problem) == before):
                         effort = _effort(attempt, started)
                         self._refuse(problem, effort, lambda t, e: self._attempt(op, t, e, limit), texts, examples)
-                    total = self._grader.retries + 1
+                    before, total = str(problem), self._grader.retries + 1
                     logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
-                    if problem.reason == "raised":
+                    if problem.reason == "raised" and not mistake:
                         time.sleep(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
 
     def _attempt(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float) -> Any:
@@ -191,10 +203,9 @@ class Isolated(Task):
         elif (found := culprit(problem, attempt, texts, examples)) is None:
             blame, where = f"; none of the {len(texts)} completions does it alone, only the batch as a whole", None
         else:
-            row, problem, others = found
+            row, problem, blame = found
             example = examples[row] if examples else {}
             where = (self.task.prompt(example) if examples else "", texts[row], example)
-            blame = f"; the completion {texts[row][:80]!r} does it alone" + (", and so do others" if others else "")
         tries = "1 attempt" if effort["attempts"] == 1 else f"{effort['attempts']} attempts"
         asked = texts if problem.function else ()
         failed = failure(problem.reason, problem.function or "worker", where, problem.trace, asked) | effort
@@ -211,10 +222,11 @@ def culprit(
     attempt: Callable[[Sequence[str], Sequence[Example]], Any],
     texts: Sequence[str],
     examples: Sequence[Example],
-) -> tuple[int, NoAnswerError, bool] | None:
-    """The completion that fails alone, how it did, and whether the rest fails too; None where only the whole does.
+) -> tuple[int, NoAnswerError, str] | None:
+    """A completion that fails alone, how it did, and the words that blame it; None where only the whole does.
 
-    Halves the batch that failed, so it takes at most two calls a halving, each under the time limit.
+    Halves the batch that failed, so it takes at most two calls a halving, each under the time limit. Where it raises,
+    which costs no time limit and no new worker, as many as `ASKED_ALONE` are asked alone.
     """
 
     def failing(rows: Sequence[int]) -> NoAnswerError | None:
@@ -236,7 +248,20 @@ def culprit(
         else:
             return None
     rest = [i for i in range(len(texts)) if i != suspects[0]]
-    return suspects[0], problem, bool(rest) and failing(rest) is not None
+    said = repr(texts[suspects[0]][:80])
+    if not rest or failing(rest) is None:
+        return suspects[0], problem, f"; the completion {said} does it alone"
+    some = rest[:: -(-len(rest) // ASKED_ALONE)]
+    if problem.reason != "raised" or any(failing([i]) is None for i in some):
+        return suspects[0], problem, f"; the completion {said} does it alone, and so do others"
+    alone = "" if some == rest else f" that were asked alone, {len(some) + 1} of {len(texts)},"
+    return suspects[0], problem, f"; all completions{alone} do it, {said} for one"
+
+
+def _is_mistake(problem: NoAnswerError) -> bool:
+    """Whether it raised what a mistake in code raises, by the last line of its traceback."""
+    last = (problem.trace or "").rstrip().rpartition("\n")[2]
+    return problem.reason == "raised" and last.partition(":")[0] in MISTAKES
 
 
 def is_exact(value: object) -> bool:

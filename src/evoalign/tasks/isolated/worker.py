@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, cast
 
 from evoalign.config import TaskConfig
 from evoalign.errors import DataError, EvoalignError, RewardError
-from evoalign.plugins import FAILURES, described
+from evoalign.plugins import FAILURES, raised
 from evoalign.rewards.functions import failure, fresh
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
@@ -174,7 +174,7 @@ def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:
         return {"error": str(error), "kind": type(error).__name__, "failed": failed}
     except FAILURES as error:
         failed = failure("raised", who, trace=traceback.format_exc())
-        return {"error": f"{who} failed: {described(error)}; fix it", "kind": RewardError.__name__, "failed": failed}
+        return {"error": f"{who} failed: {raised(error)}; fix it", "kind": RewardError.__name__, "failed": failed}
 
 
 def _row(sent: Mapping[str, Any], data: Data | None) -> Example:
