@@ -99,7 +99,9 @@ def test_a_healthy_run_learns_and_warns_of_nothing():
     verdict, *rest = run.diagnosis.summary()
     assert verdict.startswith("learning: population fitness went from 0.3")
     assert "times the noise floor of 0.02" in rest[0]
-    assert "one member's noise away" in rest[1]
+    assert (
+        rest[1].startswith("movement of the numbers that evolve: ") and "one member's noise from the start" in rest[1]
+    )
     assert not any(line.startswith("warning") for line in rest)
 
 
@@ -372,6 +374,23 @@ def test_a_short_run_is_compared_with_its_own_beginning():
         run.generation(0.3 + 0.03 * k, texts=lambda m, p, k=k: "" if k > 9 else text(run.rng))
     only(run, "the reward rises while completions become empty (0% to ")
     assert "completions, first to last 5 generations: empty 0% to 100%" in run.diagnosis.summary()[3]
+
+
+def test_signs_that_nothing_shows_are_left_out_of_the_summary():
+    run = Run()
+    for k in range(40):
+        run.generation(0.3, texts=lambda m, p, k=k: "" if (k, m, p) in {(0, 0, 0), (39, 1, 1)} else text(run.rng))
+    assert run.rows[0]["diagnosis"]["empty_share"] == 1 / 128
+    assert run.diagnosis.summary()[3] == "completions, first to last 10 generations: none of the signs"
+
+
+@pytest.mark.parametrize(
+    ("along", "said"),
+    [(0.0, "(near 0, which is usual: each is made of noise of its own)"), (0.9, "(they go on the same way)"),
+     (-0.9, "(they undo each other)")],
+)  # fmt: skip
+def test_what_a_cosine_means(along, said):
+    assert Run().all([0.3] * 30, along=along).diagnosis.summary()[2].endswith(f"on average {said}")
 
 
 def test_a_verdict_comes_before_learning():

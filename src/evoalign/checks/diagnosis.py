@@ -19,7 +19,7 @@ import torch
 
 from evoalign.checks import hacking
 from evoalign.checks.control import Control
-from evoalign.checks.rules import NOISE_EARNS, SURE, History, Row, causes, mean_of, values
+from evoalign.checks.rules import NOISE_EARNS, OPPOSED, SURE, History, Row, causes, mean_of, values
 from evoalign.config import Config
 from evoalign.types import Generation, Layout
 
@@ -191,19 +191,27 @@ class Diagnosis:
         distance, cosine = values(self.history.rows[-1:], "distance_sigmas"), mean_of(self.history.rows, "cosine")
         if not distance:
             return ""
-        how = "" if cosine is None else f"; successive updates have cosine {cosine:+.3f} on average"
-        return f"movement: {distance[0]:.2g} times one member's noise away from the start{how}"
+        how = "" if cosine is None else f"; successive updates have cosine {cosine:+.3f} on average{_meaning(cosine)}"
+        return f"movement of the numbers that evolve: {distance[0]:.2g} times one member's noise from the start{how}"
 
     def _completions(self) -> str:
         said: list[str] = []
         first, last = self.history.ends()
         for name in hacking.SHARES:
             before, now = (mean_of(part, f"{name}_share") for part in (first, last))
-            if before is not None and now is not None and max(before, now) > 0:
-                said.append(f"{name.replace('_', ' ')} {before:.0%} to {now:.0%}")
+            told = None if before is None or now is None else f"{before:.0%} to {now:.0%}"
+            if told is not None and told != "0% to 0%":
+                said.append(f"{name.replace('_', ' ')} {told}")
         what = ", ".join(said) or "none of the signs"
         known = any(mean_of(first, f"{name}_share") is not None for name in hacking.SHARES)
         return f"completions, first to last {len(first)} generations: {what}" if known else ""
+
+
+def _meaning(cosine: float) -> str:
+    """Of the mean cosine of successive updates."""
+    if abs(cosine) < -OPPOSED:
+        return " (near 0, which is usual: each is made of noise of its own)"
+    return " (they go on the same way)" if cosine > 0 else " (they undo each other)"
 
 
 def changed_share(generation: Generation) -> float | None:

@@ -212,7 +212,7 @@ def distance_line(found: Distances) -> str:
     against = "the optimizer has no formula for drift" if found.expected is None else (
         f"{found.expected:.4g} expected of shuffled coefficients (x {_ratio(found.real, found.expected)})"
     )  # fmt: skip
-    line = f"distance from the start: {found.real:.4g}; {against}"
+    line = f"distance of the numbers that evolve from the start: {found.real:.4g}; {against}"
     if not found.placebos:
         return line
     mean = float(np.mean(found.placebos))

@@ -57,7 +57,7 @@ def _counterfactuals(
         items = len(reached.evaluation.measures_E["reward"])
         typer.echo(
             f"{what}: reward {reached.evaluation.measures['reward']:.4f} on {items} test examples, distance "
-            f"{reached.distance:.4g} from the start, weights_hash {reached.weights_hash}"
+            f"of the numbers that evolve {reached.distance:.4g} from the start, weights_hash {reached.weights_hash}"
         )
     typer.echo(f"of {name}, {CONDITIONAL}" + (f"; saved in {to}" if to else ""))
 

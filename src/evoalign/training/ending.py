@@ -26,7 +26,7 @@ def moved(
     try:
         found = dataclasses.asdict(distance())
     except EvoalignError as error:
-        tell(f"distance from the base model: unknown; {error}")
+        tell(f"distance of the effective weights from the base model: unknown; {error}")
     return {"divergence": kl, "distance": found}
 
 
