@@ -98,7 +98,8 @@ def test_words() -> None:
     lost = split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3)
     assert "of the loss is drift" in sentence(lost)
     assert distance_line(Distances(2.0, 1.6, (1.5, 1.7))) == (
-        "distance of the numbers that evolve from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); placebos 1.6 (1.5 to 1.7)"
+        "distance of the numbers that evolve from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
+        "placebos 1.6 (1.5 to 1.7)"
     )
     assert distance_line(Distances(2.0, None, ())) == (
         "distance of the numbers that evolve from the start: 2; the optimizer has no formula for drift"
