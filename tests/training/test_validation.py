@@ -98,7 +98,8 @@ def test_the_split_is_measured_paid_for_and_asked_for_by_name(trained: tuple[Pat
     again = evoalign.evaluate(run, reward=length, split="validation")
     assert again.measures == written["after"]
     cost = json.loads((run / "results/budget.json").read_text())["evaluation"]
-    assert cost["completions"] == 6 * (3 + 3), "the start, four on the way and the end, on both splits"
+    placebos = len(json.loads((run / "results/evaluation.json").read_text())["placebo"]["seeds"])
+    assert cost["completions"] == 6 * (3 + 3) + 3 * placebos, "the start, four on the way and the end, on both splits"
     assert "on the 3 validation examples the reward went from" in told
     for way in ({}, {"validation_size": 2}):
         task = {**tree["task"], **way, "rewards": [f"{__file__}:length"]}

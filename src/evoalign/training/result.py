@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Split, Task
+from evoalign.types import Example
 
 SHOWN_SAMPLES = 4
 INTERVALS = "over examples: Student's t; of shares (0 or 1), Bonett and Price"
@@ -61,10 +62,17 @@ def write_completions(run: RunDir, name: str, result: Evaluation) -> None:
 def read_completions(run: RunDir, name: str, task: Task, data: Data, split: Split = "test") -> Evaluation | None:
     """An evaluation of a split as it was written; None where it is not there or damaged."""
     try:
-        scored = [Scored.of(row) for row in parquet.read(run.completions(name))]
+        scored = [_told(Scored.of(row), task, data.of(split)) for row in parquet.read(run.completions(name))]
         return evaluation.summarise(task, data.of(split), scored)
     except (DataError, TypeError, IndexError, AttributeError):
         return None
+
+
+def _told(said: Scored, task: Task, examples: Sequence[Example]) -> Scored:
+    """With whether it is right, which an earlier release did not write down."""
+    if said.right is not None:
+        return said
+    return replace(said, right=task.is_right(task.clean(said.text), task.handed(examples[said.example])))
 
 
 def conclude(

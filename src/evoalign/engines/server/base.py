@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evoalign.config import Config, ModelConfig
+from evoalign.config import Config
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.server.dialect import Said
 from evoalign.engines.specs import mean_abs, specs_of, specs_of_config
@@ -39,11 +39,11 @@ class Base:
         return max(abs(a - b) for a, b in zip(ours, said.logprobs or (), strict=True))
 
 
-def read_base(model: ModelConfig, dtype: torch.dtype, config: Config, *, dummy: bool) -> Base:
+def read_base(config: Config, dtype: torch.dtype, *, dummy: bool) -> Base:
     """Whole, on the CPU; of `dummy` weights their names and shapes alone. Raises ModelError."""
     if dummy:
         specs = specs_of_config(config)
         return Base(None, {}, specs, weights_hash((s.name, torch.zeros(0)) for s in specs))
-    loaded = load_model(model, dtype)
+    loaded = load_model(config.model, dtype)
     parameters = {name: p.data for name, p in loaded.named_parameters()}
     return Base(loaded, parameters, specs_of(loaded, mean_abs), weights_hash(parameters.items()))

@@ -67,7 +67,7 @@ class ServerEngine(KeepsMean):
         key = self._key()
         if self._settings.url is None:
             refuse_missing(self._settings.serves, self.name, self._settings.python, self.module)
-        base = read_base(config.model, self._dtype, config, dummy=self._is_dummy)
+        base = read_base(config, self._dtype, dummy=getattr(config.engine, "load_format", None) == "dummy")
         self._parameters, self._specs, self._model_hash = base.parameters, base.specs, base.hash
         try:
             self._shelf = Shelf(self._settings.adapter_folder)
@@ -110,10 +110,6 @@ class ServerEngine(KeepsMean):
                 f"(its log-probabilities are {apart:.2g} away): another model, or one that a run has moved; start it "
                 "anew"
             )
-
-    @property
-    def _is_dummy(self) -> bool:
-        return getattr(self._settings, "load_format", None) == "dummy"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -216,10 +212,8 @@ class ServerEngine(KeepsMean):
         self._server = client.call(self.dialect.about(client))
         own = str(self._dtype).removeprefix("torch.")
         if self._server.dtype not in (None, "auto", own):
-            raise ModelError(
-                f"{self._where} serves {self._server.dtype}, and this config {own}: set model.dtype "
-                f"{self._server.dtype}"
-            )
+            other = self._server.dtype
+            raise ModelError(f"{self._where} serves {other}, and this config {own}: set model.dtype {other}")
 
     def _recover(self, error: LostError) -> None:
         """After a loss: the server is there again, and has the base model. Raises EvoalignError where it is not."""
