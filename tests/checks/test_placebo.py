@@ -288,7 +288,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
 def test_a_card_tells_nobody_to_measure_more() -> None:
     """Who reads it has no run. With fewer than 19, p cannot be below 5 %."""
     some = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 4)
-    assert beyond_drift(some).endswith("20 placebos can show that it is more than drift: evoalign placebo RUN")
+    assert beyond_drift(some).endswith("20 placebos can show whether it is more than drift: evoalign placebo RUN")
     (_, said) = placebo_lines({"placebo": {"reward": some.as_dict()}})
     assert said.endswith("so few placebos cannot show that it is more than drift.") and "RUN" not in said
     many = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 20)

@@ -23,8 +23,8 @@ from evoalign.engines.server.dialect import Said, Server, checked_ids, checked_l
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.types import Request
 
-LOADING = 300.0
-"""Seconds within which a server has taken an adapter."""
+HEALTH, LOADING = 10.0, 300.0
+"""Seconds within which a server that is well says so, and has taken an adapter."""
 MEASURED = {
     "num_running_reqs": "running",
     "num_queue_reqs": "queue",
@@ -41,7 +41,7 @@ class SglangDialect:
 
     async def is_ready(self, client: Client) -> bool:
         try:
-            await client.get("/health_generate")
+            await client.get("/health_generate", seconds=HEALTH)
         except RefusedError as error:
             if error.status in (401, 403):
                 raise

@@ -91,7 +91,7 @@ class SglangEngine(ServerEngine):
         for name, value in given.items():
             words += [name, value] if value is not None else []
         words += ["--disable-cuda-graph"] if on_cpu or not own.cuda_graph else []
-        words += ["--disable-overlap-schedule"] if on_cpu else []
+        words += ["--disable-overlap-schedule", "--sleep-on-idle"] if on_cpu else []
         words += ["--enable-deterministic-inference"] if own.deterministic_inference else []
         words += self._adapter_words(specs, on_cpu) + list(own.arguments)
         environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training over a server that dies, hangs, refuses adapters or answers garbage, at many moments: what becomes of it?
+
+    python benchmarks/server_faults.py --moments 20 --json benchmarks/results/server_faults.jsonl     about an hour
+    python benchmarks/server_faults.py --moments 2 --faults kill --places launched
+
+A moment is a request of the run: before the n-th one the server's process group gets SIGKILL or SIGSTOP (`kill`,
+`hang`), the adapter that is being loaded loses its file (`refuse`), or what the server answers is put in place by
+something else (`garbage`). Moments are spread evenly over the requests of an undisturbed run. The server is `launched`
+by the run, or `attached`: then it is another process, which is started again, or goes on, some seconds later.
+
+Each trial either ends as if nothing had been, or stops with an error that says how to resume, and then resumes. Its
+journal has to have the hashes of the undisturbed run, `replay` has to come to the last of them, and neither a process
+nor a file in memory may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import evoalign
+from evoalign import engines, tokens
+from evoalign.config import from_dict
+from evoalign.engines.server.client import Client
+from evoalign.engines.server.engine import ServerEngine
+from evoalign.errors import EvoalignError
+
+FAULTS, PLACES = ("kill", "hang", "refuse", "garbage"), ("launched", "attached")
+KEY = "EVOALIGN_FAULTS_KEY"
+HANG = 6.0
+"""Seconds without an answer after which a server counts as hung here."""
+AWAY = 3.0
+"""Seconds that an attached server is away."""
+GARBAGE = (
+    b"<html>502</html>", b"{", b"[]", b'{"text": "4"}', b'[{"output_ids": "x", "meta_info": {}}]', b"null", b"\xff\xfe",
+)  # fmt: skip
+
+
+@dataclass
+class Trial:
+    """One run with one fault. `ended`: by itself, or after it was resumed; `same`: with the undisturbed hashes."""
+
+    fault: str
+    place: str
+    moment: int
+    of: int
+    ended: str
+    same: bool
+    left: list[str]
+    seconds: float
+    error: str = ""
+
+
+def tree(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
+        "model": {"name": "tiny", "dtype": "float32"},
+        "lora": {"rank": 4, "alpha": 4, "target_layers": [3], "target_modules": ["down_proj"]},
+        "es": {"num_generations": 3, "population_size": 6, "sigma": 0.025, "learning_rate": 0.0125},
+        "evaluation": {"max_tokens": 16}, "checkpoint": {"every": 1}, "tracking": {"completions_every": 0},
+        "checks": {"placebo": 0, "perplexity": False, "control_every": 0},
+        "engine": {"name": "sglang", "timeout": HANG, **engine},
+    }  # fmt: skip
+
+
+def train(folder: Path, engine: dict[str, Any], **how: Any) -> None:
+    evoalign.train(tree(folder, engine), console=Console(file=io.StringIO()), **how)
+
+
+def hashes(folder: Path) -> list[str]:
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [line["weights_hash"] for line in lines if "weights_hash" in line]
+
+
+class Server:
+    """A server for runs to attach to, on a port that stays its own."""
+
+    def __init__(self) -> None:
+        config = from_dict(tree(Path("unused"), {"context_length": 256, "timeout": 120.0}))
+        self.engine: Any = engines.create(config, tokens.load(config.model))
+        client = self.engine._there()
+        self.url = client.url
+        os.environ[KEY] = client._key
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"url": self.url, "key_variable": KEY, "start_timeout": 120.0}
+
+    @property
+    def pid(self) -> int:
+        return self.engine._process.pid
+
+    def again(self) -> None:
+        """Start the same command once more."""
+        process, client = self.engine._process, self.engine._there()
+        process.start(lambda: client.call(self.engine._is_ready(client)), 120.0)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@contextmanager
+def counted(act: Callable[[int, str], bytes | None]) -> Iterator[list[str]]:
+    """Have `act` called before each request of any client, with its number and path: bytes are taken for the answer."""
+    seen: list[str] = []
+    answer = Client._answer
+
+    async def watched(self: Client, method: str, path: str, body: Any, seconds: float | None) -> bytes:
+        if path.startswith("/health"):
+            return await answer(self, method, path, body, seconds)
+        seen.append(path)
+        instead = act(len(seen), path)
+        return await answer(self, method, path, body, seconds) if instead is None else instead
+
+    Client._answer = watched  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Client._answer = answer  # type: ignore[method-assign]
+
+
+def trial(  # noqa: C901
+    fault: str, place: str, moment: int, of: int, wanted: list[str], server: Server | None
+) -> Trial:
+    """Run with the fault before the request number `moment`, and resume where that is how it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="evoalign-fault-")) / "run"
+    engine = server.settings if server is not None else {"context_length": 256, "start_timeout": 120.0}
+    before, groups, helpers = _in_memory(), list[int](), list[threading.Thread]()
+    done = False
+
+    def act(number: int, path: str) -> bytes | None:
+        nonlocal done
+        late = number >= moment and not done
+        if not late or (fault == "refuse" and not path.startswith("/load_lora")):
+            return None
+        done = True
+        if fault in ("kill", "hang"):
+            group = server.pid if server is not None else groups[-1]
+            os.killpg(group, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+            if server is not None:
+                helpers.append(threading.Thread(target=come_back, args=(fault, server, group)))
+                helpers[-1].start()
+        if fault == "garbage":
+            return GARBAGE[moment % len(GARBAGE)]
+        if fault == "refuse":
+            for file in Path("/dev/shm").glob("evoalign-*/evoalign-*/adapter_model.safetensors"):
+                file.unlink(missing_ok=True)
+        return None
+
+    launch = ServerEngine._launch
+
+    def launched(self: ServerEngine) -> None:
+        try:
+            launch(self)
+        finally:
+            if self._process is not None and self._process.pid is not None:
+                groups.append(self._process.pid)
+
+    start, ended, error = time.monotonic(), "by itself", ""
+    ServerEngine._launch = launched  # type: ignore[method-assign]
+    try:
+        with counted(act):
+            try:
+                train(folder, engine)
+            except EvoalignError as failed:
+                error = str(failed)
+                ended = "resumed" if "resume with" in error else "without progress"
+        for helper in helpers:
+            helper.join()
+        if ended != "by itself":
+            train(folder, engine, resume=(folder / "journal.jsonl").exists())
+    finally:
+        ServerEngine._launch = launch  # type: ignore[method-assign]
+    found = hashes(folder)
+    same = found == wanted and evoalign.replay(folder) == wanted[-1]
+    left = sorted(_in_memory() - before)
+    left += [f"process group {g}" for g in groups if _lives(g)]
+    return Trial(fault, place, moment, of, ended, same, left, round(time.monotonic() - start, 1), error[:300])
+
+
+def come_back(fault: str, server: Server, group: int) -> None:
+    time.sleep(AWAY + (2 * HANG if fault == "hang" else 0.0))
+    if fault == "hang":
+        os.killpg(group, signal.SIGCONT)
+    else:
+        server.again()
+
+
+def _in_memory() -> set[str]:
+    """What lies in memory under this project's name."""
+    return {path.name for path in Path("/dev/shm").glob("evoalign*")}
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group is there that is no zombie."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
+def undisturbed(engine: dict[str, Any]) -> tuple[list[str], int]:
+    """The hashes of a run, and how many requests it makes."""
+    folder = Path(tempfile.mkdtemp(prefix="evoalign-fault-")) / "run"
+    with counted(lambda number, path: None) as seen:
+        train(folder, engine)
+    return hashes(folder), len(seen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", type=int, default=20)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--json", type=Path, default=Path("runs/server_faults.jsonl"))
+    options = parser.parse_args()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    server = Server()
+    try:
+        wanted, requests = undisturbed(server.settings)
+        print(f"undisturbed: {requests} requests, {wanted[-1][:12]}", flush=True)
+        for place in options.places:
+            for fault in options.faults:
+                for k in range(options.moments):
+                    moment = 1 + (k * requests) // options.moments
+                    here = server if place == "attached" else None
+                    found = trial(fault, place, moment, requests, wanted, here)
+                    print(json.dumps(asdict(found)), flush=True)
+                    with options.json.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(asdict(found)) + "\n")
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
