@@ -19,6 +19,7 @@ from evoalign.engines.server.errors import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.types import MEAN, Plan, Request, Sampling, population
 
+ROOT = Path(__file__).parents[2]
 QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
 TIE = 1e-4
 """Log-probabilities closer than this are a tie, which a sum in another order may decide otherwise."""
@@ -133,3 +134,16 @@ def test_nothing_is_left_of_an_engine_that_fails_to_start(tmp_path: Path) -> Non
     log = Path(str(said.value).rpartition("(its log: ")[2].rstrip(")"))
     assert log.is_file(), "the message names it"
     log.unlink()
+
+
+def test_the_published_lora_population_runs_on_it(url: str, tmp_path: Path) -> None:
+    """The whole config of the field's LoRA-population run, on the tiny model and for two generations."""
+    from evoalign.config import load
+
+    sets = [
+        "model.name=tiny", "model.dtype=float32", "es.num_generations=2", "lora.target_layers=[0,1,2,3]",
+        f"output_dir={tmp_path / 'run'}", "engine.name=sglang", f"engine.url={url}", f"engine.key_variable={KEY}",
+    ]  # fmt: skip
+    result = evoalign.train(load([ROOT / "configs/experiments/conciseness_lora_7b.yaml"], sets))
+    assert (tmp_path / "run/loras/generation_0002/adapter_model.safetensors").is_file()
+    assert result.before.measures.keys() == result.after.measures.keys()
