@@ -30,6 +30,8 @@ TAIL = 64 * 2**10
 """Bytes of the log's end in which the reason is looked for."""
 WORDS = 500
 POLL = 0.25
+LAST_WORDS = 1.0
+"""Seconds after which all that a server said before it died is in its log."""
 _BLAME = re.compile(r"^(?:\S*(?:Error|Exception|Interrupt)\b.*|.*\b(?:error|fatal|killed)\b.*)$", re.IGNORECASE)
 
 
@@ -110,6 +112,7 @@ class ServerProcess:
         if process is None:
             raise LostError(f"{self.what} does not run")
         if process.poll() is not None:
+            time.sleep(LAST_WORDS)
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
             raise LostError(f"{self.what} ended ({how}){self._said()}")
 
