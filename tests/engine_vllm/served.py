@@ -11,13 +11,18 @@ SPACES = {
     "full": {},
 }
 
+LENGTHS = {
+    "vllm": {"max_num_seqs": 96, "max_model_len": 256},
+    "vllm-server": {"max_running": 64, "context_length": 256, "timeout": 60.0},
+}
+
 
 def config(variant="lora", name="vllm", **more):
     sections = {**SPACES.get(variant, {}), **more}
-    own = {"kv_cache_gib": 0.125, "max_num_seqs": 96, "max_model_len": 256, **sections.pop("engine", {})}
+    own = {"kv_cache_gib": 0.125, **LENGTHS.get(name, {}), **sections.pop("engine", {})}
     tree = {
         "seed": 5, "space": variant.partition(",")[0], "model": {"name": "tiny", "dtype": "float32"},
-        "engine": {"name": name, **(own if name == "vllm" else {"device": "cpu"})},
+        "engine": {"name": name, **(own if name in LENGTHS else {"device": "cpu"})},
         "es": {"sigma": 0.05, "learning_rate": 0.02, "population_size": 30}, **sections,
     }  # fmt: skip
     return from_dict(tree)

@@ -79,9 +79,10 @@ class Client:
         """As `post`."""
         return await self._ask("GET", path, None, seconds)
 
-    async def text(self, path: str) -> str:
-        """An answer that is no JSON, such as metrics. Raises LostError, RefusedError."""
-        return (await self._answer("GET", path, None, SHORT)).decode("utf-8", "replace")
+    async def text(self, path: str, body: Any = None, *, seconds: float | None = SHORT) -> str:
+        """An answer that is no JSON, such as metrics; to a POST where there is a body. Raises as `post` does."""
+        method = "GET" if body is None else "POST"
+        return (await self._answer(method, path, body, seconds)).decode("utf-8", "replace")
 
     async def _ask(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
         raw = await self._answer(method, path, body, seconds)

@@ -70,8 +70,8 @@ class VllmDialect:
             raise ConfigError(
                 "vLLM's server reads adapters from folders alone; set engine.adapter_folder to one it sees"
             )
-        try:
-            await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, seconds=LOADING)
+        try:  # it answers with a line of text
+            await client.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, seconds=LOADING)
         except RefusedError as error:
             if error.status in (404, 405) and "adapter" not in str(error).lower().partition("refuses")[2]:
                 raise RefusedError(
@@ -81,7 +81,7 @@ class VllmDialect:
             raise
 
     async def unload(self, client: Client, name: str) -> None:
-        await client.post("/v1/unload_lora_adapter", {"lora_name": name})
+        await client.text("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def generate(
         self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
