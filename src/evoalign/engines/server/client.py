@@ -25,6 +25,8 @@ CONNECT = 10.0
 """Seconds within which a server has to take a connection."""
 SHORT = 30.0
 """Seconds within which what needs no model is answered."""
+KEPT = 2.0
+"""Seconds that an idle connection is used again: servers close it after 5, and a request at that moment is lost."""
 MOST_BYTES = 2**30
 """Of one answer: more is no answer."""
 WORDS = 400
@@ -51,7 +53,8 @@ class Client:
 
     async def _open(self) -> httpx.AsyncClient:
         """No proxy, no `.netrc`: the address that was given is the one that is asked."""
-        limits = httpx.Limits(max_connections=self._concurrency + 8, max_keepalive_connections=self._concurrency + 8)
+        most = self._concurrency + 8
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         timeout = httpx.Timeout(SHORT, connect=CONNECT, pool=None)
         return httpx.AsyncClient(
