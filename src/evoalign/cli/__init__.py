@@ -11,6 +11,7 @@ import typer
 
 from evoalign import analysis
 from evoalign.cli.analyze import analyze
+from evoalign.cli.canary import canary
 from evoalign.cli.data import countdown
 from evoalign.cli.doctor import doctor
 from evoalign.cli.evaluate import evaluate
@@ -44,7 +45,7 @@ for name, found in analysis.shipped().items():
     if found.command is not None:
         app.command(name)(found.command)
 app.command("journal")(show_journal)
-for command in (export, doctor, probe):
+for command in (export, doctor, canary, probe):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(init)

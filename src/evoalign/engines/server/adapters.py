@@ -88,13 +88,15 @@ def peft_config(base: str, rank: int, scaling: float, modules: Sequence[str]) ->
 class Shelf:
     """A folder of adapters of this process alone, under `parent` (None: in memory, where there is such a place)."""
 
-    def __init__(self, parent: str | None) -> None:
+    def __init__(self, parent: str | None, setting: str = "engine.adapter_folder") -> None:
+        """`setting` is what a message names."""
+        self._setting = setting
         place = Path(parent) if parent is not None else IN_MEMORY if IN_MEMORY.is_dir() else None
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="evoalign-", dir=place))
             self._folder.chmod(0o755)
         except OSError as error:
-            raise ConfigError(f"engine.adapter_folder: {place} takes no folder ({error.strerror})") from error
+            raise ConfigError(f"{setting}: {place} takes no folder ({error.strerror})") from error
 
     def put(self, name: str, adapter: PeftAdapter) -> Path:
         """The new folder of one adapter. Raises ModelError where there is no room."""
@@ -103,7 +105,7 @@ class Shelf:
             adapter.write(folder)
         except OSError as error:
             raise ModelError(
-                f"{folder} cannot be written ({error.strerror}); set engine.adapter_folder to one with more room"
+                f"{folder} cannot be written ({error.strerror}); set {self._setting} to one with more room"
             ) from error
         return folder
 

@@ -83,6 +83,10 @@ class Dialect(Protocol):
         """One completion of each request, in their order, by the adapter or the base model. `tag` is for `abort`."""
         ...
 
+    def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
+        """What an OpenAI-style request says to be answered by an adapter of the model `base`; None: by that itself."""
+        ...
+
     async def abort(self, client: Client, tag: str) -> None:
         """Let go of what is in flight under a tag."""
         ...

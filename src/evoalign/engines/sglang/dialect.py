@@ -111,6 +111,9 @@ class SglangDialect:
             raise LostError(f"{where} answers no {len(requests)} completions: {str(said)[:80]!r}")
         return [_said(one, request, where) for one, request in zip(cast(list[Any], said), requests, strict=True)]
 
+    def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
+        return {"model": base, **({} if adapter is None else {"lora_path": adapter})}
+
     async def abort(self, client: Client, tag: str) -> None:
         """SGLang ends all whose name begins so."""
         await client.post("/abort_request", {"rid": tag})

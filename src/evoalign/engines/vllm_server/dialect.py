@@ -119,6 +119,9 @@ class VllmDialect:
             raise LostError(f"{where} answers no {len(requests)} completions: {str(said)[:80]!r}")
         return {r.index: _said(by_index[i], r, where) for i, r in enumerate(requests)}
 
+    def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
+        return {"model": adapter or base}
+
     async def abort(self, client: Client, tag: str) -> None:
         """vLLM ends what is in flight for whoever hangs up."""
 

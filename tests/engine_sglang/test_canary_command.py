@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign canary` asks a real SGLang: nothing is blamed that is right, each planted fault is, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from served import KEY
+from typer.testing import CliRunner
+
+from evoalign.cli import app
+from evoalign.engines.server.canary import Report, examine
+from evoalign.engines.server.errors import RefusedError
+from faulty_server import FAULTS, between, is_load
+
+ALL = 17
+"""Checks of an adapter on seven projections, with the name as model and the same folder."""
+SIDES = {"self_attn.q_proj": (96, 96), "self_attn.v_proj": (96, 32), "mlp.down_proj": (288, 96)}
+"""Of some modules of the tiny model, in and out."""
+
+
+def asked(url: str, **more: Any) -> Report:
+    return examine(url, **{"key": os.environ[KEY], **more})
+
+
+def found(report: Report, status: str = "FAULT") -> set[str]:
+    return {check.name for check in report.checks if check.status == status}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(url: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of any test but those of servers that unload nothing."""
+    before = on_it(url)
+    yield
+    assert on_it(url) == before or "planted_fault" in request.node.name
+    assert not set(Path("/dev/shm").glob("evoalign-*/evoalign-canary-*"))
+
+
+def on_it(url: str) -> list[str]:
+    """The adapters that the server lists."""
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {os.environ[KEY]}"})
+    with urllib.request.urlopen(request) as said:
+        return [row["id"] for row in json.loads(said.read())["data"] if row["parent"]]
+
+
+def adapter(folder: Path, rank: int = 4, **config: Any) -> Path:
+    """A folder as PEFT writes it: q_proj, v_proj and down_proj of all layers of the tiny model, by its own names."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in range(4):
+        for module, sides in SIDES.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, sides[0])
+            tensors[f"{name}.lora_B.weight"] = 1e-3 * torch.randn(sides[1], rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    own = {
+        "r": rank,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "peft_type": "LORA",
+        **config,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(own))
+    return folder
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "generate"])
+def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
+    for _ in range(2):
+        report = asked(url, api=api)
+        assert report.code == 0 and not report.faults, report
+        names = {"rslora", "name as model"} - ({"name as model"} if api == "generate" else set())
+        assert found(report, "warning") == names and not found(report, "not checked")
+        assert len(report.checks) == ALL - (api == "generate")
+        assert report.seconds < 60
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_no_other(url: str, fault: str) -> None:
+    make, wanted = FAULTS[fault]
+    with between(url, os.environ[KEY], make()) as address:
+        assert found(examine(address)) == wanted
+
+
+def test_rslora_is_a_fault_of_an_adapter_that_uses_it(url: str, tmp_path: Path) -> None:
+    """SGLang reads lora_alpha / r, whatever use_rslora says."""
+    plain, stable = adapter(tmp_path / "a"), adapter(tmp_path / "b", use_rslora=True)
+    without, with_it = asked(url, adapters=[plain]), asked(url, adapters=[stable])
+    assert found(without) == set() and "rslora" in found(without, "warning")
+    assert found(with_it) == {"rslora"} and with_it.code == 1
+    assert found(with_it, "not checked") == {"as given"}
+    assert any("export with use_rslora false" in check.detail for check in with_it.faults)
+
+
+def test_an_adapter_of_ones_own_is_asked_by_its_own_config(url: str, tmp_path: Path) -> None:
+    """SGLang does not read alpha_pattern either."""
+    one = adapter(tmp_path / "a")
+    other = adapter(tmp_path / "b", alpha_pattern={"down_proj": 24})
+    report = asked(url, adapters=[one, other])
+    assert found(report) == {f"as given of {other}"}
+    assert {f"module q_proj of {one}", f"module down_proj of {other}", f"as given of {one}"} <= found(report, "ok")
+
+
+def test_an_adapter_before_training_is_asked_by_its_shapes(url: str, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a")
+    file = folder / "adapter_model.safetensors"
+    save_file({n: t * ("lora_A" in n) for n, t in load_file(file).items()}, file)
+    assert asked(url, adapters=[folder]).code == 0
+
+
+def test_where_the_server_does_not_see_files_adapters_go_as_tensors(url: str) -> None:
+    def blind(path: str, body: Any, forward: Any) -> tuple[int, bytes]:
+        return (400, b'{"error_message": "no such folder"}') if is_load(path) else forward(path, body)
+
+    with between(url, os.environ[KEY], blind) as address:
+        report = examine(address)
+        assert report.code == 0 and len(report.checks) == ALL - 1, "there is no folder to be written over"
+        with pytest.raises(RefusedError, match="no such folder"):
+            examine(address, folder="/dev/shm")
+
+
+def test_what_cannot_be_served_is_no_verdict(url: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="rank"):
+        asked(url, adapters=[adapter(tmp_path / "a", rank=64)])
+
+
+def test_one_that_is_interrupted(url: str) -> None:
+    def interrupt(check: Any) -> None:
+        if check.name == "at once":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asked(url, tell=interrupt)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_no_verdict(url: str, number: int) -> None:
+    command = [sys.executable, "-m", "evoalign.cli", "canary", url, "--key-variable", KEY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ok          applied: ")
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+
+
+def test_the_command(url: str, tmp_path: Path) -> None:
+    def said(*words: str) -> Any:
+        return CliRunner().invoke(app, ["canary", f"{url}/v1/", "--key-variable", KEY, *words])
+
+    file = tmp_path / "new" / "report.json"
+    right = said("--json", str(file), "--prompt", "One, two, three,", "--prompt", "A long time ago")
+    assert right.exit_code == 0, right.output
+    lines = right.stdout.splitlines()
+    assert len(lines) == ALL + 1 and lines[-1].startswith("SGLang 0.5.") and "applies these adapters" in lines[-1]
+    report = json.loads(file.read_text())
+    assert report["code"] == 0 and len(report["checks"]) == ALL and math.isfinite(report["floor"])
+    wrong = said("--as-model")
+    assert wrong.exit_code == 1
+    assert "FAULT       name as model: an adapter's name sent as `model` is answered by the base model" in wrong.stdout
