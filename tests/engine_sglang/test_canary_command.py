@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from served import KEY
 from typer.testing import CliRunner
 
 from evoalign.cli import app
+from evoalign.engines.server import adapters
 from evoalign.engines.server.canary import Report, examine
 from evoalign.engines.server.errors import RefusedError
 from faulty_server import FAULTS, between, is_load
@@ -40,20 +40,18 @@ def found(report: Report, status: str = "FAULT") -> set[str]:
     return {check.name for check in report.checks if check.status == status}
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether it still lies there a moment later: a canary elsewhere takes its own away within seconds."""
-    time.sleep(3.0)
-    return folder.exists()
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(url: str, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of any test but those of servers that unload nothing."""
-    before, shelves = on_it(url), set(Path("/dev/shm").glob("evoalign-*"))
+def nothing_is_left(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Neither files nor adapters, but on servers that unload nothing. Files lie where no other process has its own."""
+    place = tmp_path / "memory"
+    place.mkdir()
+    monkeypatch.setattr(adapters, "IN_MEMORY", place)
+    before = on_it(url)
     yield
+    assert not list(place.iterdir())
     assert on_it(url) == before or "planted_fault" in request.node.name
-    # On the shelves that were there before alone: another process may have some of its own meanwhile.
-    assert not [folder for shelf in shelves for folder in shelf.glob("evoalign-canary-*") if _is_ours(folder)]
 
 
 def on_it(url: str) -> list[str]:
@@ -155,8 +153,9 @@ def test_one_that_is_interrupted(url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_no_verdict(url: str, number: int) -> None:
-    command = [sys.executable, "-m", "evoalign.cli", "canary", url, "--key-variable", KEY]
+def test_a_signal_is_no_verdict(url: str, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "memory"
+    command = [sys.executable, "-m", "evoalign.cli", "canary", url, "--key-variable", KEY, "--folder", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ok          applied: ")

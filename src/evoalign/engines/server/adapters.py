@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from evoalign.errors import ConfigError, ModelError
+from evoalign.rundir.files import is_at, locked, opened
 from evoalign.spaces.base import Master, Space
 from evoalign.spaces.lora import factor_name
 from evoalign.spaces.targets import module_of
@@ -22,6 +24,7 @@ from evoalign.types import Layout, Member, Plan
 
 PREFIX = "base_model.model."
 IN_MEMORY = Path("/dev/shm")
+OURS = "evoalign-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,19 @@ def peft_config(base: str, rank: int, scaling: float, modules: Sequence[str]) ->
 
 
 class Shelf:
-    """A folder of adapters of this process alone, under `parent` (None: in memory, where there is such a place)."""
+    """A folder of adapters of this process alone, under `parent` (None: in memory, where there is such a place).
+
+    It is locked while it is in use; those in memory that processes left which were killed are taken away.
+    """
 
     def __init__(self, parent: str | None, setting: str = "engine.adapter_folder") -> None:
         """`setting` is what a message names."""
         self._setting = setting
         place = Path(parent) if parent is not None else IN_MEMORY if IN_MEMORY.is_dir() else None
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="evoalign-", dir=place))
+            if parent is None and place is not None:
+                _take_away_orphans(place)
+            self._folder, self._lock = _own_folder(place)
             self._folder.chmod(0o755)
         except OSError as error:
             raise ConfigError(f"{setting}: {place} takes no folder ({error.strerror})") from error
@@ -122,3 +130,33 @@ class Shelf:
     def close(self) -> None:
         """Delete all of it."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _own_folder(place: Path | None) -> tuple[Path, int | None]:
+    """A new one and its lock, which the system lets go of when the process ends, however it does."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=OURS, dir=place))
+        lock = opened(folder)
+        if lock is None or (locked(lock) and is_at(lock, folder)):
+            return folder, lock
+        os.close(lock)  # taken for an orphan before it was locked
+
+
+def _take_away_orphans(place: Path) -> None:
+    """Folders of this user's processes that no process has locked. `place` has to know locks, as memory does."""
+    for folder in place.glob(f"{OURS}*"):
+        lock = None
+        try:
+            if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = opened(folder)
+            if lock is not None and locked(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # gone meanwhile
+            continue
+        finally:
+            if lock is not None:
+                os.close(lock)
