@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training over a server that dies, hangs, refuses adapters or answers garbage, at many moments: what becomes of it?
 
-    python benchmarks/server_faults.py --moments 20 --json benchmarks/results/server_faults.jsonl     about an hour
+    python benchmarks/server_faults.py --moments 20 --json benchmarks/results/server_faults.jsonl     two hours
     python benchmarks/server_faults.py --moments 2 --faults kill --places launched
 
 A moment is a request of the run: before the n-th one the server's process group gets SIGKILL or SIGSTOP (`kill`,
@@ -11,7 +11,7 @@ by the run, or `attached`: then it is another process, which is started again, o
 
 Each trial either ends as if nothing had been, or stops with an error that says how to resume, and then resumes. Its
 journal has to have the hashes of the undisturbed run, `replay` has to come to the last of them, and neither a process
-nor a file in memory may be left.
+nor a file in memory may be left. Files lie in a part of memory that is this process's own: two may run side by side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from rich.console import Console
 import evoalign
 from evoalign import engines, tokens
 from evoalign.config import from_dict
+from evoalign.engines.server import adapters
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.engine import ServerEngine
 from evoalign.errors import EvoalignError
@@ -52,7 +53,8 @@ GARBAGE = (
 
 @dataclass
 class Trial:
-    """One run with one fault. `ended`: by itself, or after it was resumed; `same`: with the undisturbed hashes."""
+    """One run with one fault. `ended`: by itself, or after it was resumed; `same`: with the undisturbed hashes;
+    `happened`: false where no request came that the fault is for."""
 
     fault: str
     place: str
@@ -62,6 +64,7 @@ class Trial:
     same: bool
     left: list[str]
     seconds: float
+    happened: bool = True
     error: str = ""
 
 
@@ -157,7 +160,7 @@ def trial(  # noqa: C901
         if fault == "garbage":
             return GARBAGE[moment % len(GARBAGE)]
         if fault == "refuse":
-            for file in Path("/dev/shm").glob("evoalign-*/evoalign-*/adapter_model.safetensors"):
+            for file in adapters.IN_MEMORY.glob("evoalign-*/evoalign-*/adapter_model.safetensors"):
                 file.unlink(missing_ok=True)
         return None
 
@@ -189,7 +192,7 @@ def trial(  # noqa: C901
     same = found == wanted and evoalign.replay(folder) == wanted[-1]
     left = sorted(_in_memory() - before)
     left += [f"process group {g}" for g in groups if _lives(g)]
-    return Trial(fault, place, moment, of, ended, same, left, round(time.monotonic() - start, 1), error[:300])
+    return Trial(fault, place, moment, of, ended, same, left, round(time.monotonic() - start, 1), done, error[:300])
 
 
 def come_back(fault: str, server: Server, group: int) -> None:
@@ -201,8 +204,8 @@ def come_back(fault: str, server: Server, group: int) -> None:
 
 
 def _in_memory() -> set[str]:
-    """What lies in memory under this project's name."""
-    return {path.name for path in Path("/dev/shm").glob("evoalign*")}
+    """What lies in this process's part of memory."""
+    return {path.name for path in adapters.IN_MEMORY.iterdir()}
 
 
 def _lives(group: int) -> bool:
@@ -234,19 +237,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("runs/server_faults.jsonl"))
     options = parser.parse_args()
     options.json.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=adapters.IN_MEMORY) as memory:
+        adapters.IN_MEMORY = Path(memory)
+        for found in trials(options.moments, options.faults, options.places):
+            print(json.dumps(asdict(found)), flush=True)
+            with options.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
+
+
+def trials(moments: int, faults: Sequence[str], places: Sequence[str]) -> Iterator[Trial]:
+    """Each fault at each place, at so many moments."""
     server = Server()
     try:
         wanted, requests = undisturbed(server.settings)
-        print(f"undisturbed: {requests} requests, {wanted[-1][:12]}", flush=True)
-        for place in options.places:
-            for fault in options.faults:
-                for k in range(options.moments):
-                    moment = 1 + (k * requests) // options.moments
-                    here = server if place == "attached" else None
-                    found = trial(fault, place, moment, requests, wanted, here)
-                    print(json.dumps(asdict(found)), flush=True)
-                    with options.json.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(asdict(found)) + "\n")
+        for place in places:
+            for fault in faults:
+                for k in range(moments):
+                    moment = 1 + (2 * k + 1) * requests // (2 * moments)
+                    yield trial(fault, place, moment, requests, wanted, server if place == "attached" else None)
     finally:
         server.close()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine promises, of SGLang: started here with its adapters in files, and attached with them as tensors."""
+"""What every engine promises, of SGLang: started here with its adapters in files, attached with them as tensors, and by
+OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -23,14 +24,13 @@ SEEDED = (check_common_random_numbers, check_requests_of_one_member)
 UNSEEDED = [check for check in CHECKS if check not in SEEDED]
 
 
-@pytest.fixture(scope="module", params=["lora", "lowrank", "tensors"])
+ATTACHED = {"tensors": {"transport": "tensors"}, "chat": {"api": "chat"}}
+
+
+@pytest.fixture(scope="module", params=["lora", "lowrank", *ATTACHED])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    by_tensors = request.param == "tensors"
-    settings = (
-        attached(request.getfixturevalue("url"), engine={"transport": "tensors"})
-        if by_tensors
-        else config(request.param)
-    )
+    own = ATTACHED.get(request.param)
+    settings = config(request.param) if own is None else attached(request.getfixturevalue("url"), engine=own)
     with started(engines.create, settings) as found:
         yield found
 

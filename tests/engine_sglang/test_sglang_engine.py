@@ -48,18 +48,31 @@ def ties(one: Any, other: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_thirty_members_say_what_they_say_in_this_process(url: str, space: str) -> None:
-    plan = Plan(3, 0.05, (*population(30, antithetic=True), MEAN))
+def compare(members: int, sigma: float, *configs: Any) -> None:
+    """What a population says over two engines. Raises AssertionError."""
+    plan = Plan(3, sigma, (*population(members, antithetic=True), MEAN))
     said = []
-    for settings in (attached(url, space), config(space, "transformers")):
+    for settings in configs:
         engine, requests = opened(settings)
         with closing(engine):
             said.append(answers(engine, plan, requests))
     theirs, ours = said
-    assert theirs.keys() == ours.keys() and len(ours) == 31 * len(QUESTIONS)
+    assert theirs.keys() == ours.keys() and len(ours) == (members + 1) * len(QUESTIONS)
     assert sum(ties(theirs[key], ours[key]) for key in ours) <= 0.01 * len(ours)
     assert len({r.text for r in ours.values()}) > len(QUESTIONS), "all members say the same"
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+def test_thirty_members_say_what_they_say_in_this_process(url: str, space: str) -> None:
+    compare(30, 0.05, attached(url, space), config(space, "transformers"))
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+@pytest.mark.real
+def test_eight_members_of_a_published_model_say_what_they_say_in_this_process(smollm2: Path, space: str) -> None:
+    model = {"name": str(smollm2), "dtype": "float32"}
+    es = {"sigma": 0.01, "learning_rate": 0.005, "population_size": 8}
+    compare(8, 0.01, *(config(space, name, model=model, es=es) for name in ("sglang", "transformers")))
 
 
 def run(folder: Path, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:

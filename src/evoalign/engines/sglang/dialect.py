@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an SGLang server is asked: its native `generate`, adapters from folders or tensors, weights from a folder.
+"""What an SGLang server is asked: its native `generate` or OpenAI's chat completions, adapters from folders or tensors.
 
 A request that names an adapter as its model is answered by the base model without a word, so `lora_path` is what names
 it here. An unload is soft: a request for an old name would load it again from its folder, so no name comes twice.
@@ -7,13 +7,14 @@ it here. An unload is soft: a request for an old name would load it again from i
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -23,6 +24,7 @@ from evoalign.engines.server.dialect import Said, Server, checked_ids, checked_l
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.types import Request
 
+Api: TypeAlias = Literal["generate", "chat"]
 HEALTH, LOADING = 10.0, 300.0
 """Seconds within which a server that is well says so, and has taken an adapter."""
 MEASURED = {
@@ -37,7 +39,10 @@ _METRIC = re.compile(r"^sglang:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
 
 
 class SglangDialect:
-    """See `evoalign.engines.server.dialect.Dialect`."""
+    """See `evoalign.engines.server.dialect.Dialect`. `api` is the route that completions take."""
+
+    def __init__(self, api: Api = "generate") -> None:
+        self._api = api
 
     async def is_ready(self, client: Client) -> bool:
         try:
@@ -97,6 +102,9 @@ class SglangDialect:
     async def generate(
         self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
     ) -> list[Said]:
+        """By either route the server gets token ids and gives token ids: no template of its own comes between."""
+        if self._api == "chat":
+            return list(await asyncio.gather(*(_chat(client, r, adapter, stop_ids, tag) for r in requests)))
         where = f"{client.url}/generate"
         body: dict[str, Any] = {
             "input_ids": [list(r.prompt_ids) for r in requests],
@@ -125,6 +133,48 @@ class SglangDialect:
             if name in MEASURED:
                 found.setdefault(MEASURED[name], float(value))
         return found
+
+
+async def _chat(client: Client, request: Request, adapter: str | None, stop_ids: Sequence[int], tag: str) -> Said:
+    """One by OpenAI's route, with SGLang's own words for ids; what a model's generation_config says is overruled."""
+    path, sampling = "/v1/chat/completions", request.sampling
+    where = f"{client.url}{path}"
+    body: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": ""}],  # of which nothing is used where there are `input_ids`
+        "input_ids": list(request.prompt_ids),
+        "return_token_ids": True,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": request.seed % 2**31,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(stop_ids),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "logprobs": request.logprobs,
+        "rid": f"{tag}-{adapter or 'base'}-{request.index}",
+        **({} if adapter is None else {"lora_path": adapter}),
+    }
+    said = await client.post(path, body, seconds=None)
+    rows = cast(dict[str, Any], said).get("choices") if isinstance(said, dict) else None
+    if not isinstance(rows, list) or len(cast(list[Any], rows)) != 1 or not isinstance(rows[0], dict):
+        raise LostError(f"{where} answers no completion: {str(said)[:80]!r}")
+    row = cast(dict[str, Any], rows[0])
+    message = row.get("message")
+    is_empty = isinstance(message, dict) and not cast(dict[str, Any], message).get("content")  # null, too
+    tokens = row.get("response_token_ids", row.get("token_ids"))  # of 0.5.23, of 0.5.17
+    ids = checked_ids([] if tokens is None and is_empty else tokens, request, where)
+    reason = checked_reason(row.get("finish_reason"), where)
+    if not request.logprobs:
+        return Said(ids, reason, None)
+    told = row.get("logprobs")
+    content = cast(dict[str, Any], told).get("content") if isinstance(told, dict) else None
+    values = [one.get("logprob") if isinstance(one, dict) else None for one in cast(list[Any], content or [])]
+    return Said(ids, reason, checked_logprobs(values, len(ids), where))
 
 
 def _sampling(request: Request, stop_ids: Sequence[int]) -> dict[str, Any]:

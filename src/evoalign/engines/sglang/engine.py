@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from evoalign import spaces
+from evoalign.config import Config
 from evoalign.engines.server.adapters import Shelf
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.engine import ServerEngine
@@ -27,7 +28,7 @@ from evoalign.errors import ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.spaces.targets import module_of
-from evoalign.tokens import model_path
+from evoalign.tokens import Tokens, model_path
 from evoalign.types import Facts, Layout, TensorSpec
 
 CPU_TOKENS = 65_536
@@ -49,13 +50,16 @@ class SglangEngine(ServerEngine):
 
     name = "sglang"
     module = "sglang"
-    dialect = SglangDialect()
     moves_weights = True
     _sums: Mapping[str, str] | None = None
     """What the server's weights came to after the last push, by its own names."""
     _base: Mapping[str, int] = MappingProxyType({})
     _sent: Mapping[str, int] = MappingProxyType({})
     """What some of the weights come to that it began with, and that were sent last."""
+
+    def __init__(self, config: Config, tokens: Tokens) -> None:
+        self.dialect = SglangDialect(cast(SglangConfig, config.engine).api)
+        super().__init__(config, tokens)
 
     @property
     def own(self) -> SglangConfig:

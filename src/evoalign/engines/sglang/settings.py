@@ -14,6 +14,9 @@ class SglangConfig(ServerSettings):
     that of `python`."""
 
     name: Literal["sglang"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    api: Literal["generate", "chat"] = "generate"
+    """The route of completions: SGLang's own, with up to `batch` prompts a request, or OpenAI's chat completions, one
+    each. Prompts go as token ids by both, so that both mean the same."""
     transport: Literal["auto", "files", "tensors"] = "auto"
     """How adapters reach the server. `files`: in `adapter_folder`, which both see. `tensors`: within the request, with
     the checksum of each; the server unpickles them, so it has to trust this process. auto: files for a server that is
@@ -37,5 +40,5 @@ class SglangConfig(ServerSettings):
     path = "evoalign.engines.sglang.engine:SglangEngine"
     serves = "SGLang"
     resources = ServerSettings.resources | {
-        "transport", "attention_backend", "sampling_backend", "lora_backend", "max_total_tokens", "cuda_graph",
+        "api", "transport", "attention_backend", "sampling_backend", "lora_backend", "max_total_tokens", "cuda_graph",
     }  # fmt: skip
