@@ -37,7 +37,7 @@ from evoalign import engines, tokens
 from evoalign.config import from_dict
 from evoalign.engines.server import adapters
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.engine import ServerEngine
+from evoalign.engines.server.link import Link
 from evoalign.errors import EvoalignError
 
 FAULTS, PLACES = ("kill", "hang", "refuse", "garbage"), ("launched", "attached")
@@ -105,12 +105,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        return self.engine._process.pid
+        return self.engine._link._process.pid
 
     def again(self) -> None:
         """Start the same command once more."""
-        process, client = self.engine._process, self.engine._there()
-        process.start(lambda: client.call(self.engine._is_ready(client)), 120.0)
+        self.engine._link._process.start(self.engine._link._is_ready, 120.0)
 
     def close(self) -> None:
         self.engine.close()
@@ -164,9 +163,9 @@ def trial(  # noqa: C901
                 file.unlink(missing_ok=True)
         return None
 
-    launch = ServerEngine._launch
+    launch = Link._launch
 
-    def launched(self: ServerEngine) -> None:
+    def launched(self: Link) -> None:
         try:
             launch(self)
         finally:
@@ -174,7 +173,7 @@ def trial(  # noqa: C901
                 groups.append(self._process.pid)
 
     start, ended, error = time.monotonic(), "by itself", ""
-    ServerEngine._launch = launched  # type: ignore[method-assign]
+    Link._launch = launched  # type: ignore[method-assign]
     try:
         with counted(act):
             try:
@@ -187,7 +186,7 @@ def trial(  # noqa: C901
         if ended != "by itself":
             train(folder, engine, resume=(folder / "journal.jsonl").exists())
     finally:
-        ServerEngine._launch = launch  # type: ignore[method-assign]
+        Link._launch = launch  # type: ignore[method-assign]
     found = hashes(folder)
     same = found == wanted and evoalign.replay(folder) == wanted[-1]
     left = sorted(_in_memory() - before)

@@ -137,7 +137,7 @@ def test_an_adapter_that_a_server_refuses_is_a_refusal_and_no_loss(url: str) -> 
         engine._shelf.put = lambda name, adapter: Path("/no/such/folder")
         with pytest.raises(RefusedError, match=r"/load_lora_adapter refuses: .*no/such/folder"):
             list(engine.rollout(Plan(0, 0.05, population(2)), requests))
-        assert engine._restarts == 0
+        assert engine._link._losses == 0
 
 
 def test_nothing_is_left_of_an_engine_that_fails_to_start(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.asking import Answer, Asker, apart
 from evoalign.engines.server.dialect import Said
+from evoalign.engines.server.errors import LostError
 from evoalign.engines.server.sources import folder_of, made, read
 from evoalign.engines.sglang.dialect import SglangDialect
 from evoalign.engines.vllm_server.dialect import VllmDialect
@@ -97,10 +98,10 @@ def test_an_adapter_is_named_as_each_server_wants_it() -> None:
 
 
 def test_a_chat_answers_a_population_in_token_ids_and_null_is_an_empty_completion() -> None:
-    def said(choice: dict[str, Any]) -> Said:
-        client = Stub({"choices": [{"finish_reason": "stop", **choice}]})
+    def said(choice: dict[str, Any], count: int = 1) -> Said:
+        client = Stub({"choices": [{"finish_reason": "stop", **choice}], "usage": {"completion_tokens": count}})
         request = Request(0, (5, 6), Sampling(4), seed=7)
-        (one,) = asyncio.run(SglangDialect("chat").generate(client, [request], "mine", [2], "tag"))  # type: ignore[arg-type]
+        (one,) = asyncio.run(SglangDialect("chat").generate(client, [request], "mine", [2]))  # type: ignore[arg-type]
         ((path, body),) = client.asked
         assert path == "/v1/chat/completions" and body["lora_path"] == "mine" and body["input_ids"] == [5, 6]
         return one
@@ -108,8 +109,9 @@ def test_a_chat_answers_a_population_in_token_ids_and_null_is_an_empty_completio
     assert said({"message": {"content": None}}).token_ids == ()
     assert said({"message": {"content": "a"}, "response_token_ids": [3, 2]}).token_ids == (3, 2), "0.5.23"
     assert said({"message": {"content": None}, "token_ids": [3, 2]}).token_ids == (3, 2), "0.5.17"
-    with pytest.raises(EvoalignError, match="no token ids"):
-        said({"message": {"content": "a"}})
+    for message, count in (({"content": "a"}, 1), ({"content": None}, 9)):  # to a parser something was said
+        with pytest.raises(LostError, match="no token ids"):
+            said({"message": message}, count)
 
 
 def folder_with(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:

@@ -2,18 +2,20 @@
 """A client of one server: bounded, kept-alive HTTP on a thread of its own, so that a whole population is in flight.
 
 What a server says is checked here to be JSON and elsewhere to be what was asked for: `LostError` is of a server that
-is to be started again, `RefusedError` of one that is well and says no. Neither message holds the key.
+is to be started again, `RefusedError` of one that is well and says no. No message holds the key, whatever is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,8 +29,12 @@ SHORT = 30.0
 """Seconds within which what needs no model is answered."""
 KEPT = 2.0
 """Seconds that an idle connection is used again: servers close it after 5, and a request at that moment is lost."""
-MOST_BYTES = 2**30
+MOST_BYTES = 2**28
 """Of one answer: more is no answer."""
+RETRIES, BACKOFF = 3, 0.5
+"""How often a request is sent again, and the seconds before the first time, which then double."""
+BUSY = frozenset({408, 425, 429, 502, 503, 504})
+"""What is answered by a server, or a proxy before it, that may be well in a moment."""
 WORDS = 400
 """Characters of a server's refusal that are shown."""
 
@@ -40,8 +46,14 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, *, ca_file: str | None = None, concurrency: int = 256) -> None:
-        self.url = url.rstrip("/")
-        self._key, self._concurrency = key, concurrency
+        """At most `concurrency` completions are in flight at once. Raises ConfigError for what no request can hold."""
+        self.url = checked_url(url)
+        if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError(
+                f"the key for {self.url} has a character that is none of a key's (a line break at its end?): set its "
+                "variable to the key alone"
+            )
+        self._key, self._room = key, asyncio.Semaphore(concurrency)
         try:
             self._verify = ssl.create_default_context(cafile=ca_file)
         except (OSError, ssl.SSLError) as error:
@@ -52,13 +64,14 @@ class Client:
         self._http: httpx.AsyncClient = self.call(self._open())
 
     async def _open(self) -> httpx.AsyncClient:
-        """No proxy, no `.netrc`: the address that was given is the one that is asked."""
-        most = self._concurrency + 8
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT)
+        """No proxy, no `.netrc`: the address that was given is the one that is asked.
+
+        Connections are not bounded: completions are, and whether the server is well has to be asked beside these.
+        """
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        timeout = httpx.Timeout(SHORT, connect=CONNECT, pool=None)
         return httpx.AsyncClient(
-            base_url=self.url, headers=headers, limits=limits, timeout=timeout, verify=self._verify, trust_env=False
+            base_url=self.url, headers=headers, limits=limits, verify=self._verify, trust_env=False
         )
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -75,7 +88,10 @@ class Client:
             raise
 
     async def post(self, path: str, body: Any, *, seconds: float | None = SHORT) -> Any:
-        """The JSON that the server answers; None for an empty answer. Raises LostError, RefusedError."""
+        """The JSON that the server answers; None for an empty answer. Raises LostError, RefusedError.
+
+        `seconds` are for the whole answer; None is for completions, which take what they take.
+        """
         return await self._ask("POST", path, body, seconds)
 
     async def get(self, path: str, *, seconds: float | None = SHORT) -> Any:
@@ -97,29 +113,87 @@ class Client:
             raise LostError(f"{self.url}{path} answers what is no JSON: {shown(raw)}") from error
 
     async def _answer(self, method: str, path: str, body: Any, seconds: float | None) -> bytes:
-        timeout = httpx.Timeout(seconds, connect=CONNECT, pool=None)
+        """Sent again, a few times, where the server was not reached or is busy."""
+        content = None if body is None else await asyncio.to_thread(_encoded, body)
+        wait = BACKOFF
+        for tries in range(RETRIES + 1):
+            try:
+                async with self._room if seconds is None else contextlib.nullcontext():
+                    return await self._once(method, path, content, seconds)
+            except _AgainError as error:
+                if tries == RETRIES:
+                    raise LostError(str(error)) from error
+            await asyncio.sleep(wait)
+            wait *= 2
+        raise AssertionError
+
+    async def _once(self, method: str, path: str, content: bytes | None, seconds: float | None) -> bytes:
+        where = f"{self.url}{path}"
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        timeout = httpx.Timeout(None, connect=CONNECT)
         try:
-            async with self._http.stream(method, path, json=body, timeout=timeout) as response:
-                raw = await _read(response)
+            async with asyncio.timeout(seconds):
+                async with self._http.stream(
+                    method, path, content=content, headers=headers, timeout=timeout
+                ) as response:
+                    raw = self._hidden(await _read(response))
+        except TimeoutError as error:
+            raise LostError(f"{where} does not answer within {seconds:g} s") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise _AgainError(f"{where} does not answer: {_why(error)}") from error
         except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise LostError(f"{self.url}{path} does not answer: {plain(cut(why, WORDS))}") from error
-        if response.status_code in (401, 403):
-            raise RefusedError(f"{self.url}{path} wants a key: set engine.key_variable", response.status_code)
-        if response.status_code >= 500 or response.is_redirect:
-            raise LostError(f"{self.url}{path} fails with status {response.status_code}: {shown(raw)}")
-        if response.status_code >= 400:
-            raise RefusedError(f"{self.url}{path} refuses: {shown(raw)}", response.status_code)
+            # What is asked for may be done already: a completion is the same twice, an adapter is not loaded twice.
+            kind = _AgainError if seconds is None or method == "GET" else LostError
+            raise kind(f"{where} does not answer: {_why(error)}") from error
+        status = response.status_code
+        if status in (401, 403):
+            raise RefusedError(f"{where} wants a key: set engine.key_variable", status)
+        if status in BUSY:
+            raise _AgainError(f"{where} fails with status {status}: {shown(raw)}")
+        if status >= 500 or response.is_redirect:
+            raise LostError(f"{where} fails with status {status}: {shown(raw)}")
+        if status >= 400:
+            raise RefusedError(f"{where} refuses: {shown(raw)}", status)
         return raw
+
+    def _hidden(self, raw: bytes) -> bytes:
+        """Without the key, which a server or a proxy may say again; one of a few signs may be a part of anything."""
+        return raw if self._key is None or len(self._key) < 8 else raw.replace(self._key.encode(), b"***")
 
     def close(self) -> None:
         """End all that is in flight, and the thread."""
         if self._loop.is_closed():
             return
         self.call(self._http.aclose())
+        self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class _AgainError(Exception):
+    """Of a request that may be sent again."""
+
+
+def checked_url(url: str) -> str:
+    """Without a `/` at its end. Raises ConfigError for what is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in url
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        is_one = False
+    if not is_one:
+        raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:30000")
+    return url.rstrip("/")
+
+
+def _why(error: Exception) -> str:
+    return plain(cut(str(error) or type(error).__name__, WORDS))
+
+
+def _encoded(body: Any) -> bytes:
+    return json.dumps(body).encode()
 
 
 def shown(raw: bytes) -> str:

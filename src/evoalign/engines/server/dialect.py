@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import asyncio
+import contextlib
+import re
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.errors import LostError
+from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.errors import ConfigError
 from evoalign.types import FinishReason, Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +83,13 @@ class Dialect(Protocol):
         ...
 
     async def generate(
-        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
+        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int]
     ) -> list[Said]:
-        """One completion of each request, in their order, by the adapter or the base model. `tag` is for `abort`."""
+        """One completion of each request, in their order, by the adapter or the base model."""
         ...
 
     def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
         """What an OpenAI-style request says to be answered by an adapter of the model `base`; None: by that itself."""
-        ...
-
-    async def abort(self, client: Client, tag: str) -> None:
-        """Let go of what is in flight under a tag."""
         ...
 
     async def metrics(self, client: Client) -> Mapping[str, float]:
@@ -96,9 +97,25 @@ class Dialect(Protocol):
         ...
 
 
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What coroutines come to that run side by side; where one fails, the others end, too, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failed:
+        raise first_of(failed) from None
+    return [task.result() for task in tasks]
+
+
+def first_of(failed: BaseExceptionGroup[Any]) -> BaseException:
+    """Of what failed at once: the refusal of a server, or else the first."""
+    leaves = [first_of(e) if isinstance(e, BaseExceptionGroup) else e for e in failed.exceptions]
+    return next((e for e in leaves if isinstance(e, RefusedError)), leaves[0])
+
+
 def checked_ids(value: Any, request: Request, where: str) -> tuple[int, ...]:
-    """Token ids of an answer. Raises LostError for what are none, or more than were asked for."""
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+    """Token ids of an answer: one at least. Raises LostError for what are none, or more than were asked for."""
+    if not isinstance(value, list) or not value or not all(type(t) is int and 0 <= t < 2**31 for t in value):
         raise LostError(f"{where} answers no token ids: {str(value)[:80]!r}")
     if len(value) > request.sampling.max_tokens:
         raise LostError(f"{where} answers {len(value)} tokens where {request.sampling.max_tokens} were asked for")
@@ -109,9 +126,24 @@ def checked_logprobs(values: Any, count: int, where: str) -> tuple[float, ...]:
     """Log-probabilities of so many tokens. Raises LostError."""
     if not isinstance(values, list) or len(values) != count:
         raise LostError(f"{where} answers no log-probability of each of {count} tokens")
-    if not all(type(value) in (int, float) and value == value and value < 1e-3 for value in values):
+    if not all(_is_number(value) and value < 1e-3 for value in values):
         raise LostError(f"{where} answers log-probabilities that are none: {str(values)[:80]!r}")
     return tuple(min(0.0, float(value)) for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    """Minus infinity is one; NaN is none, nor is an integer that no float holds."""
+    return (type(value) is float and value == value) or (type(value) is int and abs(value) < 2**53)
+
+
+def measured(text: str, pattern: re.Pattern[str], names: Mapping[str, str]) -> dict[str, float]:
+    """Of metrics in Prometheus' form those of `names`; of several ranks the first. A value that is none is left out."""
+    found: dict[str, float] = {}
+    for name, value in pattern.findall(text):
+        if name in names:
+            with contextlib.suppress(ValueError):
+                found.setdefault(names[name], float(value))
+    return found
 
 
 def checked_reason(value: Any, where: str) -> FinishReason:

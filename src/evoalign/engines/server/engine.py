@@ -10,9 +10,7 @@ is asked again for what is missing: nothing of a lost answer is ever scored.
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -26,9 +24,10 @@ from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.server.adapters import PeftAdapter, Shelf, build
 from evoalign.engines.server.base import APART, PROBE, PROBED, Base, read_base
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.dialect import Dialect, Server
+from evoalign.engines.server.dialect import Dialect, Said, Server
 from evoalign.engines.server.errors import LostError, RefusedError
-from evoalign.engines.server.process import Command, ServerProcess, free_port, refuse_missing
+from evoalign.engines.server.link import Link
+from evoalign.engines.server.process import Command, refuse_missing
 from evoalign.engines.server.settings import ServerSettings
 from evoalign.engines.server.traffic import Heard, Traffic
 from evoalign.engines.specs import on_gpu
@@ -39,8 +38,8 @@ from evoalign.spaces.targets import module_of
 from evoalign.tokens import Tokens, before_stop
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec, Update
 
-POLL = 0.2
-"""Seconds between looks at whether the server's process is there."""
+MARGIN = 3
+"""Positions at the end of its context that a server does not use."""
 
 
 class ServerEngine(KeepsMean):
@@ -51,6 +50,7 @@ class ServerEngine(KeepsMean):
     module: ClassVar[str]
     """What is to be installed for a server to be started here."""
     dialect: Dialect
+    elsewhere: ClassVar[str] = "set engine.adapter_folder to a folder that both see"
     moves_weights: ClassVar[bool] = False
     """Whether a server takes new weights of the model itself."""
 
@@ -58,26 +58,21 @@ class ServerEngine(KeepsMean):
         self._config, self._tokens = config, tokens
         self._settings = cast(ServerSettings, config.engine)
         self._dtype: torch.dtype = getattr(torch, config.model.served_dtype(on_gpu=on_gpu(config)))
-        self._process: ServerProcess | None = None
-        self._client: Client | None = None
         self._shelf: Shelf | None = None
         self._serial, self._run = itertools.count(), secrets.token_hex(4)
-        self._restarts, self._server = 0, Server("")
         self._is_served, self._has_moved = True, False
-        key = self._key()
-        if self._settings.url is None:
+        self._own_words: Said | None = None
+        self._link = Link(self._settings, self.dialect, lambda port, key: self.command(port, key, self._specs))
+        if self._link.is_ours:
             refuse_missing(self._settings.serves, self.name, self._settings.python, self.module)
         base = read_base(config, self._dtype, dummy=getattr(config.engine, "load_format", None) == "dummy")
         self._parameters, self._specs, self._model_hash = base.parameters, base.specs, base.hash
+        self._words = max((t.shape[0] for t in base.specs if t.kind == "embedding"), default=2**31)
         try:
             self._shelf = Shelf(self._settings.adapter_folder)
-            if self._settings.url is None:
-                self._launch()
-            else:
-                self._client = self._connect(self._settings.url, key)
-                self._wait_for_it(self._settings.start_timeout)
-            self._meet()
-            if self._settings.url is not None and base.model is not None:
+            self._link.open()
+            self._check_dtype()
+            if not self._link.is_ours and base.model is not None:
                 self._check_model(base)
         except BaseException:
             self.close()
@@ -93,6 +88,10 @@ class ServerEngine(KeepsMean):
         """Have the server take new weights of the model, in the served dtype, and make sure that it did."""
         raise NotImplementedError
 
+    async def has_weights(self, client: Client) -> bool:
+        """Whether the server still has the weights that it was sent last, as far as it says."""
+        return True
+
     # --- the model ---------------------------------------------------------------------------------------------------
 
     def _check_model(self, base: Base) -> None:
@@ -100,16 +99,19 @@ class ServerEngine(KeepsMean):
 
         One answer of a few tokens, whose log-probabilities are held against those of the files.
         """
-        client, prompt = self._there(), tuple(self._tokens.encode(PROBE))
-        request = Request(0, prompt, Sampling(PROBED), logprobs=True)
-        (said,) = client.call(self.dialect.generate(client, [request], None, self._tokens.stop_ids, self._name(MEAN)))
-        apart = base.apart(prompt, said)
+        said = self._own_words = self._probed()
+        apart = base.apart(self._tokens.encode(PROBE), said)
         if not apart <= APART[self._dtype]:
             raise ModelError(
-                f"{self._settings.serves} at {client.url} serves other weights than model {self._config.model.name} "
+                f"{self._link.where} serves other weights than model {self._config.model.name} "
                 f"(its log-probabilities are {apart:.2g} away): another model, or one that a run has moved; start it "
                 "anew"
             )
+
+    def _probed(self) -> Said:
+        request = Request(0, tuple(self._tokens.encode(PROBE)), Sampling(PROBED), logprobs=True)
+        client = self._there()
+        return client.call(self.dialect.generate(client, [request], None, self._tokens.stop_ids))[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,12 +134,12 @@ class ServerEngine(KeepsMean):
             )
         if space.evolves_model and not self._parameters:
             raise ConfigError(f"engine.load_format dummy: space {space.name} needs the model's own weights")
-        self._server.check(space.rank, {module_of(t.module) for t in layout.tensors}, self._where)
+        self._link.about.check(space.rank, {module_of(t.module) for t in layout.tensors}, self._link.where)
         device = torch.device(self._settings.mean_device)
         parameters = {n: t.to(device) for n, t in self._parameters.items()} if space.evolves_model else {}
         self._parameters = parameters
         self.mean = Master(space, layout, optimizer, keep_start, whole(parameters), device)
-        about = self._server
+        about = self._link.about
         return Facts(
             engine=self.name,
             device=self._settings.mean_device,
@@ -158,79 +160,27 @@ class ServerEngine(KeepsMean):
 
     # --- the server --------------------------------------------------------------------------------------------------
 
-    @property
-    def _where(self) -> str:
-        return f"{self._settings.serves} at {self._there().url}"
-
-    def _key(self) -> str | None:
-        name = self._settings.key_variable
-        if name is None:
-            return None
-        if not os.environ.get(name):
-            raise ConfigError(f"engine.key_variable: there is no {name} in the environment; set it to the server's key")
-        return os.environ[name]
-
-    def _connect(self, url: str, key: str | None) -> Client:
-        ca = self._settings.ca_file
-        return Client(url, key, ca_file=ca, concurrency=self._settings.concurrency)
-
-    def _launch(self) -> None:
-        """Start the server, at a new port and with a new key."""
-        if self._client is not None:
-            self._client.close()
-        port, key = free_port(), secrets.token_hex(16)
-        client = self._client = self._connect(f"http://127.0.0.1:{port}", key)
-        command = self.command(port, key, self._specs)
-        if self._process is None:
-            self._process = ServerProcess(command, f"the {self._settings.serves} server")
-        self._process.command = command
-        try:
-            self._process.start(lambda: client.call(self._is_ready(client)), self._settings.start_timeout)
-        except LostError as error:
-            raise ModelError(str(error)) from error
-
-    async def _is_ready(self, client: Client) -> bool:
-        try:
-            return await self.dialect.is_ready(client)
-        except LostError:
-            return False
-
-    def _wait_for_it(self, seconds: float) -> None:
-        """Until a server at `url` is ready. Raises ModelError."""
-        client, deadline = self._there(), time.monotonic() + seconds
-        while not client.call(self._is_ready(client)):
-            if time.monotonic() > deadline:
-                raise ModelError(
-                    f"no {self._settings.serves} answers at {client.url} (waited {seconds:g} s, engine.start_timeout); "
-                    "start it, or set engine.url"
-                )
-            time.sleep(POLL)
-
-    def _meet(self) -> None:
-        """Ask the server what it is. Raises ModelError where it serves other numbers than this config says."""
-        client = self._there()
-        self._server = client.call(self.dialect.about(client))
-        own = str(self._dtype).removeprefix("torch.")
-        if self._server.dtype not in (None, "auto", own):
-            other = self._server.dtype
-            raise ModelError(f"{self._where} serves {other}, and this config {own}: set model.dtype {other}")
+    def _check_dtype(self) -> None:
+        """Raise ModelError where the server serves other numbers than this config says."""
+        own, other = str(self._dtype).removeprefix("torch."), self._link.about.dtype
+        if other not in (None, "auto", own):
+            raise ModelError(f"{self._link.where} serves {other}, and this config {own}: set model.dtype {other}")
 
     def _recover(self, error: LostError) -> None:
-        """After a loss: the server is there again, and has the base model. Raises EvoalignError where it is not."""
-        self._restarts += 1
-        if self._restarts > self._settings.restarts:
-            raise EvoalignError(
-                f"{error}; the server was lost {self._restarts} times (engine.restarts {self._settings.restarts})"
-            ) from error
-        self._is_served = False
-        if self._process is not None:
-            self._launch()
-        else:
-            try:
-                self._wait_for_it(min(self._settings.start_timeout, self._settings.timeout))
-            except ModelError as gone:
-                raise EvoalignError(f"{error}; {gone}") from error
-        self._meet()
+        self._is_served, before = False, self._link.about.model
+        self._link.recover(error, lambda: self._check_same(before))
+
+    def _check_same(self, before: str | None) -> None:
+        """Raise ModelError where the server that is there again is another than the one that was lost."""
+        self._check_dtype()
+        if self._link.about.model != before:
+            raise ModelError(f"{self._link.where} serves {self._link.about.model}, and served {before} before")
+        if self._own_words is None or (self._mean is not None and self.mean.space.evolves_model):
+            return  # started here, or its weights are about to be sent
+        now = self._probed()
+        words = zip(now.logprobs or (), self._own_words.logprobs or (), strict=False)
+        if now.token_ids[:1] != self._own_words.token_ids[:1] or any(abs(a - b) > APART[self._dtype] for a, b in words):
+            raise ModelError(f"{self._link.where} answers otherwise than before it was lost: it serves other weights")
 
     @property
     def _logs(self) -> Path:
@@ -238,9 +188,7 @@ class ServerEngine(KeepsMean):
         return Path(self._config.output_dir) / "logs"
 
     def _there(self) -> Client:
-        if self._client is None:
-            raise EvoalignError("the engine is closed")
-        return self._client
+        return self._link.client
 
     # --- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -261,6 +209,10 @@ class ServerEngine(KeepsMean):
                     yield self._rollout(heard)
             except LostError as error:
                 self._recover(error)
+            except RefusedError as error:
+                if "/load_lora_adapter " in str(error) and not self._link.is_ours:
+                    raise RefusedError(f"{error}; if it sees no files of this machine, {self.elsewhere}") from error
+                raise
 
     def _rollout(self, heard: Heard) -> Rollout:
         sampling, ids = heard.request.sampling, heard.said.token_ids
@@ -280,7 +232,7 @@ class ServerEngine(KeepsMean):
         """
         client, name = self._there(), self._name(ABSENT)
         try:
-            said = client.call(self.dialect.generate(client, requests[:1], name, self._tokens.stop_ids, name))
+            said = client.call(self.dialect.generate(client, requests[:1], name, self._tokens.stop_ids))
         except RefusedError as error:
             raise ModelError(f"member {ABSENT.index} is not there: {error}") from error
         text = self._tokens.decode(said[0].token_ids)
@@ -294,7 +246,7 @@ class ServerEngine(KeepsMean):
         return f"evoalign-{self._run}-{next(self._serial)}-{'mean' if member.is_mean else member.index}"
 
     def _check_length(self, requests: Sequence[Request]) -> None:
-        limit = self._server.longest
+        limit = self._link.about.longest
         for request in requests:
             length, room = len(request.prompt_ids), request.sampling.max_tokens
             if limit is not None and length + room > limit:
@@ -312,32 +264,42 @@ class ServerEngine(KeepsMean):
             dialect=self.dialect,
             shelf=self._shelf,
             by_files=self._by_files,
-            ranks=self._server.ranks,
+            ranks=self._link.about.ranks,
             slots=self._settings.slots(self._config),
             batch=self._settings.batch,
             stop_ids=self._tokens.stop_ids,
             name=self._name,
         )
-        last = time.monotonic()
+        self._link.heard()
         with closing(traffic.hear(pairs, self._is_bare, lambda members: self._adapters(plan, members))) as heard:
             for one in heard:
                 if one is None:  # nothing new
-                    if self._process is not None:
-                        self._process.check()
-                    if time.monotonic() - last > self._settings.timeout:
-                        self._check_still_there()
-                        last = time.monotonic()
+                    self._link.silent()
                     continue
-                last = time.monotonic()
+                self._link.heard()
                 if isinstance(one, Heard):
+                    self._check_whole(one)
                     yield one
 
-    def _check_still_there(self) -> None:
-        """Raise LostError where a server that has said nothing for long is not well either."""
-        client = self._there()
-        if not client.call(self._is_ready(client)):
-            seconds = f"{self._settings.timeout:g} s"
-            raise LostError(f"{self._settings.serves} at {client.url} hangs: no answer for {seconds}")
+    def _check_whole(self, heard: Heard) -> None:
+        """Raise LostError for what is no whole completion: it is asked for again, and not scored."""
+        ids, sampling, longest = heard.said.token_ids, heard.request.sampling, self._link.about.longest
+        strange = next((token for token in ids if token >= self._words), None)
+        if strange is not None:
+            raise LostError(f"{self._link.where} answers token {strange}, and the model has {self._words}")
+        reason, ends = heard.said.finish_reason, self._tokens.stop_ids
+        if reason == "stop" and not sampling.stop and ids and ids[-1] not in ends:
+            raise LostError(
+                f"{self._link.where} ends a completion at token {ids[-1]}, which is no stop token of this model "
+                f"{list(ends)}; where it is one, add it to eos_token_id in the model's generation_config.json"
+            )
+        is_full = len(ids) == sampling.max_tokens or (
+            longest is not None and len(heard.request.prompt_ids) + len(ids) >= longest - MARGIN
+        )
+        if reason == "length" and not is_full:
+            raise LostError(
+                f"{self._link.where} cuts off a completion after {len(ids)} tokens of {sampling.max_tokens}"
+            )
 
     @property
     def _by_files(self) -> bool:
@@ -358,8 +320,7 @@ class ServerEngine(KeepsMean):
         """Move the mean; a server that has its weights gets them before it answers again."""
         super().apply(update)
         self._is_served, self._has_moved = False, True
-        if self._process is not None:
-            self._process.keep_log(self._logs)
+        self._link.keep_log(self._logs)
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
         super().load(state, optimizer)
@@ -367,12 +328,14 @@ class ServerEngine(KeepsMean):
 
     def _serve_mean(self) -> None:
         """Have the server answer with the mean's weights, where they are its own."""
-        if self._is_served:
-            return
+        client = self._there()
         if self._mean is not None and self.mean.space.evolves_model:
-            assert self._shelf is not None
-            client, moving = self._there(), {t.name for t in self.mean.layout.tensors}
-            client.call(self.push(client, {n: t for n, t in self._parameters.items() if n in moving}, self._shelf))
+            if self._is_served and not self._link.is_ours:  # it may have been started anew while nothing was asked
+                self._is_served = client.call(self.has_weights(client))
+            if not self._is_served:
+                assert self._shelf is not None
+                moving = {t.name for t in self.mean.layout.tensors}
+                client.call(self.push(client, {n: t for n, t in self._parameters.items() if n in moving}, self._shelf))
         self._is_served = True
 
     def metrics(self) -> dict[str, float]:
@@ -385,15 +348,8 @@ class ServerEngine(KeepsMean):
 
     def close(self) -> None:
         """End the server that was started here, with all its processes, and delete what was written for it."""
-        process, client, shelf = self._process, self._client, self._shelf
-        self._process = self._client = self._shelf = None
-        if client is not None:
-            client.close()
-        if process is not None:
-            process.stop()
-            if self._has_moved:
-                process.keep_log(self._logs)
-            process.drop_log()
+        self._link.close(self._logs if self._has_moved else None)
+        shelf, self._shelf = self._shelf, None
         if shelf is not None:
             shelf.close()
         self._parameters = {}

@@ -56,9 +56,11 @@ class ServerSettings(EngineSettings):
     start_timeout: Seconds = 900.0
     """Seconds within which a server that is started has to be ready, or one that was lost has to be there again."""
     timeout: Seconds = 300.0
-    """Seconds without any answer, while some are owed, after which the server counts as hung."""
+    """Seconds without any answer, while some are owed, after which a server that is not well counts as hung; one that
+    says that it is well, after four times as many."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often in a run a server that died or hung is started, or waited for, again; then the run stops."""
+    """How often in a run a server that died, hung or answered nonsense is started, or waited for, again; then the run
+    stops. Single requests that do not get through, or find it busy, are sent again before that."""
 
     resources = frozenset({
         "url", "key_variable", "ca_file", "python", "arguments", "device", "mean_device", "tensor_parallel_size",

@@ -15,21 +15,22 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
 from threading import Event
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from evoalign.engines.server.adapters import PeftAdapter, Shelf
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.dialect import Dialect, Said
-from evoalign.engines.server.errors import RefusedError
+from evoalign.engines.server.dialect import Dialect, Said, first_of, together
 from evoalign.errors import EvoalignError
-from evoalign.types import MEAN, Member, Request
+from evoalign.types import Member, Request
 
 POLL = 0.2
 """Seconds after which it is told that nothing is new."""
 AT_ONCE = 8
 """Members whose adapters are made in one go."""
-FAREWELL = 5.0
-"""Seconds that what is in flight has to be let go of."""
+LOADS = 4
+"""Adapters that are loaded at once: servers take one after the other."""
+FAREWELL = 15.0
+"""Seconds within which an adapter is let go of: a server first notices that nobody waits for its answers any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Traffic:
         finally:
             if not work.done():
                 work.cancel()
-                ended.wait(2 * FAREWELL)
+                ended.wait(FAREWELL + 1.0)
 
     async def _ask_all(
         self,
@@ -109,53 +110,41 @@ class Traffic:
         asked: dict[Member, list[Request]] = {}
         for member, request in pairs:
             asked.setdefault(member, []).append(request)
-        tag, room = self.name(MEAN), asyncio.Semaphore(self.slots)
+        room, loading = asyncio.Semaphore(self.slots), asyncio.Semaphore(LOADS)
         try:
             async with asyncio.TaskGroup() as group:
                 for member in [m for m in asked if is_bare(m)]:
-                    group.create_task(self._ask_bare(member, asked.pop(member), tag, out))
+                    group.create_task(self._ask(member, asked.pop(member), None, out))
                 members = list(asked)
                 for first in range(0, len(members), AT_ONCE):
                     some = members[first : first + AT_ONCE]
                     made = await asyncio.to_thread(adapters, some)
                     for member, adapter in zip(some, made, strict=True):
                         await room.acquire()
-                        group.create_task(self._ask_adapted(member, asked[member], adapter, tag, out, room))
+                        group.create_task(self._ask_adapted(member, asked[member], adapter, out, room, loading))
         except BaseExceptionGroup as failed:
-            await self._let_go(tag)
-            raise _first(failed) from None
-        except asyncio.CancelledError:
-            await self._let_go(tag)
-            raise
+            raise first_of(failed) from None
         finally:
             ended.set()
             out.put(Progress.END)
-
-    async def _let_go(self, tag: str) -> None:
-        """Of a rollout that ended early nothing goes on."""
-        with contextlib.suppress(EvoalignError, TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                await self.dialect.abort(self.client, tag)
-
-    async def _ask_bare(self, member: Member, requests: Sequence[Request], tag: str, out: Out) -> None:
-        await self._ask(member, requests, None, tag, out)
 
     async def _ask_adapted(
         self,
         member: Member,
         requests: Sequence[Request],
         adapter: PeftAdapter,
-        tag: str,
         out: Out,
         room: asyncio.Semaphore,
+        loading: asyncio.Semaphore,
     ) -> None:
         """Load one member's adapter, ask all its requests, and have it unloaded."""
         name = self.name(member)
         try:
-            folder = await asyncio.to_thread(self.shelf.put, name, adapter) if self.by_files else None
-            await self.dialect.load(self.client, name, adapter, folder, self.ranks)
+            async with loading:
+                folder = await asyncio.to_thread(self.shelf.put, name, adapter) if self.by_files else None
+                await self.dialect.load(self.client, name, adapter, folder, self.ranks)
             out.put(Progress.LOADED)
-            await self._ask(member, requests, name, tag, out)
+            await self._ask(member, requests, name, out)
         finally:
             room.release()
             with contextlib.suppress(EvoalignError, TimeoutError):  # a server that is lost has let it go
@@ -163,20 +152,10 @@ class Traffic:
                     await self.dialect.unload(self.client, name)
             self.shelf.drop(name)
 
-    async def _ask(self, member: Member, requests: Sequence[Request], name: str | None, tag: str, out: Out) -> None:
+    async def _ask(self, member: Member, requests: Sequence[Request], name: str | None, out: Out) -> None:
         async def ask(part: Sequence[Request]) -> None:
-            said = await self.dialect.generate(self.client, part, name, self.stop_ids, tag)
+            said = await self.dialect.generate(self.client, part, name, self.stop_ids)
             for request, one in zip(part, said, strict=True):
                 out.put(Heard(member, request, one))
 
-        async with asyncio.TaskGroup() as group:
-            for first in range(0, len(requests), self.batch):
-                group.create_task(ask(requests[first : first + self.batch]))
-
-
-def _first(failed: BaseExceptionGroup[Any]) -> BaseException:
-    """Of what failed at once: the refusal of a server, or else the first."""
-    leaves: list[BaseException] = []
-    for error in failed.exceptions:
-        leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
-    return next((e for e in leaves if isinstance(e, RefusedError)), leaves[0])
+        await together(ask(requests[first : first + self.batch]) for first in range(0, len(requests), self.batch))

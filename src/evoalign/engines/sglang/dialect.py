@@ -20,13 +20,23 @@ import torch
 
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.dialect import Said, Server, checked_ids, checked_logprobs, checked_reason
+from evoalign.engines.server.dialect import (
+    Said,
+    Server,
+    checked_ids,
+    checked_logprobs,
+    checked_reason,
+    measured,
+    together,
+)
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.types import Request
 
 Api: TypeAlias = Literal["generate", "chat"]
 HEALTH, LOADING = 10.0, 300.0
 """Seconds within which a server that is well says so, and has taken an adapter."""
+DTYPES = {"half": "float16", "float": "float32"}
+"""SGLang's other words."""
 MEASURED = {
     "num_running_reqs": "running",
     "num_queue_reqs": "queue",
@@ -64,14 +74,14 @@ class SglangDialect:
         if not isinstance(said, dict):
             raise LostError(f"{client.url} does not say what it is: is it SGLang?")
         tree = cast(dict[str, Any], said)
-        if tree.get("enable_lora") is False:
+        if not tree.get("enable_lora", True):  # null where it was not asked for
             raise RefusedError(f"the server at {client.url} takes no adapters; start it with --enable-lora")
         modules = tree.get("lora_target_modules")
         every = modules is None or "all" in modules
         return Server(
             version=str(tree.get("version", "of an unknown version")),
             model=_text(tree.get("model_path")),
-            dtype=_text(tree.get("dtype")),
+            dtype=DTYPES.get(str(tree.get("dtype")), _text(tree.get("dtype"))),
             device=_text(tree.get("device")),
             rank=_count(tree.get("max_lora_rank")),
             modules=None if every else tuple(sorted(map(str, cast(list[Any], modules)))),
@@ -85,12 +95,7 @@ class SglangDialect:
             body: dict[str, Any] = {"lora_name": name, "lora_path": str(folder)}
             path = "/load_lora_adapter"
         else:
-            body = {
-                "lora_name": name,
-                "config_dict": dict(adapter.config),
-                "serialized_named_tensors": [packed(dict(adapter.tensors))] * ranks,
-                "expected_checksums": {n: checksum(t) for n, t in adapter.tensors.items()},
-            }
+            body = await asyncio.to_thread(_sent, name, adapter, ranks)
             path = "/load_lora_adapter_from_tensors"
         said = await client.post(path, body, seconds=LOADING)
         if not isinstance(said, dict) or said.get("success") is not True:
@@ -100,17 +105,16 @@ class SglangDialect:
         await client.post("/unload_lora_adapter", {"lora_name": name})
 
     async def generate(
-        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
+        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int]
     ) -> list[Said]:
         """By either route the server gets token ids and gives token ids: no template of its own comes between."""
         if self._api == "chat":
-            return list(await asyncio.gather(*(_chat(client, r, adapter, stop_ids, tag) for r in requests)))
+            return await together(_chat(client, r, adapter, stop_ids) for r in requests)
         where = f"{client.url}/generate"
         body: dict[str, Any] = {
             "input_ids": [list(r.prompt_ids) for r in requests],
             "sampling_params": [_sampling(r, stop_ids) for r in requests],
             "return_logprob": [r.logprobs for r in requests],
-            "rid": [f"{tag}-{adapter or 'base'}-{r.index}" for r in requests],
         }
         if adapter is not None:
             body["lora_path"] = [adapter] * len(requests)
@@ -122,20 +126,22 @@ class SglangDialect:
     def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
         return {"model": base, **({} if adapter is None else {"lora_path": adapter})}
 
-    async def abort(self, client: Client, tag: str) -> None:
-        """SGLang ends all whose name begins so."""
-        await client.post("/abort_request", {"rid": tag})
-
     async def metrics(self, client: Client) -> Mapping[str, float]:
-        """Of a server with --enable-metrics; of several ranks the first."""
-        found: dict[str, float] = {}
-        for name, value in _METRIC.findall(await client.text("/metrics")):
-            if name in MEASURED:
-                found.setdefault(MEASURED[name], float(value))
-        return found
+        """Of a server with --enable-metrics."""
+        return measured(await client.text("/metrics"), _METRIC, MEASURED)
 
 
-async def _chat(client: Client, request: Request, adapter: str | None, stop_ids: Sequence[int], tag: str) -> Said:
+def _sent(name: str, adapter: PeftAdapter, ranks: int) -> dict[str, Any]:
+    """An adapter within a request."""
+    return {
+        "lora_name": name,
+        "config_dict": dict(adapter.config),
+        "serialized_named_tensors": [packed(dict(adapter.tensors))] * ranks,
+        "expected_checksums": {n: checksum(t) for n, t in adapter.tensors.items()},
+    }
+
+
+async def _chat(client: Client, request: Request, adapter: str | None, stop_ids: Sequence[int]) -> Said:
     """One by OpenAI's route, with SGLang's own words for ids; what a model's generation_config says is overruled."""
     path, sampling = "/v1/chat/completions", request.sampling
     where = f"{client.url}{path}"
@@ -156,7 +162,6 @@ async def _chat(client: Client, request: Request, adapter: str | None, stop_ids:
         "no_stop_trim": True,
         "skip_special_tokens": False,
         "logprobs": request.logprobs,
-        "rid": f"{tag}-{adapter or 'base'}-{request.index}",
         **({} if adapter is None else {"lora_path": adapter}),
     }
     said = await client.post(path, body, seconds=None)
@@ -164,17 +169,25 @@ async def _chat(client: Client, request: Request, adapter: str | None, stop_ids:
     if not isinstance(rows, list) or len(cast(list[Any], rows)) != 1 or not isinstance(rows[0], dict):
         raise LostError(f"{where} answers no completion: {str(said)[:80]!r}")
     row = cast(dict[str, Any], rows[0])
-    message = row.get("message")
-    is_empty = isinstance(message, dict) and not cast(dict[str, Any], message).get("content")  # null, too
-    tokens = row.get("response_token_ids", row.get("token_ids"))  # of 0.5.23, of 0.5.17
-    ids = checked_ids([] if tokens is None and is_empty else tokens, request, where)
     reason = checked_reason(row.get("finish_reason"), where)
+    ids = row.get("response_token_ids", row.get("token_ids"))  # of 0.5.23, of 0.5.17
+    if ids is None and reason == "stop" and _is_empty(row, cast(dict[str, Any], said)):
+        return Said((), reason, () if request.logprobs else None)
+    ids = checked_ids(ids, request, where)
     if not request.logprobs:
         return Said(ids, reason, None)
     told = row.get("logprobs")
     content = cast(dict[str, Any], told).get("content") if isinstance(told, dict) else None
     values = [one.get("logprob") if isinstance(one, dict) else None for one in cast(list[Any], content or [])]
     return Said(ids, reason, checked_logprobs(values, len(ids), where))
+
+
+def _is_empty(row: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Whether nothing was said, not even to a parser of reasoning or of tools: the content is null, and one token is
+    all that came."""
+    message, usage = row.get("message"), said.get("usage")
+    count = cast(dict[str, Any], usage).get("completion_tokens") if isinstance(usage, dict) else None
+    return isinstance(message, dict) and not cast(dict[str, Any], message).get("content") and count in (0, 1)
 
 
 def _sampling(request: Request, stop_ids: Sequence[int]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from evoalign.engines.sglang.settings import SglangConfig
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import ModelError
 from evoalign.optimizer import Optimizer
+from evoalign.rundir.files import as_os_errors
 from evoalign.spaces.base import Space
 from evoalign.spaces.targets import module_of
 from evoalign.tokens import Tokens, model_path
@@ -33,15 +34,12 @@ from evoalign.types import Facts, Layout, TensorSpec
 
 CPU_TOKENS = 65_536
 """Tokens in the cache on a CPU, where SGLang would take its share of all memory."""
-PUSHING = 1800.0
-"""Seconds within which a server has read new weights."""
 PROBED = 4
 """Tensors by which it is seen whether weights arrive, or a few more."""
 SHARD, SENT = 2**31, 2**28
 """Bytes of weights in one file, and in one request."""
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj"}  # fmt: skip
-_LOOPBACK = re.compile(r"^https?://(localhost|127\.[0-9.]+|\[::1\])([:/]|$)")
 _LAST = re.compile(r"(\w+)(?=\.weight$)")
 
 
@@ -51,6 +49,7 @@ class SglangEngine(ServerEngine):
     name = "sglang"
     module = "sglang"
     moves_weights = True
+    elsewhere = f"{ServerEngine.elsewhere}, or engine.transport tensors"
     _sums: Mapping[str, str] | None = None
     """What the server's weights came to after the last push, by its own names."""
     _base: Mapping[str, int] = MappingProxyType({})
@@ -68,10 +67,8 @@ class SglangEngine(ServerEngine):
 
     @property
     def _by_files(self) -> bool:
-        own = self.own
-        if own.transport != "auto":
-            return own.transport == "files"
-        return own.url is None or own.adapter_folder is not None or _LOOPBACK.match(own.url) is not None
+        transport = self.own.transport
+        return self._link.sees_files if transport == "auto" else transport == "files"
 
     def command(self, port: int, key: str, specs: Sequence[TensorSpec]) -> Command:
         config, own, on_cpu = self._config, self.own, not on_gpu(self._config)
@@ -128,96 +125,120 @@ class SglangEngine(ServerEngine):
 
         SGLang says that all is well of names that it does not have, too, so that its checksums are compared.
         """
-        before = self._sums if self._sums is not None else await _checksums(client)
+        before = self._sums if self._sums is not None else await self._checksums(client)
         ours = _crcs(weights)
-        opened = await _bracket(client, "/begin_weight_update")
+        await self._send(client, weights, shelf)
+        after = await self._checksums(client)
+        if before is not None and after is not None:
+            for name in [name for name, crc in ours.items() if self._sent[name] != crc]:
+                there = _served(name)
+                if there not in before or (
+                    before[there] == after.get(there) and not await self._takes(client, name, weights[name], shelf)
+                ):
+                    raise ModelError(
+                        f"SGLang at {client.url} says that it took the mean's weights, and {there} is as it was before:"
+                        " it cannot carry this model's weights; use engine vllm, or space lora"
+                    )
+        self._sums, self._sent = after, ours
+
+    async def has_weights(self, client: Client) -> bool:
+        if self._sums is None or await self._checksums(client) == self._sums:
+            return True
+        self._forget()
+        return False
+
+    def _recover(self, error: LostError) -> None:
+        self._forget()
+        super()._recover(error)
+
+    def _forget(self) -> None:
+        """What the server has: the base model, or, where it is the same server as before, the mean."""
+        self._sums, self._sent = None, self._base
+
+    async def _takes(self, client: Client, name: str, tensor: torch.Tensor, shelf: Shelf) -> bool:
+        """Whether a tensor that is as it was had been there already: then another moves it, and it moves back."""
+        sums: list[Mapping[str, str]] = []
+        for sent in (-tensor, tensor):
+            await self._send(client, {name: sent}, shelf)
+            sums.append(await self._checksums(client) or {})
+        other, again = (found.get(_served(name)) for found in sums)
+        return other != again
+
+    async def _send(self, client: Client, weights: Mapping[str, torch.Tensor], shelf: Shelf) -> None:
+        """Within a session of weights, where the server has such: from 0.5.23 on."""
+        seconds = self.own.timeout
+        opened = await _begin(client, seconds)
         try:
             for part in _parts(weights, SHARD if self._by_files else SENT):
                 if self._by_files:
-                    await _from_files(client, part, shelf, Path(model_path(self._config.model)))
+                    await _from_files(client, part, shelf, Path(model_path(self._config.model)), seconds)
                 else:
-                    await _from_tensors(client, part, self._server.ranks)
+                    await _from_tensors(client, part, self._link.about.ranks, seconds)
         finally:
             if opened:
-                await client.post("/end_weight_update", {})
-        self._sums = await _checksums(client)
-        if before is not None and self._sums is not None:
-            moved = [name for name, crc in ours.items() if self._sent[name] != crc]
-            _check_moved(client, moved, before, self._sums)
-        self._sent = ours
+                await client.post("/end_weight_update", {}, seconds=seconds)
 
-    def _recover(self, error: LostError) -> None:
-        self._sums, self._sent = None, self._base  # another server, with the base model
-        super()._recover(error)
+    async def _checksums(self, client: Client) -> dict[str, str] | None:
+        """Of each tensor of the first rank; None of a server that has no such call."""
+        try:
+            said = await client.post("/weights_checker", {"action": "checksum"}, seconds=self.own.timeout)
+        except RefusedError as error:
+            if error.status in (400, 404, 405, 422):
+                return None
+            raise
+        ranks = said.get("ranks") if isinstance(said, dict) else None
+        sums = ranks[0].get("checksums") if isinstance(ranks, list) and ranks and isinstance(ranks[0], dict) else None
+        return cast(dict[str, str], sums) if isinstance(sums, dict) and sums else None
 
 
-async def _bracket(client: Client, path: str) -> bool:
-    """Whether the server wants to be told that weights come: from 0.5.23 on."""
+async def _begin(client: Client, seconds: float) -> bool:
+    """Whether the server wants to be told that weights come. A session that somebody left open is ended."""
     try:
-        await client.post(path, {})
+        await client.post("/begin_weight_update", {}, seconds=seconds)
     except RefusedError as error:
         if error.status in (404, 405):
             return False
-        raise
+        if "already open" not in str(error):
+            raise
+        await client.post("/end_weight_update", {}, seconds=seconds)
+        await client.post("/begin_weight_update", {}, seconds=seconds)
     return True
 
 
-async def _from_files(client: Client, weights: Mapping[str, torch.Tensor], shelf: Shelf, base: Path) -> None:
-    folder = shelf.folder("weights")
+async def _from_files(
+    client: Client, weights: Mapping[str, torch.Tensor], shelf: Shelf, base: Path, seconds: float
+) -> None:
+    folder, path = shelf.folder("weights"), "/update_weights_from_disk"
     try:
         try:
-            save_file({n: t.detach().to("cpu").contiguous() for n, t in weights.items()}, folder / "model.safetensors")
-            (folder / "model.safetensors").chmod(0o644)
-            if (base / "config.json").is_file():
-                shutil.copyfile(base / "config.json", folder / "config.json")
+            with as_os_errors(folder):
+                file = folder / "model.safetensors"
+                save_file({n: t.detach().to("cpu").contiguous() for n, t in weights.items()}, file)
+                file.chmod(0o644)
+                if (base / "config.json").is_file():
+                    shutil.copyfile(base / "config.json", folder / "config.json")
+                    (folder / "config.json").chmod(0o644)
         except OSError as error:
             raise ModelError(
                 f"{folder} does not hold the mean's weights ({error.strerror}); set engine.adapter_folder to one with "
                 "more room"
             ) from error
         body = {"model_path": str(folder), "flush_cache": True}
-        _check_success(client, "/update_weights_from_disk", await _posted(client, "/update_weights_from_disk", body))
+        _check_success(client, path, await client.post(path, body, seconds=seconds))
     finally:
         shelf.drop("weights")
 
 
-async def _from_tensors(client: Client, weights: Mapping[str, torch.Tensor], ranks: int) -> None:
+async def _from_tensors(client: Client, weights: Mapping[str, torch.Tensor], ranks: int, seconds: float) -> None:
     tensors = [(name, t.detach().to("cpu").contiguous()) for name, t in weights.items()]
+    path = "/update_weights_from_tensor"
     body = {"serialized_named_tensors": [packed(tensors)] * ranks, "flush_cache": True}
-    _check_success(client, "/update_weights_from_tensor", await _posted(client, "/update_weights_from_tensor", body))
-
-
-async def _posted(client: Client, path: str, body: Mapping[str, Any]) -> Any:
-    return await client.post(path, body, seconds=PUSHING)
+    _check_success(client, path, await client.post(path, body, seconds=seconds))
 
 
 def _check_success(client: Client, path: str, said: Any) -> None:
     if not isinstance(said, dict) or said.get("success") is not True:
         raise LostError(f"{client.url}{path} does not say that it has the weights: {str(said)[:80]!r}")
-
-
-async def _checksums(client: Client) -> dict[str, str] | None:
-    """Of each tensor of the first rank; None of a server that has no such call."""
-    try:
-        said = await client.post("/weights_checker", {"action": "checksum"}, seconds=PUSHING)
-    except RefusedError as error:
-        if error.status in (400, 404, 405, 422):
-            return None
-        raise
-    ranks = said.get("ranks") if isinstance(said, dict) else None
-    sums = ranks[0].get("checksums") if isinstance(ranks, list) and ranks and isinstance(ranks[0], dict) else None
-    return cast(dict[str, str], sums) if isinstance(sums, dict) and sums else None
-
-
-def _check_moved(client: Client, moved: Sequence[str], before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raise ModelError where a tensor that was sent with other numbers is as it was."""
-    for name in moved:
-        there = _served(name)
-        if there not in before or before[there] == after.get(there):
-            raise ModelError(
-                f"SGLang at {client.url} says that it took the mean's weights, and {there} is as it was before: it "
-                "cannot carry this model's weights; use engine vllm, or space lora"
-            )
 
 
 def _crcs(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:

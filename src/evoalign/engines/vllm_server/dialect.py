@@ -14,7 +14,15 @@ from typing import Any, cast
 
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client
-from evoalign.engines.server.dialect import Said, Server, checked_ids, checked_logprobs, checked_reason
+from evoalign.engines.server.dialect import (
+    Said,
+    Server,
+    checked_ids,
+    checked_logprobs,
+    checked_reason,
+    measured,
+    together,
+)
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.errors import ConfigError
 from evoalign.types import Request
@@ -84,13 +92,13 @@ class VllmDialect:
         await client.text("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def generate(
-        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int], tag: str
+        self, client: Client, requests: Sequence[Request], adapter: str | None, stop_ids: Sequence[int]
     ) -> list[Said]:
         """Requests that draw have seeds of their own, and so an HTTP request each; greedy ones of alike go together."""
-        found: dict[int, Said] = {}
-        for group in _alike(requests):
-            found |= await self._one(client, group, adapter or self._base, stop_ids)
-        return [found[r.index] for r in requests]
+        model = adapter or self._base
+        found = await together(self._one(client, group, model, stop_ids) for group in _alike(requests))
+        by_index = {index: said for part in found for index, said in part.items()}
+        return [by_index[r.index] for r in requests]
 
     async def _one(
         self, client: Client, requests: Sequence[Request], model: str, stop_ids: Sequence[int]
@@ -122,15 +130,8 @@ class VllmDialect:
     def naming(self, adapter: str | None, base: str) -> Mapping[str, Any]:
         return {"model": adapter or base}
 
-    async def abort(self, client: Client, tag: str) -> None:
-        """vLLM ends what is in flight for whoever hangs up."""
-
     async def metrics(self, client: Client) -> Mapping[str, float]:
-        found: dict[str, float] = {}
-        for name, value in _METRIC.findall(await client.text("/metrics")):
-            if name in MEASURED:
-                found.setdefault(MEASURED[name], float(value))
-        return found
+        return measured(await client.text("/metrics"), _METRIC, MEASURED)
 
 
 def _alike(requests: Sequence[Request]) -> list[list[Request]]:

@@ -14,6 +14,7 @@ from evoalign.engines.specs import on_gpu
 from evoalign.engines.vllm.adapters import slot_rank
 from evoalign.engines.vllm_server.dialect import VllmDialect
 from evoalign.engines.vllm_server.settings import VllmServerConfig
+from evoalign.errors import ConfigError
 from evoalign.spaces.targets import module_of
 from evoalign.tokens import Tokens, model_path
 from evoalign.types import TensorSpec
@@ -31,6 +32,12 @@ class VllmServerEngine(ServerEngine):
     def __init__(self, config: Config, tokens: Tokens) -> None:
         self.dialect = VllmDialect()
         super().__init__(config, tokens)
+        if not self._link.sees_files:
+            self.close()
+            raise ConfigError(
+                f"vLLM at {self._settings.url} reads adapters from folders alone; set engine.adapter_folder to one "
+                "that it sees, too"
+            )
 
     def command(self, port: int, key: str, specs: Sequence[TensorSpec]) -> Command:
         config, on_cpu = self._config, not on_gpu(self._config)

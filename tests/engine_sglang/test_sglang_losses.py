@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of SGLang that are none, and a server that is not what it was: nothing of that is scored."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from served import KEY, answers, attached, config
+
+from evoalign import engines, spaces, tokens
+from evoalign.engines import Engine
+from evoalign.engines.server import client
+from evoalign.errors import EvoalignError
+from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
+from faulty_server import Answer, Body, Forward, between
+
+QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,"]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "BACKOFF", 0.01)
+
+
+def opened(settings: Any, length: int = 12) -> tuple[Engine, list[Request]]:
+    """An engine, started."""
+    tokens_ = tokens.load(settings.model)
+    engine = engines.create(settings, tokens_)
+    space = spaces.create(settings)
+    engine.start(space, space.layout(engine.specs(), engine.dtype), None, keep_start=False)
+    return engine, [Request(i, tokens_.encode(q), Sampling(length)) for i, q in enumerate(QUESTIONS)]
+
+
+class Now:
+    """A server that answers as SGLang does until `change` is set, which then gets what SGLang says."""
+
+    change: Callable[[Body, Any], Any] | None = None
+
+    def __call__(self, path: str, body: Body, forward: Forward) -> Answer:
+        status, said = forward(path, body)
+        if self.change is None or path != "/generate" or status != 200:
+            return status, said
+        return 200, json.dumps(self.change(body, json.loads(said))).encode()
+
+
+def _with(**fields: Any) -> Callable[[Body, Any], Any]:
+    return lambda body, said: [{**one, **fields} for one in said]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_with(output_ids=[]), "answers no token ids"),
+        (_with(output_ids=[99_999_999] * 12), "answers token 99999999, and the model has 1024"),
+        (_with(output_ids=[5], meta_info={"finish_reason": {"type": "length"}}), "cuts off a completion after 1"),
+        (_with(output_ids=[5], meta_info={"finish_reason": {"type": "stop"}}), "which is no stop token of this model"),
+        (_with(meta_info={"finish_reason": {"type": "abort"}}), "gave up on a completion"),
+        (lambda body, said: said[:-1], "answers no 2 completions"),
+        (lambda body, said: {"error": "nothing"}, "answers no 2 completions"),
+    ],
+)  # fmt: skip
+def test_what_is_no_whole_completion_is_not_scored(url: str, change: Callable[[Body, Any], Any], why: str) -> None:
+    now = Now()
+    with between(url, os.environ[KEY], now) as address:
+        engine, requests = opened(attached(address, engine={"restarts": 0}))
+        with closing(engine):
+            now.change = change
+            with pytest.raises(EvoalignError, match=why):
+                list(engine.rollout(MEAN_PLAN, requests))
+
+
+def test_a_server_that_had_the_mean_already_is_not_accused() -> None:
+    """After an answer that is none it is asked again, and has the weights that it is sent once more; one that has the
+    base model again, as if it had been started anew while nothing was asked, gets them, too."""
+    now, plan = Now(), Plan(1, 0.05, (*population(4), MEAN))
+    settings = config("lowrank")
+    with (
+        closing(engines.create(settings, tokens.load(settings.model))) as own,
+        between(own._there().url, own._there()._key, now) as address,
+    ):
+        engine, requests = opened(attached(address, "lowrank"))
+        with closing(engine):
+
+            def said() -> dict[tuple[int, int], tuple[int, ...]]:
+                return {key: rollout.token_ids for key, rollout in answers(engine, plan, requests).items()}
+
+            before = said()
+            engine.apply(Update(0, 0, population(4), (1.0, -1.0, 0.5, 0.0), 0.05, 0.5))
+            moved = said()
+            assert moved != before
+            wrong = [_with(output_ids=[])]
+            now.change = lambda body, right: wrong.pop()(body, right) if wrong else right
+            assert said() == moved and not wrong and engine._link._losses == 1
+            base = {"model_path": str(tokens.model_path(settings.model)), "flush_cache": True}
+            own._there().call(own._there().post("/update_weights_from_disk", base, seconds=60.0))
+            assert said() == moved and engine._link._losses == 1
+
+
+def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> None:
+    """It had been lost, and answers then as another model."""
+    now = Now()
+    with between(url, os.environ[KEY], now) as address:
+        engine, requests = opened(attached(address))
+        with closing(engine):
+
+            def other(body: Body, right: Any) -> Any:
+                if len(right) == 1:  # the question by which a server is known
+                    for one in right:
+                        rows = one["meta_info"].get("output_token_logprobs") or []
+                        one["meta_info"]["output_token_logprobs"] = [[p - 3.0, *rest] for p, *rest in rows]
+                    return right
+                return "what is no answer"
+
+            now.change = other
+            with pytest.raises(EvoalignError, match="answers otherwise than before it was lost"):
+                list(engine.rollout(MEAN_PLAN, requests))
