@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from evoalign.errors import ConfigError, ModelError
-from evoalign.rundir.files import is_at, locked, opened
+from evoalign.rundir.files import as_os_errors, is_at, locked
 from evoalign.spaces.base import Master, Space
 from evoalign.spaces.lora import factor_name
 from evoalign.spaces.targets import module_of
@@ -24,7 +24,8 @@ from evoalign.types import Layout, Member, Plan
 
 PREFIX = "base_model.model."
 IN_MEMORY = Path("/dev/shm")
-OURS = "evoalign-"
+OURS, MARK = "evoalign-adapters-", ".evoalign-adapters"
+"""Folders of a process are named so, and hold this file, which is locked; nothing else is ever taken away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,12 @@ class PeftAdapter:
     tensors: Mapping[str, torch.Tensor]
 
     def write(self, folder: Path) -> None:
-        """Into a new folder that a server of another user may read."""
-        folder.mkdir(mode=0o755)
-        file = folder / "adapter_model.safetensors"
-        save_file(dict(self.tensors), file)
-        file.chmod(0o644)
+        """Into a new folder that a server of another user may read, whatever the umask."""
+        _make(folder)
+        save_file(dict(self.tensors), folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        for file in folder.iterdir():
+            file.chmod(0o644)
 
 
 def build(
@@ -101,6 +102,7 @@ class Shelf:
         try:
             if parent is None and place is not None:
                 _take_away_orphans(place)
+            self._lock: int | None
             self._folder, self._lock = _own_folder(place)
             self._folder.chmod(0o755)
         except OSError as error:
@@ -110,7 +112,8 @@ class Shelf:
         """The new folder of one adapter. Raises ModelError where there is no room."""
         folder = self._folder / name
         try:
-            adapter.write(folder)
+            with as_os_errors(folder):
+                adapter.write(folder)
         except OSError as error:
             raise ModelError(
                 f"{folder} cannot be written ({error.strerror}); set {self._setting} to one with more room"
@@ -119,9 +122,7 @@ class Shelf:
 
     def folder(self, name: str) -> Path:
         """A new one for something else."""
-        folder = self._folder / name
-        folder.mkdir(mode=0o755)
-        return folder
+        return _make(self._folder / name)
 
     def drop(self, name: str) -> None:
         """Delete what lies under a name."""
@@ -129,34 +130,47 @@ class Shelf:
 
     def close(self) -> None:
         """Delete all of it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            _remove(self._folder, lock)
 
 
-def _own_folder(place: Path | None) -> tuple[Path, int | None]:
+def _make(folder: Path) -> Path:
+    """Readable for all: a mode that is given to mkdir is cut by the umask."""
+    folder.mkdir()
+    folder.chmod(0o755)
+    return folder
+
+
+def _own_folder(place: Path | None) -> tuple[Path, int]:
     """A new one and its lock, which the system lets go of when the process ends, however it does."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=OURS, dir=place))
-        lock = opened(folder)
-        if lock is None or (locked(lock) and is_at(lock, folder)):
+        lock = os.open(folder / MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        if locked(lock) and is_at(lock, folder / MARK):
             return folder, lock
         os.close(lock)  # taken for an orphan before it was locked
 
 
 def _take_away_orphans(place: Path) -> None:
-    """Folders of this user's processes that no process has locked. `place` has to know locks, as memory does."""
+    """Marked folders of this user's processes that no process has locked. `place` has to know locks, as memory does."""
     for folder in place.glob(f"{OURS}*"):
-        lock = None
         try:
-            if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            lock = opened(folder)
-            if lock is not None and locked(lock):
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # gone meanwhile
+            lock = os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # not marked, or gone meanwhile
             continue
-        finally:
-            if lock is not None:
-                os.close(lock)
+        if locked(lock):
+            _remove(folder, lock)
+        else:
+            os.close(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    """The mark last: a removal that is cut short leaves an orphan that is known as one."""
+    for inside in folder.iterdir() if folder.is_dir() else ():
+        if inside.name != MARK:
+            shutil.rmtree(inside, ignore_errors=True)
+    os.close(lock)  # Windows removes no file that is open
+    shutil.rmtree(folder, ignore_errors=True)
