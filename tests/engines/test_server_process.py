@@ -98,16 +98,21 @@ def test_one_that_does_not_come_is_ended_at_the_deadline() -> None:
     process.log.unlink()
 
 
-def test_one_that_dies_is_told() -> None:
+def test_one_that_dies_is_told_and_its_log_is_where_that_says(tmp_path: Path) -> None:
     process = started("a")
     assert process.pid is not None
     os.killpg(process.pid, signal.SIGKILL)
-    with pytest.raises(LostError, match="the server ended \\(signal 9\\)"):
+    with pytest.raises(LostError, match="the server ended \\(signal 9\\)") as said:
         while True:
             process.check()
             time.sleep(0.05)
     process.stop()
     process.drop_log()
+    log = Path(str(said.value).rpartition("(its log: ")[2].rstrip(")"))
+    assert log.read_text().startswith("serves with a")
+    process.keep_log(tmp_path / "logs")
+    process.drop_log()
+    assert not log.exists() and (tmp_path / "logs/server.log").is_file(), "a run has it with its own"
 
 
 @pytest.mark.parametrize("stopped", [False, True])

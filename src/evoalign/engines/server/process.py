@@ -59,7 +59,7 @@ class ServerProcess:
         self.log = Path(name)
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., ServerProcess] | None = None
-        self._is_kept = False
+        self._is_told = self._is_kept = False
 
     @property
     def pid(self) -> int | None:
@@ -91,8 +91,7 @@ class ServerProcess:
                 process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.flush()
             self._wait(is_ready, seconds)
-        except BaseException as error:
-            self._is_kept |= isinstance(error, LostError)  # which says where it is
+        except BaseException:
             self.stop()
             raise
 
@@ -142,8 +141,8 @@ class ServerProcess:
                 self.log, self._is_kept = to, True
 
     def drop_log(self) -> None:
-        """Take the log away, unless it is kept."""
-        if not self._is_kept:
+        """Take the log away, unless it is kept, or an error has said where it is."""
+        if not (self._is_kept or self._is_told):
             self.log.unlink(missing_ok=True)
 
     def _said(self) -> str:
@@ -156,6 +155,7 @@ class ServerProcess:
             lines = []
         if not lines:
             return ", and says nothing"
+        self._is_told = True
         found = next((line for line in reversed(lines) if _BLAME.match(line)), lines[-1])
         return f": {plain(cut(found, WORDS))} (its log: {self.log})"
 
