@@ -15,6 +15,7 @@ from served import KEY, answers, attached, config
 from evoalign import engines, spaces, tokens
 from evoalign.engines import Engine
 from evoalign.engines.server import client
+from evoalign.engines.server.base import PROBES
 from evoalign.errors import EvoalignError
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
 from faulty_server import Answer, Body, Forward, between
@@ -109,7 +110,7 @@ def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> Non
         with closing(engine):
 
             def other(body: Body, right: Any) -> Any:
-                if len(right) == 1:  # the question by which a server is known
+                if len(right) == len(PROBES):  # the questions by which a server is known
                     for one in right:
                         rows = one["meta_info"].get("output_token_logprobs") or []
                         one["meta_info"]["output_token_logprobs"] = [[p - 3.0, *rest] for p, *rest in rows]

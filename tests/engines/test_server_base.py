@@ -43,7 +43,7 @@ def base(request: pytest.FixtureRequest) -> Base:
 
 
 def test_another_attention_is_rounding_and_noise_on_the_weights_is_not(base: Base) -> None:
-    """Noise of 3 % of each matrix's mean weight; the weakest of ten draws came to 0.043 in bfloat16."""
+    """Noise of 6 % of each matrix's mean weight."""
     from transformers import AutoModelForCausalLM
 
     dtype = base.model.dtype
@@ -56,7 +56,7 @@ def test_another_attention_is_rounding_and_noise_on_the_weights_is_not(base: Bas
         for parameter in moved.parameters():
             if parameter.ndim == 2:
                 noise = torch.randn(parameter.shape, generator=generator) * parameter.float().abs().mean()
-                parameter.data.add_((0.03 * noise).to(dtype))
+                parameter.data.add_((0.06 * noise).to(dtype))
         assert mean_apart(base, moved) > APART[dtype]
 
 

@@ -8,6 +8,8 @@ import json
 import math
 import threading
 import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from evoalign import models
 from evoalign.cli import main
+from evoalign.engines.server import canary as canary_module
 from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.asking import Answer, Asker, apart
-from evoalign.engines.server.dialect import Said
-from evoalign.engines.server.errors import LostError
+from evoalign.engines.server.canary import Report, examine
+from evoalign.engines.server.dialect import Said, Server
+from evoalign.engines.server.errors import LostError, RefusedError
+from evoalign.engines.server.examination import Check, Examination
+from evoalign.engines.server.session import Session
 from evoalign.engines.server.sources import folder_of, made, read
 from evoalign.engines.sglang.dialect import SglangDialect
 from evoalign.engines.vllm_server.dialect import VllmDialect
@@ -240,3 +246,130 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pyte
         client.close()
         server.shutdown()
     assert came[0] == came[1] != came[2]
+
+
+Statuses = dict[str, int | list[int]]
+"""Of paths, where it is not 200; of a list one for each call, the last for all that follow."""
+
+
+@contextmanager
+def server_with(statuses: Statuses) -> Generator[str]:
+    """The address of a server that says yes to everything but to these."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status = statuses.get(self.path, 200)
+            if isinstance(status, list):
+                status = status.pop(0) if len(status) > 1 else status[0]
+            said = {"success": True, "version": "1", "data": [{"id": "base", "owned_by": "sglang"}]}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@contextmanager
+def session_with(statuses: Statuses, folder: Path) -> Generator[Session]:
+    with server_with(statuses) as url:
+        client, dialect = client_module.Client(url), SglangDialect()
+        asker = Asker(client, dialect, "completions", "base")
+        session = Session(client, "sglang", asker, Server("1"), ["Hello"], folder)
+        yield session
+        session.close()
+        client.close()
+
+
+LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
+ADAPTER = PeftAdapter({}, {"a": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("statuses", "is_left"),
+    [
+        ({}, False),
+        ({UNLOAD: [500, 200]}, False),
+        ({UNLOAD: [500, 400]}, False),
+        ({UNLOAD: 500}, True),
+        ({UNLOAD: 400}, True),
+        ({LOAD: 400, UNLOAD: 400}, False),
+        ({LOAD: 500, UNLOAD: 400}, False),
+        ({LOAD: 500, UNLOAD: 500}, True),
+    ],
+)
+def test_what_a_server_does_not_let_go_of_is_known(statuses: Statuses, is_left: bool, tmp_path: Path) -> None:
+    """It is tried again at the end; what was refused, or is not there any more, is not left."""
+    with session_with(statuses, tmp_path) as session:
+        try:
+            with session.loaded(ADAPTER, "evoalign-1"):
+                pass
+        except (LostError, RefusedError):
+            assert LOAD in statuses
+        assert session.close() == (["evoalign-1"] if is_left else [])
+
+
+def faulty(self: Examination, folders: Any) -> Iterator[Check]:
+    """A check that loads an adapter, and one with a fault of its own."""
+    with self._session.loaded(ADAPTER):
+        yield Check("one", "ok", "loaded")
+    raise KeyError("what nobody foresaw")
+
+
+def test_what_is_left_on_a_server_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the examination ends with an error."""
+    told = list[Check]()
+    monkeypatch.setattr(Examination, "checks", faulty)
+    with server_with({UNLOAD: 500}) as url, pytest.raises(KeyError):
+        examine(url, folder=tmp_path, tell=told.append)
+    assert [check.name for check in told] == ["one", "unloaded"]
+    assert told[1].status == "warning" and "evoalign-canary-" in told[1].detail
+    monkeypatch.setattr(Examination, "checks", lambda *_: [])
+    with server_with({}) as url:
+        assert examine(url, folder=tmp_path).checks == ()
+
+
+def unknown(statuses: Statuses, folder: Path) -> Check:
+    with session_with(statuses, folder) as session:
+        return Examination(session, False)._unknown()
+
+
+def test_an_unknown_name_is_no_reason_to_die(tmp_path: Path) -> None:
+    """Who answers with an error of its own and is well refuses it in its way; who is not well has no verdict."""
+    path, health = "/v1/completions", "/health_generate"
+    assert unknown({path: 400}, tmp_path).detail.endswith("is refused")
+    found = unknown({path: 500}, tmp_path)
+    assert found.status == "ok" and "fails with status 500" in found.detail
+    for of_health in (503, 404):
+        with pytest.raises(LostError, match="/v1/completions fails with status 500"):
+            unknown({path: 500, health: of_health}, tmp_path)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_that_nobody_foresaw_is_no_fault_of_a_server(
+    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> Report:
+        raise KeyError("what nobody foresaw")
+
+    monkeypatch.setattr(canary_module, "examine", fail)
+    monkeypatch.setattr("sys.argv", ["evoalign", "canary", "http://127.0.0.1:9", *["--debug"][: int(debug)]])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "KeyError: 'what nobody foresaw'" in said
+    assert ("Traceback" in said) == debug
+
+
+@pytest.mark.parametrize("status", ["ok", "FAULT"])
+def test_a_verdict_writes_nothing_on_a_terminal_that_a_server_chose(status: Any) -> None:
+    report = Report("http://a", "SGLang \x1b[2J\n0", "completions", 0.0, (Check("a", status, "b"),), 1.0)
+    assert report.verdict().startswith("SGLang ?[2J?0 ")

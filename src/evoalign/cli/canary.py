@@ -54,30 +54,31 @@ def canary(
     if key_variable is not None and not key:
         raise ConfigError(f"--key-variable: there is no {key_variable} in the environment; set it to the server's key")
     quiet()
-    from evoalign.engines.server.canary import examine
+    with _no_verdict():
+        from evoalign.engines.server.canary import examine
 
-    with _stopped_in_order():
-        report = examine(
-            url,
-            adapters=adapter or [],
-            server=server,
-            key=key,
-            ca_file=None if ca_file is None else str(ca_file),
-            folder=folder,
-            base=base,
-            api=api.value,
-            as_model=as_model,
-            prompts=prompt or [],
-            tell=_show,
-        )
-    if json_ is not None:
-        import json
+        with _stopped_in_order():
+            report = examine(
+                url,
+                adapters=adapter or [],
+                server=server,
+                key=key,
+                ca_file=None if ca_file is None else str(ca_file),
+                folder=folder,
+                base=base,
+                api=api.value,
+                as_model=as_model,
+                prompts=prompt or [],
+                tell=_show,
+            )
+        if json_ is not None:
+            import json
 
-        from evoalign.rundir.files import write_text
+            from evoalign.rundir.files import write_text
 
-        json_.parent.mkdir(parents=True, exist_ok=True)
-        write_text(json_, json.dumps(report.to_dict(), indent=2) + "\n")
-    typer.echo(report.verdict())
+            json_.parent.mkdir(parents=True, exist_ok=True)
+            write_text(json_, json.dumps(report.to_dict(), indent=2) + "\n")
+        typer.echo(report.verdict())
     raise typer.Exit(report.code)
 
 
@@ -89,6 +90,22 @@ def _show(check: Check) -> None:
 
     line = Text.assemble((f"{check.status:<12}", COLOURS[check.status]), plain(f"{check.name}: {check.detail}"))
     console().print(line, soft_wrap=True)
+
+
+@contextmanager
+def _no_verdict() -> Generator[None]:
+    """Python's own exit code for what nobody foresaw, 1, would say that the server has a fault: it is 2."""
+    from evoalign.errors import EvoalignError, cut
+
+    try:
+        yield
+    except (EvoalignError, typer.Exit):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {cut(str(error), 600)}"
+        raise EvoalignError(
+            f"the canary failed, which says nothing of the server; --debug shows where ({what})"
+        ) from error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from evoalign.engines.server.client import Client
 from evoalign.engines.server.errors import RefusedError
 from evoalign.engines.server.examination import Check, Examination
 from evoalign.engines.server.session import SERVES, Kind, Session, base_of, dialect_of, kind_of
-from evoalign.errors import ConfigError, ModelError
+from evoalign.errors import ConfigError, ModelError, cut, plain
 
 PROMPTS = (
     "The capital of France is",
@@ -59,9 +59,10 @@ class Report:
         """In a line."""
         counts = {s: sum(c.status == s for c in self.checks) for s in ("ok", "warning", "not checked")}
         rest = ", ".join(f"{n} {s}" for s, n in counts.items() if n)
+        server = plain(cut(self.server, 80))
         if self.faults:
-            return f"{self.server} does not apply adapters as they say: {len(self.faults)} FAULT, {rest}"
-        return f"{self.server} applies these adapters: {rest} (floor {self.floor:.2g} nats, {self.seconds:.0f} s)"
+            return f"{server} does not apply adapters as they say: {len(self.faults)} FAULT, {rest}"
+        return f"{server} applies these adapters: {rest} (floor {self.floor:.2g} nats, {self.seconds:.0f} s)"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -87,17 +88,26 @@ def examine(
 
     `adapters` are folders of PEFT adapters, whose shapes and numbers are used; without any, noise on the projections
     of the server's own model, where its config.json can be read here. `as_model`: the adapter's name is sent as the
-    model's, as some clients do. Adapters are loaded under new names and unloaded, also where this is interrupted.
+    model's, as some clients do. Adapters are loaded under new names and unloaded, also where this is interrupted; the
+    last check, `unloaded`, is there where the server does not let go of some.
     """
     started, folders = time.monotonic(), [Path(a) for a in adapters]
     place = None if folder is None else Path(folder)
     with _session(url, server, key, ca_file, place, base, api, prompts) as session:
         checks: list[Check] = []
-        examination = Examination(session, as_model)
-        for check in examination.checks(folders):
+
+        def add(check: Check) -> None:
             checks.append(check)
             if tell is not None:
                 tell(check)
+
+        examination = Examination(session, as_model)
+        try:
+            for check in examination.checks(folders):
+                add(check)
+        finally:
+            if left := session.close():
+                add(Check("unloaded", "warning", f"the server may still have {', '.join(left)}: unload what it lists"))
         return Report(
             session.client.url, session.what, api, examination.floor, tuple(checks), time.monotonic() - started
         )
@@ -117,7 +127,6 @@ def _session(
     if server not in ("auto", *SERVES):
         raise ConfigError(f"--server {server}: use auto, {' or '.join(SERVES)}")
     client = Client(_checked(url), key, ca_file=ca_file)
-    session: Session | None = None
     try:
         kind = client.call(kind_of(client)) if server == "auto" else cast(Kind, server)
         if api == "generate" and kind != "sglang":
@@ -127,8 +136,7 @@ def _session(
         name = base or client.call(base_of(client)) or about.model
         if name is None:
             raise ConfigError(f"{client.url} does not name its model: give --base")
-        session = Session(client, kind, Asker(client, dialect, api, name), about, prompts or PROMPTS, folder)
-        yield session
+        yield Session(client, kind, Asker(client, dialect, api, name), about, prompts or PROMPTS, folder)
     except RefusedError as error:
         if error.status in (401, 403):
             raise ModelError(
@@ -136,8 +144,6 @@ def _session(
             ) from None
         raise
     finally:
-        if session is not None:
-            session.close()
         client.close()
 
 

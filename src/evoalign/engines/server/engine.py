@@ -22,7 +22,7 @@ from evoalign.config import Config
 from evoalign.engines.base import ABSENT, check_members, pairs_of
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.server.adapters import PeftAdapter, Shelf, build
-from evoalign.engines.server.base import APART, PROBE, PROBED, Base, read_base
+from evoalign.engines.server.base import APART, PROBED, PROBES, Base, read_base
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.dialect import Dialect, Said, Server
 from evoalign.engines.server.errors import LostError, RefusedError
@@ -61,7 +61,7 @@ class ServerEngine(KeepsMean):
         self._shelf: Shelf | None = None
         self._serial, self._run = itertools.count(), secrets.token_hex(4)
         self._is_served, self._has_moved = True, False
-        self._own_words: Said | None = None
+        self._own_words: list[Said] = []
         self._link = Link(self._settings, self.dialect, lambda port, key: self.command(port, key, self._specs))
         if self._link.is_ours:
             refuse_missing(self._settings.serves, self.name, self._settings.python, self.module)
@@ -97,10 +97,11 @@ class ServerEngine(KeepsMean):
     def _check_model(self, base: Base) -> None:
         """Raise ModelError where a server that was not started here serves another model, or weights that were moved.
 
-        One answer of a few tokens, whose log-probabilities are held against those of the files.
+        Answers of a few tokens, whose log-probabilities are held against those of the files.
         """
         said = self._own_words = self._probed()
-        apart = base.apart(self._tokens.encode(PROBE), said)
+        apart = sum(base.apart(self._tokens.encode(prompt), one) for prompt, one in zip(PROBES, said, strict=True))
+        apart /= len(PROBES)
         if not apart <= APART[self._dtype]:
             raise ModelError(
                 f"{self._link.where} serves other weights than model {self._config.model.name} "
@@ -108,10 +109,12 @@ class ServerEngine(KeepsMean):
                 "anew"
             )
 
-    def _probed(self) -> Said:
-        request = Request(0, tuple(self._tokens.encode(PROBE)), Sampling(PROBED), logprobs=True)
+    def _probed(self) -> list[Said]:
+        """What the served weights answer to `PROBES`."""
+        prompts = [self._tokens.encode(prompt) for prompt in PROBES]
+        requests = [Request(i, prompt, Sampling(PROBED), logprobs=True) for i, prompt in enumerate(prompts)]
         client = self._there()
-        return client.call(self.dialect.generate(client, [request], None, self._tokens.stop_ids))[0]
+        return client.call(self.dialect.generate(client, requests, None, self._tokens.stop_ids))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,11 +178,12 @@ class ServerEngine(KeepsMean):
         self._check_dtype()
         if self._link.about.model != before:
             raise ModelError(f"{self._link.where} serves {self._link.about.model}, and served {before} before")
-        if self._own_words is None or (self._mean is not None and self.mean.space.evolves_model):
+        if not self._own_words or (self._mean is not None and self.mean.space.evolves_model):
             return  # started here, or its weights are about to be sent
-        now = self._probed()
-        words = zip(now.logprobs or (), self._own_words.logprobs or (), strict=False)
-        if now.token_ids[:1] != self._own_words.token_ids[:1] or any(abs(a - b) > APART[self._dtype] for a, b in words):
+        first = [one.logprobs[0] for one in self._own_words if one.logprobs]  # of one and the same prefix
+        again = [one.logprobs[0] for one in self._probed() if one.logprobs]
+        apart = sum(abs(a - b) for a, b in zip(first, again, strict=False)) / max(1, len(again))
+        if len(first) != len(again) or apart > APART[self._dtype]:
             raise ModelError(f"{self._link.where} answers otherwise than before it was lost: it serves other weights")
 
     @property

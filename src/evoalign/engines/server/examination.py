@@ -9,6 +9,7 @@ goes below that, so that rounding is no fault.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -294,13 +295,19 @@ class Examination:
             yield Check(check, status, detail, distance, self._near)
 
     def _unknown(self) -> Check:
-        """A name that was never loaded has to be refused."""
+        """A name that was never loaded has to be refused. Raises LostError where the server does not outlive it."""
         session = self._session
         name = session.name()
         try:
             session.client.call(session.asker.answer(session.prompts[0], name))
-        except (RefusedError, LostError):
+        except RefusedError:
             return Check("unknown name", "ok", "a name that was never loaded is refused")
+        except LostError as error:
+            with contextlib.suppress(LostError):
+                if session.client.call(session.dialect.is_ready(session.client)):
+                    detail = f"to a name that was never loaded the server gives an error, and is well after it: {error}"
+                    return Check("unknown name", "ok", detail)
+            raise
         return Check(
             "unknown name", "FAULT", "a name that was never loaded is answered: a misspelt adapter is the base model"
         )

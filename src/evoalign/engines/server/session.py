@@ -49,7 +49,8 @@ class Session:
         self.by_files = not self._may_send or here
         self._shelf = Shelf(None if folder is None else str(folder), "--folder")
         self._run, self._serial = secrets.token_hex(4), itertools.count()
-        self._loaded: list[str] = []
+        self._loaded: dict[str, bool] = {}
+        """Names that the server may have; True: it said so."""
         self._loading: Future[None] | None = None
 
     @property
@@ -92,23 +93,30 @@ class Session:
         self.by_files = False
 
     def _send(self, adapter: PeftAdapter, name: str, folder: Path | None) -> None:
-        if name not in self._loaded:
-            self._loaded.append(name)
+        self._loaded.setdefault(name, False)
         work = self.dialect.load(self.client, name, adapter, folder, self.server.ranks)
         self._loading = self.client.submit(work)
         self._loading.result()
-        self._loading = None
+        self._loading, self._loaded[name] = None, True
 
     def _unload(self, name: str) -> None:
-        """Also of a load that was interrupted, or refused."""
+        """Also of a load that was interrupted, or refused. What may still be there is tried again at the end."""
         loading, self._loading = self._loading, None
         if loading is not None:
             with contextlib.suppress(EvoalignError, LateError):
                 loading.result(PATIENCE)
-        if name in self._loaded:
-            with contextlib.suppress(EvoalignError, LateError):
-                self.client.submit(self.dialect.unload(self.client, name)).result(FAREWELL)
-            self._loaded.remove(name)
+                self._loaded[name] = True
+        if name not in self._loaded:
+            return
+        try:
+            self.client.submit(self.dialect.unload(self.client, name)).result(FAREWELL)
+        except RefusedError:
+            if self._loaded[name]:
+                return
+        except (EvoalignError, LateError):
+            self._loaded[name] = False
+            return
+        del self._loaded[name]
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -153,11 +161,12 @@ class Session:
             raise refused
         self.prompts = kept
 
-    def close(self) -> None:
-        """Unload and delete all that is left."""
+    def close(self) -> list[str]:
+        """Unload and delete all that is left; the names that the server may have nevertheless."""
         for name in list(self._loaded):
             self._unload(name)
         self._shelf.close()
+        return list(self._loaded)
 
 
 async def kind_of(client: Client) -> Kind:
