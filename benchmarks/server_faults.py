@@ -2,7 +2,7 @@
 """A training over a server that dies, hangs, refuses adapters or answers garbage, at many moments: what becomes of it?
 
     python benchmarks/server_faults.py --moments 20 --json benchmarks/results/server_faults.jsonl     two hours
-    python benchmarks/server_faults.py --moments 2 --faults kill --places launched
+    python benchmarks/server_faults.py --moments 5 --space lowrank --faults kill garbage
 
 A moment is a request of the run: before the n-th one the server's process group gets SIGKILL or SIGSTOP (`kill`,
 `hang`), the adapter that is being loaded loses its file (`refuse`), or what the server answers is put in place by
@@ -58,6 +58,7 @@ class Trial:
 
     fault: str
     place: str
+    space: str
     moment: int
     of: int
     ended: str
@@ -68,9 +69,12 @@ class Trial:
     error: str = ""
 
 
+SPACE = "lora"
+
+
 def tree(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     return {
-        "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
+        "space": SPACE, "lowrank": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]}, "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
         "model": {"name": "tiny", "dtype": "float32"},
         "lora": {"rank": 4, "alpha": 4, "target_layers": [3], "target_modules": ["down_proj"]},
         "es": {"num_generations": 3, "population_size": 6, "sigma": 0.025, "learning_rate": 0.0125},
@@ -110,6 +114,12 @@ class Server:
     def again(self) -> None:
         """Start the same command once more."""
         self.engine._link._process.start(self.engine._link._is_ready, 120.0)
+
+    def begin(self) -> None:
+        """Have it serve the base model's weights, which a run over it may have moved."""
+        client = self.engine._there()
+        body = {"model_path": str(tokens.model_path(self.engine._config.model)), "flush_cache": True}
+        client.call(client.post("/update_weights_from_disk", body, seconds=60.0))
 
     def close(self) -> None:
         self.engine.close()
@@ -173,6 +183,8 @@ def trial(  # noqa: C901
                 groups.append(self._process.pid)
 
     start, ended, error = time.monotonic(), "by itself", ""
+    if server is not None:
+        server.begin()
     Link._launch = launched  # type: ignore[method-assign]
     try:
         with counted(act):
@@ -184,6 +196,8 @@ def trial(  # noqa: C901
         for helper in helpers:
             helper.join()
         if ended != "by itself":
+            if server is not None:
+                server.begin()
             train(folder, engine, resume=(folder / "journal.jsonl").exists())
     finally:
         Link._launch = launch  # type: ignore[method-assign]
@@ -191,7 +205,9 @@ def trial(  # noqa: C901
     same = found == wanted and evoalign.replay(folder) == wanted[-1]
     left = sorted(_in_memory() - before)
     left += [f"process group {g}" for g in groups if _lives(g)]
-    return Trial(fault, place, moment, of, ended, same, left, round(time.monotonic() - start, 1), done, error[:300])
+    return Trial(
+        fault, place, SPACE, moment, of, ended, same, left, round(time.monotonic() - start, 1), done, error[:300]
+    )
 
 
 def come_back(fault: str, server: Server, group: int) -> None:
@@ -233,8 +249,10 @@ def main() -> None:
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--space", choices=("lora", "lowrank"), default=SPACE)
     parser.add_argument("--json", type=Path, default=Path("runs/server_faults.jsonl"))
     options = parser.parse_args()
+    globals()["SPACE"] = options.space
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=adapters.IN_MEMORY) as memory:
         adapters.IN_MEMORY = Path(memory)
