@@ -74,7 +74,8 @@ SPACE = "lora"
 
 def tree(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     return {
-        "space": SPACE, "lowrank": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]}, "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
+        "space": SPACE, "lowrank": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
+        "output_dir": str(folder), "seed": 1, "task": {"name": "conciseness"},
         "model": {"name": "tiny", "dtype": "float32"},
         "lora": {"rank": 4, "alpha": 4, "target_layers": [3], "target_modules": ["down_proj"]},
         "es": {"num_generations": 3, "population_size": 6, "sigma": 0.025, "learning_rate": 0.0125},
