@@ -95,6 +95,7 @@ def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.last("q_proj", "mixed up", "no sign", "one for all", "unknown")
 def test_a_planted_fault_is_found_and_no_other(url: str, fault: str) -> None:
     make, wanted = FAULTS[fault]
     with between(url, os.environ[KEY], make()) as address:

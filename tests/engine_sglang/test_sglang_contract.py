@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine promises, of SGLang: started here with its adapters in files, attached with them as tensors, and by
-OpenAI's chat completions."""
+"""What every engine promises, of SGLang: started here, and attached with adapters in files, as tensors, and by OpenAI's
+chat completions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SEEDED = (check_common_random_numbers, check_requests_of_one_member)
 UNSEEDED = [check for check in CHECKS if check not in SEEDED]
 
 
-ATTACHED = {"tensors": {"transport": "tensors"}, "chat": {"api": "chat"}}
+ATTACHED = {"files": {"transport": "files"}, "tensors": {"transport": "tensors"}, "chat": {"api": "chat"}}
 
 
-@pytest.fixture(scope="module", params=["lora", "lowrank", *ATTACHED])
+@pytest.fixture(scope="module", params=["lowrank", *ATTACHED])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     own = ATTACHED.get(request.param)
     settings = config(request.param) if own is None else attached(request.getfixturevalue("url"), engine=own)
