@@ -248,6 +248,7 @@ def undisturbed(engine: dict[str, Any]) -> tuple[list[str], int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", type=int, default=20)
+    parser.add_argument("--at", type=int, nargs="+", help="These requests alone, in place of moments.")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--space", choices=("lora", "lowrank"), default=SPACE)
@@ -257,21 +258,22 @@ def main() -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=adapters.IN_MEMORY) as memory:
         adapters.IN_MEMORY = Path(memory)
-        for found in trials(options.moments, options.faults, options.places):
+        for found in trials(options.moments, options.faults, options.places, options.at):
             print(json.dumps(asdict(found)), flush=True)
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(found)) + "\n")
 
 
-def trials(moments: int, faults: Sequence[str], places: Sequence[str]) -> Iterator[Trial]:
-    """Each fault at each place, at so many moments."""
+def trials(
+    moments: int, faults: Sequence[str], places: Sequence[str], at: Sequence[int] | None = None
+) -> Iterator[Trial]:
+    """Each fault at each place, at so many moments, or before the requests of these numbers."""
     server = Server()
     try:
         wanted, requests = undisturbed(server.settings)
         for place in places:
             for fault in faults:
-                for k in range(moments):
-                    moment = 1 + (2 * k + 1) * requests // (2 * moments)
+                for moment in at or [1 + (2 * k + 1) * requests // (2 * moments) for k in range(moments)]:
                     yield trial(fault, place, moment, requests, wanted, server if place == "attached" else None)
     finally:
         server.close()

@@ -14,9 +14,10 @@ from served import KEY, answers, attached, config
 
 from evoalign import engines, spaces, tokens
 from evoalign.engines import Engine
+from evoalign.engines.base import ABSENT
 from evoalign.engines.server import client
 from evoalign.engines.server.base import PROBES
-from evoalign.errors import EvoalignError
+from evoalign.errors import EvoalignError, ModelError
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
 from faulty_server import Answer, Body, Forward, between
 
@@ -120,3 +121,18 @@ def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> Non
             now.change = other
             with pytest.raises(EvoalignError, match="answers otherwise than before it was lost"):
                 list(engine.rollout(MEAN_PLAN, requests))
+
+
+def test_a_loss_while_nobody_is_asked_is_recovered_from(url: str) -> None:
+    """The question under a name that was never loaded, by which adapters are known to be told apart."""
+    left = [1]
+
+    def handle(path: str, body: Body, forward: Forward) -> Answer:
+        is_asked = path == "/generate" and "lora_path" in body and left
+        return (200, b"[]") if is_asked and left.pop() else forward(path, body)
+
+    with between(url, os.environ[KEY], handle) as address:
+        engine, requests = opened(attached(address))
+        with closing(engine), pytest.raises(ModelError, match="is not there"):
+            list(engine.rollout(Plan(0, 0.0, (ABSENT,)), requests))
+        assert not left and engine._link._losses == 1

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, NoReturn, cast
 
 import torch
 
@@ -201,8 +201,11 @@ class ServerEngine(KeepsMean):
         self._check_length(requests)
         if self._mean is None and plan.members != (MEAN,):
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
-        if ABSENT in plan.members:
-            self._ask_nobody(requests)
+        while ABSENT in plan.members:
+            try:
+                self._ask_nobody(requests)
+            except LostError as error:
+                self._recover(error)
         check_members(plan, requests)
         owed = {(m.index, r.index): (m, r) for m, r in pairs_of(plan.members, requests)}
         while owed:
@@ -229,7 +232,7 @@ class ServerEngine(KeepsMean):
             logprobs=heard.said.logprobs if heard.request.logprobs else None,
         )
 
-    def _ask_nobody(self, requests: Sequence[Request]) -> None:
+    def _ask_nobody(self, requests: Sequence[Request]) -> NoReturn:
         """Ask under the name of an adapter that was never loaded: a server that answers gives the base model's answer.
 
         Raises ModelError, one that says so where it answers.
