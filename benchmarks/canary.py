@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=OWN, default="sglang")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="Number of the first run, by which prompts are drawn.")
     parser.add_argument("--minutes", type=float, default=15.0, help="No further run is begun after so many.")
     parser.add_argument("--faults", action="store_true", help="Then each planted fault, by each API.")
     parser.add_argument("--to", type=Path, default=RESULTS)
@@ -63,7 +64,7 @@ def main() -> None:
 def _measure(options: argparse.Namespace, url: str, key: str) -> None:
     apis, known = APIS[options.engine], KNOWN.get(options.engine, set())
     started, blamed, seconds = time.monotonic(), 0, list[float]()
-    for run in range(options.runs):
+    for run in range(options.first, options.first + options.runs):
         if time.monotonic() - started > 60 * options.minutes:
             break
         report = examine(url, key=key, api=apis[run % len(apis)], prompts=_prompts(run))

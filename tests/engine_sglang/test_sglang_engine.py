@@ -115,8 +115,9 @@ def test_what_a_server_cannot_do_is_refused_by_name(url: str, monkeypatch: pytes
     refused(attached(url, model={"name": "tiny", "dtype": "bfloat16"}), "serves float32", "set model.dtype float32")
     refused(attached("http://127.0.0.1:9", engine={"start_timeout": 0.5}), "no SGLang answers at http://127.0.0.1:9")
     monkeypatch.setenv("ANOTHER", "wrong")
-    refused(attached(url, engine={"key_variable": "ANOTHER"}), "wants a key")
-    refused(attached(url, engine={"key_variable": "NOT_SET"}), "there is no NOT_SET in the environment")
+    refused(attached(url, engine={"key_variable": "ANOTHER"}), "refuses the key that it is given")
+    refused(config(engine={"url": url}), "wants a key: set engine.key_variable")
+    refused(attached(url, engine={"key_variable": "NOT_SET"}), "the name of the variable that holds the server's key")
     refused(
         config(engine={"python": "/no/such/python"}), "SGLang is not installed in the environment of /no/such/python"
     )

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from evoalign.engines.server.asking import Api, Asker
 from evoalign.engines.server.client import Client
@@ -32,7 +30,6 @@ PROMPTS = (
     "month does the snow melt?",
 )
 """The last is longer than a block of a server's prefix cache."""
-_URL = re.compile(r"^https?://[^\s/@]+(/[^\s@]*)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,7 @@ def _session(
 ) -> Generator[Session]:
     if server not in ("auto", *SERVES):
         raise ConfigError(f"--server {server}: use auto, {' or '.join(SERVES)}")
-    client = Client(_checked(url), key, ca_file=ca_file)
+    client = Client(url, key, ca_file=ca_file)
     try:
         kind = client.call(kind_of(client)) if server == "auto" else cast(Kind, server)
         if api == "generate" and kind != "sglang":
@@ -139,20 +136,8 @@ def _session(
         yield Session(client, kind, Asker(client, dialect, api, name), about, prompts or PROMPTS, folder)
     except RefusedError as error:
         if error.status in (401, 403):
-            raise ModelError(
-                f"{client.url} wants another key: name the variable that holds it by --key-variable"
-            ) from None
+            what = "wants a key: name the variable that holds it by" if key is None else "refuses the key named by"
+            raise ModelError(f"{client.url} {what} --key-variable") from None
         raise
     finally:
         client.close()
-
-
-def _checked(url: str) -> str:
-    """Without `/v1` at its end, which clients of OpenAI's write. Raises ConfigError."""
-    try:
-        is_one = bool(_URL.match(url)) and urlsplit(url).port != 0
-    except ValueError:
-        is_one = False
-    if not is_one:
-        raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:30000")
-    return url.rstrip("/").removesuffix("/v1")

@@ -147,7 +147,8 @@ class Client:
             raise kind(f"{where} does not answer: {_why(error)}") from error
         status = response.status_code
         if status in (401, 403):
-            raise RefusedError(f"{where} wants a key: set engine.key_variable", status)
+            what = "wants a key: set" if self._key is None else "refuses the key that it is given: see"
+            raise RefusedError(f"{where} {what} engine.key_variable", status)
         if status in BUSY:
             raise _AgainError(f"{where} fails with status {status}: {shown(raw)}")
         if status >= 500 or response.is_redirect:
@@ -176,7 +177,7 @@ class _AgainError(Exception):
 
 
 def checked_url(url: str) -> str:
-    """Without a `/` at its end. Raises ConfigError for what is no address of a server."""
+    """Without `/v1` at its end, which clients of OpenAI's write. Raises ConfigError for what is no server's address."""
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in url
@@ -185,7 +186,7 @@ def checked_url(url: str) -> str:
         is_one = False
     if not is_one:
         raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:30000")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _why(error: Exception) -> str:

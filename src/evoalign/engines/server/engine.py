@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import ClassVar, NoReturn, cast
 
@@ -62,6 +62,7 @@ class ServerEngine(KeepsMean):
         self._serial, self._run = itertools.count(), secrets.token_hex(4)
         self._is_served, self._has_moved = True, False
         self._own_words: list[Said] = []
+        self._load: dict[str, float] = {}
         self._link = Link(self._settings, self.dialect, lambda port, key: self.command(port, key, self._specs))
         if self._link.is_ours:
             refuse_missing(self._settings.serves, self.name, self._settings.python, self.module)
@@ -278,6 +279,7 @@ class ServerEngine(KeepsMean):
             name=self._name,
         )
         self._link.heard()
+        left = len(pairs)
         with closing(traffic.hear(pairs, self._is_bare, lambda members: self._adapters(plan, members))) as heard:
             for one in heard:
                 if one is None:  # nothing new
@@ -286,6 +288,9 @@ class ServerEngine(KeepsMean):
                 self._link.heard()
                 if isinstance(one, Heard):
                     self._check_whole(one)
+                    left -= 1
+                    if left in (len(pairs) - 1, len(pairs) // 2):  # it is idle when all is said
+                        self._sample()
                     yield one
 
     def _check_whole(self, heard: Heard) -> None:
@@ -346,12 +351,16 @@ class ServerEngine(KeepsMean):
         self._is_served = True
 
     def metrics(self) -> dict[str, float]:
-        """How busy the server is; nothing where it does not say."""
+        """How busy the server was, of a few moments since this was asked last the busiest; nothing where it does not
+        say."""
+        found, self._load = self._load, {}
+        return found
+
+    def _sample(self) -> None:
         client = self._there()
-        try:
-            return dict(client.call(self.dialect.metrics(client)))
-        except EvoalignError:
-            return {}
+        with suppress(EvoalignError):
+            now = dict(client.call(self.dialect.metrics(client)))
+            self._load = max(self._load, now, key=lambda load: load.get("running", -1.0))
 
     def close(self) -> None:
         """End the server that was started here, with all its processes, and delete what was written for it."""

@@ -17,6 +17,8 @@ from evoalign.engines.server.process import Command, ServerProcess, free_port
 from evoalign.engines.server.settings import ServerSettings
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 
+BEGINNING, STARTING = 10.0, 900.0
+"""Seconds that are waited for a server that should run already, and for one that starts."""
 POLL = 0.2
 """Seconds between looks at whether a server is there."""
 PATIENCE = 4
@@ -34,7 +36,7 @@ class Link:
         self._settings, self._dialect, self._command = settings, dialect, command
         self._client: Client | None = None
         self._process: ServerProcess | None = None
-        self._silent_since, self._losses = 0.0, 0
+        self._silent_since, self._losses, self._why = 0.0, 0, ""
         self.about = Server("")
         self._key = _key_of(settings)
 
@@ -94,7 +96,7 @@ class Link:
         else:
             if self._client is None:
                 self._client = self._connected(str(self._settings.url), self._key)
-            self._wait(self._settings.start_timeout)
+            self._wait(self._settings.start_timeout or (STARTING if self.about.version else BEGINNING))
         self.about = self.client.call(self._dialect.about(self.client))
 
     def _launch(self) -> None:
@@ -107,16 +109,19 @@ class Link:
         if self._process is None:
             self._process = ServerProcess(command, f"the {self._settings.serves} server")
         self._process.command = command
-        self._process.start(self._is_ready, self._settings.start_timeout)
+        self._process.start(self._is_ready, self._settings.start_timeout or STARTING)
 
     def _connected(self, url: str, key: str | None) -> Client:
         return Client(url, key, ca_file=self._settings.ca_file, concurrency=self._settings.concurrency)
 
     def _is_ready(self) -> bool:
         try:
-            return self.client.call(self._dialect.is_ready(self.client))
-        except LostError:
+            is_ready = self.client.call(self._dialect.is_ready(self.client))
+        except LostError as error:
+            self._why = str(error).removeprefix(self.client.url)
             return False
+        self._why = "it says that it is not ready"
+        return is_ready
 
     def _wait(self, seconds: float) -> None:
         """Until a server at `url` is ready. Raises ModelError."""
@@ -125,7 +130,7 @@ class Link:
             if time.monotonic() > deadline:
                 raise ModelError(
                     f"no {self._settings.serves} answers at {self.client.url} (waited {seconds:g} s, "
-                    "engine.start_timeout); start it, or set engine.url"
+                    f"engine.start_timeout; {self._why}); start it, or set engine.url"
                 )
             time.sleep(POLL)
 
@@ -176,5 +181,8 @@ def _key_of(settings: ServerSettings) -> str | None:
     if name is None:
         return None
     if not os.environ.get(name):
-        raise ConfigError(f"engine.key_variable: there is no {name} in the environment; set it to the server's key")
+        raise ConfigError(
+            "engine.key_variable: the environment has no variable of that name; it takes the name of the variable that "
+            "holds the server's key, never the key itself"
+        )
     return os.environ[name]

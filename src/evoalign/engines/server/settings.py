@@ -53,8 +53,9 @@ class ServerSettings(EngineSettings):
     """HTTP requests in flight at once; each has up to `batch` prompts of one member."""
     batch: Count = 16
     """Prompts of one member in one HTTP request."""
-    start_timeout: Seconds = 900.0
-    """Seconds within which a server that is started has to be ready, or one that was lost has to be there again."""
+    start_timeout: Seconds | None = None
+    """Seconds within which a server has to be ready. None: 10 for one at `url` when a run begins, 900 for one that is
+    started here, or that was lost."""
     timeout: Seconds = 300.0
     """Seconds without any answer, while some are owed, after which a server that is not well counts as hung; one that
     says that it is well, after four times as many."""
