@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -123,16 +125,23 @@ def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> Non
                 list(engine.rollout(MEAN_PLAN, requests))
 
 
-def test_a_loss_while_nobody_is_asked_is_recovered_from(url: str) -> None:
+@pytest.mark.parametrize("how", ["garbage", "hang"])
+def test_a_loss_while_nobody_is_asked_is_recovered_from(url: str, how: str) -> None:
     """The question under a name that was never loaded, by which adapters are known to be told apart."""
-    left = [1]
+    left, release = [1], threading.Event()
 
     def handle(path: str, body: Body, forward: Forward) -> Answer:
-        is_asked = path == "/generate" and "lora_path" in body and left
-        return (200, b"[]") if is_asked and left.pop() else forward(path, body)
+        if path == "/generate" and "lora_path" in body and left:
+            left.pop()
+            if how == "garbage":
+                return 200, b"[]"
+            release.wait(60)
+        return forward(path, body)
 
     with between(url, os.environ[KEY], handle) as address:
-        engine, requests = opened(attached(address))
+        engine, requests = opened(attached(address, engine={"timeout": 5.0}))
         with closing(engine), pytest.raises(ModelError, match="is not there"):
+            start = time.monotonic()
             list(engine.rollout(Plan(0, 0.0, (ABSENT,)), requests))
-        assert not left and engine._link._losses == 1
+        release.set()
+        assert not left and engine._link._losses == 1 and time.monotonic() - start < 60

@@ -89,13 +89,16 @@ def test_whether_a_server_is_well_is_asked_beside_any_number_of_completions() ->
 
 
 def test_no_more_completions_are_in_flight_than_were_set() -> None:
-    now, most, lock = 0, 0, threading.Lock()
+    now, most, lock, is_full = 0, 0, threading.Lock(), threading.Event()
 
     def handle(to: BaseHTTPRequestHandler) -> None:
         nonlocal now, most
         with lock:
             now += 1
             most = max(most, now)
+            if now == 4:
+                is_full.set()
+        is_full.wait(20)
         time.sleep(0.05)
         with lock:
             now -= 1
@@ -353,25 +356,21 @@ class Slow:
         return [Said((2,), "stop", None) for _ in requests]
 
 
+class Bare:
+    """A shelf that nothing lies on: adapters go as tensors."""
+
+    def drop(self, name: str) -> None:
+        pass
+
+
 def test_few_adapters_are_on_their_way_at_once() -> None:
     dialect, members = Slow(), population(12)
     with serving(answer) as url, closing(Client(url)) as client:
-        traffic = Traffic(client, dialect, None, False, 1, 12, 16, [2], lambda m: f"m{m.index}")  # type: ignore[arg-type]
-        traffic_shelf(traffic)
+        traffic = Traffic(client, dialect, Bare(), False, 1, 12, 16, [2], lambda m: f"m{m.index}")  # type: ignore[arg-type]
         pairs = [(m, Request(0, (5,), Sampling(4))) for m in members]
         adapters = [PeftAdapter({}, {})] * len(members)
         said = list(traffic.hear(pairs, lambda m: False, lambda some: adapters[: len(some)]))
     assert sum(isinstance(one, Heard) for one in said) == 12 and dialect.most == LOADS
-
-
-def traffic_shelf(traffic: Traffic) -> None:
-    """Nothing lies on it: adapters go as tensors."""
-
-    class Nothing:
-        def drop(self, name: str) -> None:
-            pass
-
-    object.__setattr__(traffic, "shelf", Nothing())
 
 
 def test_an_address_elsewhere_sees_no_files() -> None:

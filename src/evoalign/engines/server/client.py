@@ -78,13 +78,16 @@ class Client:
         """Start a coroutine on the client's thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine comes to; it is cancelled where the wait is interrupted."""
+    def call(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """What a coroutine comes to; it is cancelled where the wait is interrupted. LostError after `seconds`."""
         future = self.submit(work)
         try:
-            return future.result()
-        except BaseException:
+            return future.result(seconds)
+        except BaseException as error:
+            is_late = isinstance(error, TimeoutError) and not future.done()
             future.cancel()
+            if is_late:
+                raise LostError(f"{self.url} does not answer within {seconds:g} s") from error
             raise
 
     async def post(self, path: str, body: Any, *, seconds: float | None = SHORT) -> Any:
@@ -115,17 +118,16 @@ class Client:
     async def _answer(self, method: str, path: str, body: Any, seconds: float | None) -> bytes:
         """Sent again, a few times, where the server was not reached or is busy."""
         content = None if body is None else await asyncio.to_thread(_encoded, body)
-        wait = BACKOFF
-        for tries in range(RETRIES + 1):
+        tries = 0
+        while True:
             try:
                 async with self._room if seconds is None else contextlib.nullcontext():
                     return await self._once(method, path, content, seconds)
             except _AgainError as error:
                 if tries == RETRIES:
                     raise LostError(str(error)) from error
-            await asyncio.sleep(wait)
-            wait *= 2
-        raise AssertionError
+            await asyncio.sleep(BACKOFF * 2**tries)
+            tries += 1
 
     async def _once(self, method: str, path: str, content: bytes | None, seconds: float | None) -> bytes:
         where = f"{self.url}{path}"

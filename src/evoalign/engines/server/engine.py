@@ -114,8 +114,13 @@ class ServerEngine(KeepsMean):
         """What the served weights answer to `PROBES`."""
         prompts = [self._tokens.encode(prompt) for prompt in PROBES]
         requests = [Request(i, prompt, Sampling(PROBED), logprobs=True) for i, prompt in enumerate(prompts)]
+        return self._asked(requests, None)
+
+    def _asked(self, requests: Sequence[Request], adapter: str | None) -> list[Said]:
+        """A few short answers, apart from any rollout. Raises LostError after `engine.timeout`."""
         client = self._there()
-        return client.call(self.dialect.generate(client, requests, None, self._tokens.stop_ids))
+        work = self.dialect.generate(client, requests, adapter, self._tokens.stop_ids)
+        return client.call(work, self._settings.timeout)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -238,15 +243,14 @@ class ServerEngine(KeepsMean):
 
         Raises ModelError, one that says so where it answers.
         """
-        client, name = self._there(), self._name(ABSENT)
         try:
-            said = client.call(self.dialect.generate(client, requests[:1], name, self._tokens.stop_ids))
+            said = self._asked(requests[:1], self._name(ABSENT))
         except RefusedError as error:
             raise ModelError(f"member {ABSENT.index} is not there: {error}") from error
         text = self._tokens.decode(said[0].token_ids)
         raise EvoalignError(
-            f"{self._settings.serves} at {client.url} answers {text!r} in the name of an adapter that was never "
-            "loaded: it takes the base model for adapters that it does not know"
+            f"{self._link.where} answers {text!r} in the name of an adapter that was never loaded: it takes the base "
+            "model for adapters that it does not know"
         )
 
     def _name(self, member: Member) -> str:
