@@ -21,8 +21,8 @@ import yaml
 
 import evoalign
 from evoalign import cli, config
+from evoalign.config.schema import description, docstrings
 
-HERE = Path(__file__).parent
 SOURCE = Path(config.__file__).parent
 MARKER = re.compile(r"^<!-- (settings|commands|python)(?:: (\S+))? -->$", re.MULTILINE)
 
@@ -70,8 +70,7 @@ def _walk(
             yield from _walk(inner, below, f"{key}.", definitions)
         if _below(field, definitions):
             continue
-        text = docstrings().get(f"{section}.{name}") or more().get(f"{section}.{name}", "")
-        yield {"key": key, "schema": field, "section": section, "text": text}
+        yield {"key": key, "schema": field, "section": section, "text": description(section, name)}
 
 
 def _below(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -83,27 +82,6 @@ def _below(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[tup
 
 def _top_level() -> list[dict[str, Any]]:
     return [s for s in settings() if "." not in s["key"]]
-
-
-@functools.cache
-def docstrings() -> dict[str, str]:
-    """`Class` and `Class.field` to their docstrings; pydantic keeps those of fields only when a model asks it to."""
-    found: dict[str, str] = {}
-    sources = [*SOURCE.glob("*.py"), *SOURCE.parent.glob("engines/*/settings.py")]
-    for node in (node for file in sources for node in ast.parse(file.read_text(encoding="utf-8")).body):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        found[node.name] = ast.get_docstring(node) or ""
-        for field, text in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[f"{node.name}.{ast.unparse(field.target)}"] = " ".join(str(text.value.value).split())
-    return found
-
-
-@functools.cache
-def more() -> dict[str, str]:
-    """Descriptions of the fields that have no docstring, because their name says it to those who know the field."""
-    return yaml.safe_load((HERE / "settings.yaml").read_text(encoding="utf-8"))
 
 
 def _setting(setting: Mapping[str, Any]) -> str:

@@ -77,7 +77,7 @@ def as_config(config: ConfigLike, *, needs_es: bool = True) -> Config:
     Raises ConfigError.
     """
     if isinstance(config, str | Path):
-        config = load([config], needs_es=needs_es)
+        config = load(config, needs_es=needs_es)
     return engines.read(config if isinstance(config, Config) else from_dict(config, needs_es=needs_es))
 
 

@@ -33,6 +33,7 @@ from evoalign.rundir import checkpoint, parquet
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
 from evoalign.training import resolve as targets
+from evoalign.version import install
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -331,7 +332,7 @@ def test_the_doctor_finds_what_grpo_would_refuse(tmp_path: Path, monkeypatch: py
     assert found["engine"].status == found["disk"].status == "skipped"
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
     found = {f.name: f for f in preflight.doctor(from_dict(config(tmp_path / "new")))}
-    assert found["trl"].status == "failed" and "evoalign[grpo]" in found["trl"].fix
+    assert found["trl"].status == "failed" and found["trl"].fix == install("grpo")
 
 
 def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -> None:

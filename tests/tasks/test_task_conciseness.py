@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig
+from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import create, data
 from evoalign.types import Example
@@ -139,4 +140,4 @@ def test_the_questions_of_our_own_are_what_their_recipe_makes(tmp_path: Path) ->
     ).stdout
     assert made == "".join(f"questions_{part}.json: {count} questions\n" for part, count in QUESTIONS.items())
     for file in tmp_path.iterdir():
-        assert file.read_bytes() == data.locate(f"data/tasks/conciseness/{file.name}").read_bytes(), file.name
+        assert file.read_bytes() == locate(f"data/tasks/conciseness/{file.name}").read_bytes(), file.name

@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from evoalign import tasks
 from evoalign.config import TaskConfig
+from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet as tables
 from evoalign.tasks import data
@@ -288,13 +289,13 @@ def test_shipped_paths_work_from_any_folder_and_give_way_to_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert data.locate("data/tasks/countdown/countdown.json").is_absolute()
-    assert data.locate("countdown.json") == Path("countdown.json")
-    assert data.locate("data/tasks/none.json") == Path("data/tasks/none.json")
+    assert locate("data/tasks/countdown/countdown.json").is_absolute()
+    assert locate("countdown.json") == Path("countdown.json")
+    assert locate("data/tasks/none.json") == Path("data/tasks/none.json")
     own = Path("data/tasks/countdown/countdown.json")
     own.parent.mkdir(parents=True)
     own.write_text("[]", encoding="utf-8")
-    assert data.locate(str(own)) == own
+    assert locate(str(own)) == own
 
 
 # --- hub ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
 from evoalign.spaces import create as create_space
 from evoalign.training import splits
 from evoalign.types import TensorSpec
+from evoalign.version import install
 
 SLOTS = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
 """Numbers that an optimizer keeps of each that is trained; others are not counted."""
@@ -232,7 +233,7 @@ def _refusals(config: Config, examples: int, objective: Objective) -> list[str]:
     """What a run would refuse before it loads a weight."""
     found: list[str] = []
     if not tracking.is_installed("trl"):
-        found.append("refused as it stands: GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
+        found.append(f"refused as it stands: GRPO needs the extra grpo: {install('grpo')}")
     refusing = (
         partial(settings.check, config),
         partial(settings.trains_on_cpu, config),

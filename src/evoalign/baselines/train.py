@@ -39,6 +39,7 @@ from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Session, locked, object_given, place
 from evoalign.training.stop import Stop
+from evoalign.version import install
 
 
 def grpo(
@@ -58,7 +59,7 @@ def grpo(
     """
     config = as_config(config)
     if not tracking.is_installed("trl"):
-        raise ConfigError("GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
+        raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
     tracking.check(config)
     given = object_given(task, reward)
     run, writes = place(config, "grpo", resume=resume), _is_first()

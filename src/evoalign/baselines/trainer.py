@@ -18,6 +18,7 @@ from trl.trainer.utils import RepeatSampler
 from evoalign.errors import ConfigError
 from evoalign.rollouts import derive_seed
 from evoalign.tokens import Tokens
+from evoalign.version import install
 
 __all__ = ["GRPOConfig", "Trainer"]
 
@@ -32,7 +33,7 @@ def check_release(trainer: type = GRPOTrainer) -> None:
     if missing:
         raise ConfigError(
             f"TRL {version('trl')} has no {', '.join(missing)}, which GRPO here builds on: "
-            "pip install 'evoalign[grpo]' gets a release that it was tested with"
+            f"{install('grpo')} gets a release that it was tested with"
         )
 
 

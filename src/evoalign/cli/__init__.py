@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from evoalign import analysis
 from evoalign.cli.analyze import analyze
 from evoalign.cli.canary import canary
 from evoalign.cli.data import countdown
+from evoalign.cli.demo import demo
 from evoalign.cli.doctor import doctor
 from evoalign.cli.evaluate import evaluate
 from evoalign.cli.export import export
@@ -23,6 +25,7 @@ from evoalign.cli.options import say
 from evoalign.cli.placebo import placebo
 from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
+from evoalign.cli.schema import schema
 from evoalign.cli.sweep import sweep
 from evoalign.cli.train import train
 from evoalign.errors import EvoalignError, MachineError, StoppedError, cut
@@ -30,26 +33,47 @@ from evoalign.errors import EvoalignError, MachineError, StoppedError, cut
 OTHER_MACHINE = 3
 """Exit code where a journal's weights come out otherwise on this machine, as it could not promise they would not."""
 
+START, RUN, RUNS, MORE = "To begin", "A run, and what it came to", "Several runs", "More"
+"""Headings of `--help`, in the order in which people need what is below them."""
+
 app = typer.Typer(
     help="Evolution Strategies fine-tuning of language models: only inference, any Python reward.",
+    epilog="First: evoalign demo. Then: evoalign init my_task, and what it says. evoalign COMMAND --help has examples.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(help="Make task data.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
-for command in (sweep, train, grpo, replay, placebo, analyze):
-    app.command()(command)
-for name, found in analysis.shipped().items():
-    if found.command is not None:
-        app.command(name)(found.command)
-app.command("journal")(show_journal)
-for command in (export, doctor, canary, probe):
-    app.command()(command)
-app.command("eval")(evaluate)
-app.command()(init)
-data_app.command("countdown")(countdown)
+
+
+def _register() -> None:
+    """Each command with an example, in the order of `--help`."""
+    analyses = {name: found.command for name, found in analysis.shipped().items() if found.command is not None}
+    commands: list[tuple[str, str, Callable[..., None], str]] = [
+        (START, "demo", demo, "evoalign demo"),
+        (START, "init", init, "evoalign init my_task"),
+        (START, "doctor", doctor, "evoalign doctor config.yaml"),
+        (START, "probe", probe, "evoalign probe config.yaml --write wide.yaml"),
+        (RUN, "train", train, "evoalign train config.yaml --set es.sigma=0.002 --dry-run"),
+        (RUN, "eval", evaluate, "evoalign eval runs/my_task --samples 20 --temperature 0.7"),
+        (RUN, "placebo", placebo, "evoalign placebo runs/my_task"),
+        (RUN, "export", export, "evoalign export runs/my_task --to adapter"),
+        (RUN, "journal", show_journal, "evoalign journal runs/my_task"),
+        (RUN, "replay", replay, "evoalign replay runs/my_task --generation 20 --to old"),
+        (RUNS, "grpo", grpo, "evoalign grpo config.yaml"),
+        *((RUNS, name, command, f"evoalign {name} runs/a runs/b") for name, command in analyses.items()),
+        (RUNS, "sweep", sweep, "evoalign sweep config.yaml --grid es.sigma=0.01,0.02 --seeds 0,1,2 --jobs 2"),
+        (RUNS, "analyze", analyze, "evoalign analyze distance runs/my_task"),
+        (MORE, "canary", canary, "evoalign canary http://127.0.0.1:8000"),
+        (MORE, "schema", schema, "evoalign schema --to evoalign.schema.json"),
+    ]
+    for panel, name, command, example in commands:
+        app.command(name, rich_help_panel=panel, epilog=f"Example: {example}")(command)
+    app.add_typer(data_app, name="data", rich_help_panel=MORE)
+    data_app.command("countdown", epilog="Example: evoalign data countdown problems.json --count 2200")(countdown)
+
+
+_register()
 
 
 def _version(wanted: bool) -> None:

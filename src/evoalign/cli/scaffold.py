@@ -7,13 +7,16 @@ import json
 from importlib import resources
 from pathlib import Path
 
+from evoalign.config.schema import schema
 from evoalign.errors import ConfigError
 from evoalign.tasks import data
 
 TEMPLATES = ("config.yaml", "reward.py")
 QUESTIONS = {"prompts.jsonl": "train", "test.jsonl": "test"}
 """Files whose rows are the shipped Conciseness questions of a split, the target under the name `answer`."""
-FILES = (*TEMPLATES, *QUESTIONS)
+SCHEMA = "evoalign.schema.json"
+"""By which an editor completes and checks config.yaml, whose first line names it."""
+FILES = (*TEMPLATES, *QUESTIONS, SCHEMA)
 
 
 def init(directory: str | Path) -> list[Path]:
@@ -34,7 +37,14 @@ def init(directory: str | Path) -> list[Path]:
     return paths
 
 
+def schema_text() -> str:
+    """The JSON schema of a config, as a file has it."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
 def _content(name: str) -> bytes:
+    if name == SCHEMA:
+        return schema_text().encode()
     if name in TEMPLATES:
         return (resources.files("evoalign.cli") / "templates" / name).read_bytes()
     rows = data.read(f"data/tasks/conciseness/questions_{QUESTIONS[name]}.json")

@@ -29,7 +29,7 @@ class ScheduleConfig(Section):
     floor: Annotated[float, Field(ge=1e-12, le=1)] = 0.1
 
 
-Schedule = Annotated[ScheduleConfig, BeforeValidator(named)]
+Schedule = Annotated[ScheduleConfig, BeforeValidator(named, json_schema_input_type=str | ScheduleConfig)]
 
 
 class EsConfig(Section):
@@ -42,7 +42,9 @@ class EsConfig(Section):
     noise_multiplier: Positive | None = None
     shaping: Literal["zscore", "centered", "ranks", "identity"] = "zscore"
     antithetic: bool = False
-    optimizer: Annotated[OptimizerConfig, BeforeValidator(named)] = Field(default_factory=OptimizerConfig)
+    optimizer: Annotated[OptimizerConfig, BeforeValidator(named, json_schema_input_type=str | OptimizerConfig)] = Field(
+        default_factory=OptimizerConfig
+    )
     sigma_schedule: Schedule = Field(default_factory=ScheduleConfig)
     learning_rate_schedule: Schedule = Field(default_factory=ScheduleConfig)
     decay: Share = 0.0

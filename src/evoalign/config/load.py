@@ -22,6 +22,7 @@ from evoalign.config.grpo import OF_TRL, in_place, place_of
 from evoalign.config.reading import MissingError, read_bytes
 from evoalign.config.run import Config
 from evoalign.config.secrets import GONE, is_secret, redacted_pairs, refuse_secrets
+from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError, cut, shown
 
 MOST_ERRORS = 10
@@ -36,16 +37,19 @@ OLD_NAMES = {
 0.1 mean |W| x perturb_scale, and x init_scale in generation 0; that of `lora.init_scale` is a multiple of the usual."""
 
 
-def load(files: Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
-    """Read YAML files, later ones winning, then `a.b=c` overrides; checked as `from_dict` does. Raises ConfigError."""
+def load(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:
+    """Read a YAML file, or several, later ones winning, then `a.b=c` overrides; checked as `from_dict` does.
+
+    A `configs/..` that is not under the working folder is the one that comes with the package. Raises ConfigError.
+    """
     return from_dict(read(files, overrides), needs_es=needs_es)
 
 
-def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """What `load` checks: the settings of all files and overrides together. Raises ConfigError."""
     tree: dict[str, Any] = {}
-    for file in files:
-        tree = _merge(tree, _in_place(_read(Path(file))))
+    for file in [files] if isinstance(files, str | Path) else files:
+        tree = _merge(tree, _in_place(_read(locate(file))))
     return parse_overrides(tree, overrides)
 
 

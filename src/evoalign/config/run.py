@@ -94,7 +94,9 @@ class Config(Section):
     seed: Seed = 0
     deterministic: bool | None = None
     """None: true on the CPU, false on a GPU."""
-    space: Annotated[SpaceConfig, BeforeValidator(named)] = Field(default_factory=SpaceConfig)
+    space: Annotated[SpaceConfig, BeforeValidator(named, json_schema_input_type=str | SpaceConfig)] = Field(
+        default_factory=SpaceConfig
+    )
     task: TaskConfig = Field(default_factory=TaskConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -71,9 +71,9 @@ class TaskConfig(Section):
     gold: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """For `custom`: the column that has a right answer, by which a reward that wrong answers earn is told; it scores
     nothing. Written down only where it is set."""
-    objective: Annotated[ObjectiveConfig | None, BeforeValidator(named)] = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
+    objective: Annotated[
+        ObjectiveConfig | None, BeforeValidator(named, json_schema_input_type=str | ObjectiveConfig | None)
+    ] = Field(default=None, exclude_if=lambda value: value is None)
     """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
     config, and so the journal, that it always had."""
 

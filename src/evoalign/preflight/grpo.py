@@ -18,6 +18,7 @@ from evoalign.rollouts import collect, rewards_of
 from evoalign.rundir.manifest import versions
 from evoalign.training import splits
 from evoalign.types import MEAN_PLAN, Request, Sampling
+from evoalign.version import install
 
 
 def check_config(case: Case) -> Finding:
@@ -34,7 +35,7 @@ def check_config(case: Case) -> Finding:
 def check_trl(case: Case) -> Finding:
     """Whether TRL is there and knows the settings that are passed on to it."""
     if not tracking.is_installed("trl"):
-        return Finding("trl", "failed", "GRPO needs the extra grpo", "pip install 'evoalign[grpo]'")
+        return Finding("trl", "failed", "GRPO needs the extra grpo", install("grpo"))
     from evoalign.baselines.trainer import GRPOConfig, check_release
 
     check_release()

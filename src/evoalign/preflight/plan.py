@@ -25,6 +25,7 @@ from evoalign.rundir.method import COMMANDS, Method
 from evoalign.tokens import Tokens
 from evoalign.training import saving, splits
 from evoalign.types import Example, Messages, text_of
+from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -46,7 +47,7 @@ def check_trackers(case: Case) -> Finding:
     """Whether the trackers are there and would start."""
     wanted = case.config.tracking.backends
     if lacking := tracking.missing(case.config):
-        fix = f"pip install 'evoalign[{','.join(lacking)}]', or take them out of tracking.backends"
+        fix = f"{install(*lacking)}, or take them out of tracking.backends"
         return Finding("trackers", "failed", f"not installed: {', '.join(lacking)}", fix)
     said = [tracking.load(name).ready() for name in wanted]
     worst = max(said, key=lambda r: ("ok", "warning", "failed").index(r.status), default=tracking.Ready())

@@ -41,6 +41,7 @@ from evoalign.sweeping.children import Children, Ended, is_busy, last_rows
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
 from evoalign.sweeping.sweep import Sweep, check_measure, check_validation, conclude, drive, make_children, prepare
+from evoalign.version import install
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -340,7 +341,7 @@ def _optuna() -> Any:
         import optuna
         from optuna.storages.journal import JournalFileBackend
     except ImportError:
-        raise ConfigError("--search needs Optuna: pip install 'evoalign[sweep]'") from None
+        raise ConfigError(f"--search needs Optuna: {install('sweep')}") from None
 
     def open_study(folder: Path) -> Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

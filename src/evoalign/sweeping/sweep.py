@@ -26,6 +26,7 @@ from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.progress import Display
 from evoalign.tasks import PLAIN
 from evoalign.training.stop import Stop
+from evoalign.version import install
 
 TICK_SECONDS = 0.2
 SHARED_MEASURES = ("reward", "empty_share", "truncated_share", "tokens")
@@ -120,7 +121,7 @@ def prepare(
 ) -> tuple[Tree, list[int], Folder]:
     """The base config as a tree, the seeds, and the folder, which is not touched. Raises ConfigError."""
     if method == "grpo" and not tracking.is_installed("trl"):  # else every run would start and fail
-        raise ConfigError("GRPO needs the extra grpo: pip install 'evoalign[grpo]'")
+        raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
     if isinstance(config, Config):
         base = config.model_dump(mode="json")
     else:

@@ -18,6 +18,7 @@ import numpy as np
 
 from evoalign.config import TaskConfig
 from evoalign.config.reading import DEPTH, MissingError, read_bytes
+from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError, plain
 from evoalign.rewards.functions import shown
 from evoalign.tasks.base import Data
@@ -33,18 +34,6 @@ Parts: TypeAlias = tuple[Sequence[Example], Sequence[Example]]
 HUB = "hub:"
 MAX_TEXT = 1 << 24
 """Characters of one text, some million tokens: a longer one fits into no model, and takes all memory before."""
-
-
-def locate(source: str) -> Path:
-    """The path itself, or, for a `data/tasks/..` that is not under the working folder, the one that is shipped.
-
-    So the experiments' configs run from any folder, from a checkout and from an installed package.
-    """
-    path = Path(source)
-    if path.exists() or path.parts[:2] != ("data", "tasks"):
-        return path
-    package = Path(__file__).resolve().parents[1]
-    return next((place / path for place in (package, package.parents[1]) if (place / path).is_file()), path)
 
 
 def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | None] | None = None) -> Data:

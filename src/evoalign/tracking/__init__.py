@@ -14,6 +14,7 @@ from evoalign.config.run import TRACKERS
 from evoalign.errors import ConfigError
 from evoalign.plugins import FAILURES, load_object
 from evoalign.tracking.base import Guarded, Ready, Tracker
+from evoalign.version import install
 
 __all__ = ["Ready", "Tracker", "check", "create", "is_installed", "load", "missing"]
 
@@ -32,9 +33,7 @@ def missing(config: Config) -> list[str]:
 def check(config: Config) -> None:
     """Raises ConfigError where a chosen tracker is not installed, or is none. Imports no library; the user's code."""
     if lacking := missing(config):
-        raise ConfigError(
-            f"tracking.backends: {', '.join(lacking)} not installed; pip install 'evoalign[{','.join(lacking)}]'"
-        )
+        raise ConfigError(f"tracking.backends: {', '.join(lacking)} not installed; {install(*lacking)}")
     for name in config.tracking.backends:
         load(name)
 

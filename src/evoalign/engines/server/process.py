@@ -22,6 +22,7 @@ from typing import IO
 
 from evoalign.engines.server.errors import LostError
 from evoalign.errors import ConfigError, ModelError, cut, plain
+from evoalign.version import install
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 PATIENCE = 10.0
@@ -181,7 +182,7 @@ def refuse_missing(what: str, extra: str, python: str | None, module: str) -> No
     if missing:
         where = f"the environment of {python}" if python else "this environment"
         raise ModelError(
-            f"{what} is not installed in {where}: pip install 'evoalign[{extra}]' in one of its own, and set "
+            f"{what} is not installed in {where}: {install(extra)} in one of its own, and set "
             "engine.python to the Python there, or engine.url to a server that runs"
         )
 

