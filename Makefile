@@ -29,11 +29,8 @@ VLLM_TESTS ?= not long
 .PHONY: demo test test-all test-long test-real test-vllm test-vllm-long test-sglang test-sglang-long lint docs bench clean FORCE
 
 demo: $(STAMP)
-	$(BIN)/evoalign train configs/quickstart.yaml --overwrite
-	@echo
-	@echo 'next, after . $(BIN)/activate:'
-	@echo '  evoalign placebo runs/quickstart    how much of this gain any coefficients would have given'
-	@echo '  evoalign init my_task               a config, a reward and prompts to make your own'
+	$(BIN)/evoalign demo
+	@echo 'evoalign is on the path after:  . $(BIN)/activate'
 
 # One thread a worker: two workers with two threads each would take turns on two cores. Modules are compiled once, and not
 # by each process that a test starts.

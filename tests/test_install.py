@@ -417,7 +417,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
-    for name in ("src", "data"):
+    for name in ("src", "data", "configs"):
         ignored = shutil.ignore_patterns("__pycache__", "_compiled.so")
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
     return folder
@@ -447,7 +447,7 @@ def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machin
         name.endswith("-py3-none-any.whl") and library not in inside and {table, library[:-12] + "compiled.c"} < inside
     )
     shipped = {f"evoalign/data/tasks/conciseness/questions_{part}.json" for part in ("train", "validation", "test")}
-    assert shipped < inside
+    assert shipped | {"evoalign/configs/quickstart.yaml", "evoalign/configs/evoalign.schema.json"} < inside
     sdist, sources = built("sdist", source, tmp_path / "sdist")
     assert sdist.endswith(".tar.gz") and {"hatch_build.py", "src/evoalign/kernels/compiled.c"} < sources
     assert not any(path.endswith(".so") for path in sources)
@@ -467,3 +467,28 @@ def test_a_wheel_has_the_library_where_there_is_a_compiler_and_is_for_any_machin
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.startswith(f"{tmp_path / 'site'}/evoalign/kernels/compiled.py True"), done.stdout + done.stderr
+    # And trains from there: config, data and model come with it.
+    words = ["train", "configs/quickstart.yaml", "-s", "es.num_generations=1", "-s", "es.population_size=2"]
+    words += ["-s", "task.test_size=2", "-s", "evaluation.max_tokens=4", "-s", "checks.placebo=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "evoalign.cli", *words], env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "runs/quickstart/journal.jsonl").is_file(), done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_demo_runs_from_the_wheel_alone_in_an_environment_that_has_nothing(source: Path, tmp_path: Path) -> None:
+    """The torch for the CPU is handed to uv, as it is not where uv looks."""
+    name, _ = built("wheel", source, tmp_path / "wheel")
+    links = os.environ.get("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS", ""))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environ |= {"UV_FIND_LINKS": links, "UV_TOOL_DIR": str(tmp_path / "tools")}
+    uvx = [sys.executable, "-m", "uv", "tool", "run", "--with", "torch==2.13.0+cpu", "--from"]
+    done = subprocess.run(
+        [*uvx, str(tmp_path / "wheel" / name), "evoalign", "demo"], cwd=tmp_path, env=environ, capture_output=True,
+        text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "learning: population fitness went from" in done.stdout
+    assert (tmp_path / "runs/quickstart/loras/generation_0040/adapter_model.safetensors").is_file()

@@ -68,6 +68,10 @@ class Evaluation:
     measures_E: dict[str, tuple[float, ...]]
     completions: tuple[Scored, ...]
 
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name} {value:.4g}" for name, value in self.measures.items())
+        return f"Evaluation({told}; {len(self.completions):,} completions)"
+
 
 def evaluate(
     engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example], settings: EvaluationConfig

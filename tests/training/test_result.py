@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 from dataclasses import replace
@@ -60,6 +61,33 @@ def test_what_alarms_stands_above_the_table_with_completions(broken: tuple[evoal
     assert len(result.verdict.shown) == 2
     assert f"{word}, by what it says; " in below  # and not the bare word learning
     assert not any(line.startswith("learning") for line in told.splitlines())
+
+
+def test_a_result_is_a_few_lines_and_its_completions_are_a_frame(broken: tuple[evoalign.Result, str]) -> None:
+    result, _ = broken
+    assert result.verdict is not None
+    first, last = (e.measures["reward"] for e in (result.before, result.after))
+    head, alarm, saved = repr(result).splitlines()
+    assert head.startswith(
+        f"{result.path}: reward {first:.4g} -> {last:.4g} on 12 test examples ({last - first:+.4g}, 95 %"
+    )
+    assert alarm.startswith(f"{result.verdict.word}:") and saved == f"saved {result.saved}"
+    said = result.completions()
+    assert len(said) == 12 and list(said["prompt"]) == [s.prompt for s in result.before.completions]
+    assert list(said["text_after"]) == [s.text for s in result.after.completions]
+    assert said["reward_after"].mean() == pytest.approx(last)
+    table = result.measures()
+    assert table.loc["reward", "change"] == pytest.approx(last - first)
+    assert table.loc["reward", "low"] < table.loc["reward", "change"] < table.loc["reward", "high"]
+
+
+def test_what_a_notebook_shows_is_escaped(broken: tuple[evoalign.Result, str]) -> None:
+    result, _ = broken
+    bad = "<script>alert('x')</script>"
+    after = replace(result.after, completions=tuple(replace(s, text=bad) for s in result.after.completions))
+    page = replace(result, after=after)._repr_html_()
+    assert bad not in page and "&lt;script&gt;" in page and "data:image/png;base64," in page
+    assert all(html.escape(reason) in page for reason in result.verdict.reasons)  # type: ignore[union-attr]
 
 
 def test_the_verdict_is_written_down(broken: tuple[evoalign.Result, str]) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -27,6 +27,9 @@ from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Split, Task
 from evoalign.types import Example
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 SHOWN_SAMPLES = 4
 INTERVALS = "over examples: Student's t; of shares (0 or 1), Bonett and Price"
 """What those of results/evaluation.json are; where it does not say, they are of the bootstrap (BCa)."""
@@ -43,6 +46,40 @@ class Result:
     after: Evaluation
     verdict: Verdict | None = None
     """What the completions say of it, whatever they earned."""
+
+    def completions(self) -> DataFrame:
+        """The completions of the test split as a pandas frame, a row for each example, seed and sample.
+
+        Columns: example, seed, sample, prompt, target; and text, reward, each of several rewards, right, finish_reason
+        and tokens, each as `.._before` and `.._after`.
+        """
+        from evoalign.report import frames  # pandas takes its time
+
+        return frames.completions(*([s.flat() for s in found.completions] for found in (self.before, self.after)))
+
+    def measures(self) -> DataFrame:
+        """The measures of the test split as a pandas frame: before, after, change, its 95 % interval low to high."""
+        from evoalign.report import frames
+
+        return frames.measures(self.before.measures, self.after.measures, _change(self.before, self.after))
+
+    def __repr__(self) -> str:
+        from evoalign.report import frames
+
+        first, last = self.before.measures, self.after.measures
+        count = len(self.before.measures_E["reward"])
+        told = frames.headline(first, last, _change(self.before, self.after).get("reward"), count)
+        alarms = "" if self.verdict is None or self.verdict.word is None else f"\n{self.verdict.word}: see its reasons"
+        return f"{shown(self.path)}: {told}{alarms}\nsaved {shown(self.saved)}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from evoalign.report import frames
+
+        headline, *rest = repr(self).splitlines()
+        reasons = [] if self.verdict is None else [*self.verdict.reasons, *self.verdict.lines()]
+        figure = self.path / "figures" / "evolution.png"
+        return frames.page(headline, [*rest, *reasons], self.measures(), self.completions(), figure)
 
 
 def gold_lines(task: Task, data: Data) -> list[str]:

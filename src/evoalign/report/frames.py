@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run came to as pandas frames, and as the HTML that a notebook shows. Imports pandas."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from evoalign.report.tables import Interval
+
+SHOWN = 4
+"""Completions that a notebook shows."""
+KEYS = ["example", "seed", "sample"]
+"""What tells one completion of an evaluation from the others."""
+
+
+def completions(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row for each test example, seed and sample: prompt, target, and of text, reward, each of several rewards,
+    right, finish_reason and tokens a column `_before` and one `_after`.
+    """
+    first, last = (pd.DataFrame.from_records(list(rows)) for rows in (before, after))
+    same = [*KEYS, "prompt", "target"]
+    both = first.merge(last.drop(columns=["prompt", "target"]), on=KEYS, suffixes=("_before", "_after"))
+    own = [f"{name}_{when}" for name in first.columns if name not in same for when in ("before", "after")]
+    return both.reindex(columns=[*same, *own])
+
+
+def measures(before: Mapping[str, float], after: Mapping[str, float], change: Mapping[str, Interval]) -> pd.DataFrame:
+    """One row for each measure that both have: before, after, change, and low and high of its 95 % interval (missing
+    where there is none).
+    """
+    rows: dict[str, list[float | None]] = {}
+    for name in (name for name in before if name in after):
+        mean, low, high = change.get(name, (after[name] - before[name], 0.0, 0.0))
+        rows[name] = [before[name], after[name], mean, *((low, high) if low < high else (None, None))]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["before", "after", "change", "low", "high"])
+
+
+def page(headline: str, lines: Sequence[str], found: pd.DataFrame, said: pd.DataFrame, figure: Path | None) -> str:
+    """HTML: the headline, measures, figure, what else there is to say, and the first completions. All text is escaped:
+    completions are data.
+    """
+    columns = [name for name in ("prompt", "target", "text_before", "text_after") if name in said]
+    shown = said[columns].head(SHOWN).dropna(axis="columns", how="all")
+    parts = [f"<p><b>{html.escape(headline)}</b></p>", found.to_html(float_format=_short, na_rep="", border=0)]
+    if figure is not None and figure.is_file():
+        image = base64.b64encode(figure.read_bytes()).decode()
+        parts.append(f'<img alt="rewards over the run" style="max-width: 100%" src="data:image/png;base64,{image}">')
+    parts += [f"<p>{html.escape(line)}</p>" for line in lines]
+    parts.append(shown.to_html(index=False, na_rep="", border=0, escape=True))
+    return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
+
+
+def headline(before: Mapping[str, float], after: Mapping[str, float], change: Interval | None, count: int) -> str:
+    """In a line what became of the reward."""
+    said = f"reward {before['reward']:.4g} -> {after['reward']:.4g} on {count:,} test examples"
+    if change is None or change[1] == change[2]:
+        return said
+    mean, low, high = change
+    return f"{said} ({mean:+.4g}, 95 % interval {low:+.4g} to {high:+.4g})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from rich.text import Text
+
+from evoalign.report import notebook
+
+
+def test_only_the_kernel_of_a_notebook_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shell(value: object) -> types.ModuleType:
+        module = types.ModuleType("IPython")
+        module.get_ipython = lambda: value  # type: ignore[attr-defined]
+        return module
+
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert not notebook.here()
+    for value, wanted in ((None, False), (object(), False), (types.SimpleNamespace(kernel=1), True)):
+        monkeypatch.setitem(sys.modules, "IPython", shell(value))
+        assert notebook.here() is wanted
+
+
+def test_what_is_drawn_is_escaped() -> None:
+    page = notebook.as_html(Text("reward <b>1</b> & more", style="bold"))
+    assert "&lt;b&gt;1&lt;/b&gt; &amp; more" in page and "font-weight: bold" in page and "<script" not in page
+
+
+def test_the_same_place_is_drawn_again_and_nothing_before_the_first_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = pytest.importorskip("IPython.display")
+    drawn: list[str] = []
+    handle = types.SimpleNamespace(update=lambda page: drawn.append("again " + page.data))
+    monkeypatch.setattr(display, "display", lambda page, display_id: drawn.append(page.data) or handle)
+    words = iter(["one", "two", "three"])
+    live = notebook.Live(lambda: Text(next(words)))
+    live.start()
+    live.stop()
+    assert drawn == []
+    live.refresh()
+    live.refresh()
+    live.stop()
+    assert ["one" in drawn[0], "again" in drawn[0]] == [True, False]
+    assert all(
+        word in page and page.startswith("again") for word, page in zip(("two", "three"), drawn[1:], strict=True)
+    )
