@@ -492,3 +492,27 @@ def test_the_demo_runs_from_the_wheel_alone_in_an_environment_that_has_nothing(s
     assert done.returncode == 0, done.stderr
     assert "learning: population fitness went from" in done.stdout
     assert (tmp_path / "runs/quickstart/loras/generation_0040/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_the_commands_of_the_containerfile_make_an_environment_in_which_evoalign_runs(tmp_path: Path) -> None:
+    """All but what the image's own package manager brings: what is copied, the line that installs, the command."""
+    text = (REPOSITORY / "Containerfile").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^RUN (TORCH=.*)$", text, re.MULTILINE)
+    arguments = dict(re.findall(r"^ARG (TORCH|WITH|LOCK)=(.*)$", text, re.MULTILINE))
+    ignored = (REPOSITORY / ".containerignore").read_text(encoding="utf-8").split()
+    names = shutil.ignore_patterns(*(name.removeprefix("**/") for name in ignored), "_compiled.so", "tests")
+    shutil.copytree(REPOSITORY, tmp_path / "source", ignore=names)
+    venv = tmp_path / "venv"
+    assert set(arguments) == {"TORCH", "WITH", "LOCK"} and "/opt/evoalign/venv" in line
+    done = subprocess.run(
+        ["bash", "-c", line.replace("/opt/evoalign/venv", str(venv))], cwd=tmp_path / "source",
+        env=os.environ | arguments, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    command = re.findall(r'^(?:ENTRYPOINT|CMD) \["(\w+)"\]$', text, re.MULTILINE)
+    assert command == ["evoalign", "demo"]
+    said = subprocess.run(
+        [venv / "bin" / command[0], command[1], "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.returncode == 0 and "Train the small model" in said.stdout, said.stderr
