@@ -16,6 +16,7 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
+from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
 from evoalign.rollouts import batch, collect, group_of, requests_of
 from evoalign.rundir.journal import Journal
@@ -57,8 +58,9 @@ def evolve(
         update = replace(update_of(config, plan, shaping.shape(scores_MP, es.shaping)), summation=journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
         journal.append(update, fitness_M, objective.state)
-        engine.apply(update)
-        weights_hash = engine.fingerprint()
+        with watching.phase("updating"):
+            engine.apply(update)
+            weights_hash = engine.fingerprint()
         journal.seal(generation, weights_hash)
         clock.mark("update")
         evaluation = evaluate_mean() if evaluate_mean is not None and is_due(config, generation) else None

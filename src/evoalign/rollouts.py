@@ -12,6 +12,7 @@ from evoalign.config import Config, SamplingConfig
 from evoalign.engines.base import Engine, pairs_of
 from evoalign.errors import EvoalignError, RewardError
 from evoalign.plugins import FAILURES, raised
+from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
 from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
@@ -39,11 +40,14 @@ def collect(engine: Engine, plan: Plan, requests: Sequence[Request]) -> list[Rol
     """
     asked = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
     found: dict[tuple[int, int], Rollout] = {}
-    for rollout in engine.rollout(plan, requests):
-        key = (rollout.member.index, rollout.request)
-        if key not in asked or key in found:
-            raise LostError(f"the engine returned {key} (member, request), which nobody asked for", rollout.member)
-        found[key] = rollout
+    with watching.phase("answering", len(asked)) as work:
+        for rollout in engine.rollout(plan, requests):
+            key = (rollout.member.index, rollout.request)
+            if key not in asked or key in found:
+                raise LostError(f"the engine returned {key} (member, request), which nobody asked for", rollout.member)
+            found[key] = rollout
+            work.done += 1
+            work.tokens += len(rollout.token_ids)
     for key, member in asked.items():
         if key not in found:
             raise LostError(
@@ -61,7 +65,8 @@ def derive_seed(*parts: object) -> int:
 def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
     """`task.columns`, whatever a task of the user's own makes of it. Raises RewardError."""
     try:
-        return task.checked_columns(task.columns(texts, [task.handed(e) for e in examples]), texts, examples)
+        with watching.phase("scoring"):
+            return task.checked_columns(task.columns(texts, [task.handed(e) for e in examples]), texts, examples)
     except EvoalignError:
         raise
     except FAILURES as error:  # also of values that have no length

@@ -2,13 +2,24 @@
 from __future__ import annotations
 
 import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from evoalign.report.progress import Display
+from evoalign import tokens
+from evoalign.config import from_dict
+from evoalign.engines.base import pairs_of
+from evoalign.engines.transformers import TransformersEngine
+from evoalign.report import progress
+from evoalign.report.progress import Bar, Display
 from evoalign.report.rows import metrics_row
-from evoalign.types import Generation, Update, population
+from evoalign.report.watching import Watch, phase, stage, watched
+from evoalign.rollouts import collect
+from evoalign.types import MEAN_PLAN, Generation, Plan, Request, Rollout, Sampling, Update, population
 
 
 class Clock:
@@ -105,3 +116,150 @@ def test_a_method_has_its_own_word_for_rows_without_variance() -> None:
     with Display(1, Console(file=output, width=40), unit="step", still="steps with equal rewards") as display:
         display.update(metrics_row(generation(0, 1, alike=True)))
     assert "step 1/1" in output.getvalue() and "steps with equal rewards 100%" in output.getvalue()
+
+
+# --- inside a generation, an evaluation, a probe --------------------------------------------------------------------
+
+
+class Slow:
+    """An engine whose answers each take a second of the clock; `look` is called before each."""
+
+    def __init__(self, clock: Clock, look: Callable[[], None]) -> None:
+        self.clock, self.look = clock, look
+
+    def rollout(self, plan: Plan, asked: Sequence[Request]) -> Iterator[Rollout]:
+        for member, request in pairs_of(plan.members, asked):
+            self.look()
+            self.clock.now += 1.0
+            yield Rollout(member, request.index, (1, 2, 3), "a", "stop")
+
+
+def ask(engine: Slow, members: int = 2) -> None:
+    served: Any = engine
+    collect(served, Plan(0, 0.1, population(members)), [Request(i, (1,), Sampling(3)) for i in range(2)])
+
+
+def test_work_that_nobody_watches_is_counted_nowhere() -> None:
+    clock = Clock()
+    ask(Slow(clock, lambda: None))
+    watch = Watch(clock)
+    assert watch.work is None and clock.now == 104.0
+
+
+def test_the_door_to_an_engine_tells_how_far_it_is_and_what_the_same_took_before() -> None:
+    clock, seen = Clock(), list[tuple[Any, ...]]()
+    watch = Watch(clock)
+
+    def look() -> None:
+        work = watch.work
+        assert work is not None
+        seen.append((work.phase, work.done, work.total, work.tokens, work.left(clock.now)))
+
+    with watched(watch):
+        ask(Slow(clock, look))
+        ask(Slow(clock, look))
+    first, again = seen[:4], seen[4:]
+    assert first == [("answering", n, 4, 3 * n, left) for n, left in enumerate((None, 3.0, 2.0, 1.0))]
+    assert [row[-1] for row in again] == [4.0, 3.0, 2.0, 1.0], "before the first answer, too"
+    assert watch.work is None
+
+
+def test_a_phase_within_a_phase_and_an_error_leave_what_was_around() -> None:
+    watch = Watch(Clock())
+    with watched(watch), phase("updating"):
+        with pytest.raises(RuntimeError, match="broken"), phase("scoring", 3):
+            assert watch.work is not None and watch.work.phase == "scoring"
+            raise RuntimeError("broken")
+        assert watch.work is not None and watch.work.phase == "updating"
+    with watched(Watch()), watched(watch) as told:
+        assert not told
+
+
+def test_inside_a_generation_a_terminal_shows_completions_speed_and_time_left() -> None:
+    clock, output = Clock(), io.StringIO()
+    console = Console(file=output, force_terminal=True, width=150, color_system=None)
+    with Display(3, console, clock=clock) as display:
+        ask(Slow(clock, display.refresh))
+        with phase("updating"):
+            display.refresh()
+    text = output.getvalue()
+    assert "generation 0/3" in text and "answering 0/4" in text
+    assert "answering 3/4  tokens/s 3  about 0:00:01 more" in text
+    assert "updating" in text
+
+
+def test_a_log_gets_a_line_a_minute_and_nothing_for_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.05)
+    clock, output = Clock(), io.StringIO()
+    told = threading.Event()
+
+    class Told(io.StringIO):
+        def write(self, text: str) -> int:
+            told.set()
+            return output.write(text)
+
+    with Display(3, Console(file=Told(), width=40), clock=clock):
+        assert not told.wait(0.2), "the clock stands"
+        clock.now += 64.0
+        with phase("scoring"):
+            assert told.wait(10)
+    assert output.getvalue().splitlines()[0] == "generation 1/3  scoring  elapsed 0:01:04"
+
+
+def test_an_evaluation_or_a_probe_has_a_bar_of_its_own_that_goes_away() -> None:
+    clock, output = Clock(), io.StringIO()
+    console = Console(file=output, force_terminal=True, width=150, color_system=None)
+    with Bar("probe", console, clock=clock) as bar:
+        stage("width", 2, 4)
+        ask(Slow(clock, bar.refresh))
+        with Bar("within", console):
+            bar.refresh()
+    text = output.getvalue()
+    assert "probe: width 2/4" in text and "answering 2/4  tokens/s 3  elapsed 0:00:02  left 0:00:03" in text
+    assert "within" not in text and text.endswith("\x1b[2K"), "erased"
+
+
+def test_a_bar_prints_into_a_log_what_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.02)
+    clock, output = Clock(), io.StringIO()
+    with Bar("evaluating runs/[a]", Console(file=output, width=40), clock=clock), phase("answering", 8) as work:
+        work.done, work.tokens, clock.now = 2, 600, 160.0
+        deadline = time.monotonic() + 10
+        while "\n" not in output.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    line = "evaluating runs/[a]: answering 2/8  tokens/s 10  elapsed 0:01:00  left 0:03:00"
+    assert output.getvalue().splitlines()[0] == line
+
+
+def test_watching_costs_next_to_nothing() -> None:
+    """Of 50,000 completions: a count each, less than a thousandth of what even the tiny model takes for one."""
+
+    class Ready:
+        def rollout(self, plan: Plan, asked: Sequence[Request]) -> Iterator[Rollout]:
+            return (Rollout(m, r.index, (1,), "a", "stop") for m, r in pairs_of(plan.members, asked))
+
+    served: Any = Ready()
+    asked = [Request(i, (1,), Sampling(1)) for i in range(500)]
+
+    def seconds() -> float:
+        start = time.process_time()
+        collect(served, Plan(0, 0.1, population(20)), asked)
+        return time.process_time() - start
+
+    alone = min(seconds() for _ in range(3))
+    with watched(Watch()):
+        beside = min(seconds() for _ in range(3))
+    assert beside - alone < 10_000 * 5e-6
+
+
+def test_the_engine_in_process_answers_row_by_row_as_each_ends() -> None:
+    """Not all of a batch at its end: what is short is there before what is long."""
+    config = from_dict({"es": {"sigma": 0.01}, "model": {"name": "tiny"}, "engine": {"threads": 1}})
+    tokens_ = tokens.load(config.model)
+    engine = TransformersEngine(config, tokens_)
+    try:
+        asked = [Request(i, tokens_.encode(text), Sampling(60)) for i, text in enumerate(("Is ice cold?", "Why?", "3"))]
+        lengths = [len(rollout.token_ids) for rollout in engine.rollout(MEAN_PLAN, asked)]
+    finally:
+        engine.close()
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from evoalign.baselines.policy import SAVE_EVERY, Policy
 from evoalign.baselines.settings import cycle
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
+from evoalign.report import watching
 from evoalign.report.rows import Row, spread
 from evoalign.rewards.objective import means
 from evoalign.rollouts import columns_of, scores_of
@@ -66,6 +68,7 @@ class Steps(TrainerCallback):
         self._pending: list[Answer] = []
         self._round: list[Answer] = []
         self._score_seconds = self._began = self._spent = 0.0
+        self._working = ExitStack()
 
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """The one reward function that TRL is given: what the objective makes of the texts that ES would score."""
@@ -91,9 +94,11 @@ class Steps(TrainerCallback):
         """The clock of training starts; it stands still between steps."""
         self.trainer.rollout_seconds = self._score_seconds = 0.0
         self._began = time.perf_counter()
+        self._working.enter_context(watching.phase("updating"))  # within it: answering and scoring
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The weights have moved."""
+        self._working.close()
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize(self.policy.device)
         self._spent = time.perf_counter() - self._began

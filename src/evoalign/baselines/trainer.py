@@ -16,6 +16,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from evoalign.errors import ConfigError
+from evoalign.report import watching
 from evoalign.rollouts import derive_seed
 from evoalign.tokens import Tokens
 from evoalign.version import install
@@ -65,7 +66,8 @@ class Trainer(GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         start = time.perf_counter()
-        found = super()._generate(prompts)
+        with watching.phase("answering"):
+            found = super()._generate(prompts)
         self.rollout_seconds += time.perf_counter() - start
         return found
 

@@ -42,14 +42,18 @@ def evaluate(
     overrides = {"samples": samples, "temperature": temperature, "seeds": integers(seeds)}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     quiet()
+    from rich.console import Console
+
     from evoalign.analysis import evaluations
+    from evoalign.report.progress import Bar
 
     found = evaluations.expand(target)
     told = _show_row if len(found) > 1 else _show
 
     def judge(one: str) -> evaluations.Judged:
         tree = _evaluation_config(one, task, config or [], set_ or [])
-        return evaluations.judge(one, tree, chosen, overrides)
+        with Bar(f"evaluating {one}", Console(stderr=True)):
+            return evaluations.judge(one, tree, chosen, overrides)
 
     together = evaluations.each(found, judge, told)
     for mean in together.means:

@@ -33,15 +33,13 @@ def placebo(
     """
     quiet()
     from rich.console import Console
-    from rich.progress import Progress
 
     from evoalign.config import load
+    from evoalign.report.progress import Bar
     from evoalign.training.placebos import keep
     from evoalign.training.placebos import placebo as measure
 
-    console = Console(stderr=True)
-    with Progress(transient=True, console=console, disable=not console.is_terminal) as bar:
-        work = bar.add_task("placebos", total=None)
+    with Bar("placebos", Console(stderr=True)):
         found = measure(
             run,
             shuffles=shuffles,
@@ -49,7 +47,6 @@ def placebo(
             off_task=load([off_task], needs_es=False) if off_task else None,
             model=model,
             generation=generation,
-            progress=lambda done, total: bar.update(work, completed=done, total=total),
         )
     for line in found.lines():
         typer.echo(line)

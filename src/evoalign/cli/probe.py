@@ -90,26 +90,14 @@ def _write(result: ProbeResult, path: Path) -> None:
 
 @contextmanager
 def _progress() -> Generator[Callable[[Step], None]]:
-    """A bar on a terminal, a line a width elsewhere."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    """A bar on a terminal; a line a width, above the bar where there is one."""
+    from evoalign.report.progress import Bar
 
     shown = console()
-    columns = (TextColumn("widths"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-               TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
-    with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
 
-        def told(step: Step) -> None:
-            line = f"{step.width:.4g}: {step.changed_share:.0%} changed, fitness {step.fitness:.4g} ({step.start:.4g})"
-            bar.update(task, total=step.total, completed=step.done, description=line)
-            if not shown.is_terminal:
-                typer.echo(f"width {step.done}/{step.total}  {line}")
+    def told(step: Step) -> None:
+        line = f"{step.width:.4g}: {step.changed_share:.0%} changed, fitness {step.fitness:.4g} ({step.start:.4g})"
+        shown.print(f"width {step.done}/{step.total}  {line}", markup=False, highlight=False, soft_wrap=True)
 
+    with Bar("probe", shown):
         yield told

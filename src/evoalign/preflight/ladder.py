@@ -41,6 +41,7 @@ from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
 from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, recommend
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
+from evoalign.report import watching
 from evoalign.rewards.objective import judge, refuse_whole_groups
 from evoalign.rollouts import collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
@@ -165,6 +166,7 @@ def _measure(
     requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
     paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
+    watching.stage("the unperturbed model, twice")
     own, again = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
     own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
     texts = [text_of(parts.task.prompt(example)) for example in examples]
@@ -175,7 +177,8 @@ def _measure(
     stopped: int | None = None
     try:
         with _interruptible():
-            for width in widths:
+            for number, width in enumerate(widths, 1):
+                watching.stage("width", number, len(widths))
                 climbs.append(_climb(parts, width, everyone, asked))
                 fitness = float(climbs[-1].scores_MP.mean())
                 on_step(Step(len(climbs), len(widths), width, fitness, base.fitness, climbs[-1].changed_share))

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +17,101 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from evoalign.report.tables import visible
+from evoalign.report.watching import Watch, watched
+
 WINDOW = 20
 """Speed and time left are those of so many latest generations."""
 PLAIN_SECONDS = 2.0
 """Without a terminal, no more than one line in so many seconds; the first, the last and each evaluation always."""
+LOG_SECONDS = 60.0
+"""Without a terminal, one line in so many seconds that no generation ends, nothing else."""
+
+
+class _Minutes:
+    """Calls `tell` every `LOG_SECONDS`, from a thread of its own, for what works is not to be asked to."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell, self._ended = tell, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evoalign-progress", daemon=True)
+
+    def __enter__(self) -> _Minutes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOG_SECONDS):
+            self._tell()
+
+
+class Bar:
+    """How far an evaluation, a probe or a set of placebos is, while this context manager lasts; `title` names it.
+
+    On a terminal a line that goes away at its end; elsewhere a line a minute. Inside another one, or a `Display`, it
+    shows nothing: that one does.
+    """
+
+    def __init__(
+        self, title: str, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.title, self.console, self.watch = title, console or Console(), Watch(clock)
+        self._start = clock()
+        self._stack = ExitStack()
+        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2, transient=True)
+
+    def refresh(self) -> None:
+        """Draw now; it is drawn twice a second in any case."""
+        self._live.refresh()
+
+    def __enter__(self) -> Bar:
+        self._start = self.watch.clock()
+        if not self._stack.enter_context(watched(self.watch)):
+            return self
+        self._stack.enter_context(self._live if self.console.is_terminal else _Minutes(self._print_line))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def _print_line(self) -> None:
+        _print(self.console, f"{self._name()}: {_words(self._figures())}")
+
+    def _render(self) -> Table:
+        line = Table.grid(padding=(0, 1), expand=False)
+        line.add_row(
+            Text(self._name(), style="bold"),
+            ProgressBar(total=1.0, completed=self._share() or 0.0, width=24),
+            _styled(self._figures()),
+        )
+        return line
+
+    def _name(self) -> str:
+        watch = self.watch
+        count = f" {watch.number}/{watch.of}" if watch.of else ""
+        return visible(": ".join(filter(None, (self.title, f"{watch.stage}{count}"))))
+
+    def _share(self) -> float | None:
+        """Of all of it, by the completions of its stage; None where nothing tells."""
+        watch, work = self.watch, self.watch.work
+        inside = work.done / work.total if work is not None and work.total else 0.0
+        return (max(0, watch.number - 1) + inside) / watch.of if watch.of else inside or None
+
+    def _figures(self) -> list[tuple[str, str]]:
+        now, share = self.watch.clock(), self._share()
+        spent = now - self._start
+        left = None if share is None else spent / share * (1 - share) if share else None
+        found = [*_working(self.watch, now, with_left=left is None), ("elapsed", _clock_face(spent))]
+        return found if left is None else [*found, ("left", _clock_face(left))]
 
 
 class Display:
-    """Shows each generation, or another `unit`, as it ends; a context manager. `total` counts all of the run.
+    """Shows each generation, or another `unit`, as it ends, and how far the next one is; a context manager.
 
-    `still` is what rows of zero variance are called.
+    `total` counts all of the run; `still` is what rows of zero variance are called.
     """
 
     def __init__(
@@ -46,17 +133,22 @@ class Display:
         self._test: float | None = None
         self._validation: float | None = None
         self._printed = -PLAIN_SECONDS
+        self._watch, self._stack = Watch(clock), ExitStack()
         self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2)
 
     def __enter__(self) -> Display:
         self._start = self._last = self._clock()
         self._printed = self._start - PLAIN_SECONDS
-        if self.console.is_terminal:
-            self._live.start()
+        self._stack.enter_context(watched(self._watch))
+        self._stack.enter_context(self._live if self.console.is_terminal else _Minutes(self._print_inside))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._live.stop()
+        self._stack.close()
+
+    def refresh(self) -> None:
+        """Draw now; it is drawn twice a second in any case."""
+        self._live.refresh()
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Takes in one generation: its line of metrics.jsonl."""
@@ -72,21 +164,27 @@ class Display:
         if row.get("validation"):
             self._validation = float(row["validation"]["reward"])
         if self.console.is_terminal:
-            self._live.refresh()
+            self.refresh()
         else:
             self._print_line(now, bool(row.get("evaluation")))
 
     def _print_line(self, now: float, always: bool) -> None:
         if always or self._done == self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
-            words = (f"{name} {value}" for name, value in self._figures())
-            line = f"{self.unit} {self._done}/{self.total}  " + "  ".join(words)
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            _print(self.console, f"{self.unit} {self._done}/{self.total}  {_words(self._figures())}")
+
+    def _print_inside(self) -> None:
+        """Where nothing was printed for long: how far the generation of now is."""
+        now = self._clock()
+        if now - max(self._printed, self._start) >= LOG_SECONDS:
+            inside = [*_working(self._watch, now), ("elapsed", _clock_face(now - self._start))]
+            _print(self.console, f"{self.unit} {self._done + 1}/{self.total}  {_words(inside)}")
 
     def _render(self) -> Group:
         head = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=self.total, completed=self._done, width=32)
-        head.add_row(Text(f"{self.unit} {self._done}/{self.total}", style="bold"), bar)
+        inside = _styled(_working(self._watch, self._clock()))
+        head.add_row(Text(f"{self.unit} {self._done}/{self.total}", style="bold"), bar, inside)
         body = Table.grid(padding=(0, 2), expand=False)
         figures = self._figures()
         for start in range(0, len(figures), 3):
@@ -114,6 +212,29 @@ class Display:
     def _seconds_left(self) -> float:
         each = sum(s for s, _ in self._recent) / len(self._recent)
         return max(0.0, each * (self.total - self._done) - (self._clock() - self._last))
+
+
+def _working(watch: Watch, now: float, *, with_left: bool = True) -> list[tuple[str, str]]:
+    """The phase of now and how far it is; nothing between phases."""
+    work = watch.work
+    if work is None:
+        return []
+    spent, left = now - work.began, work.left(now) if with_left else None
+    found = [(work.phase, f"{work.done:,}/{work.total:,}" if work.total else "")]
+    found += [("tokens/s", f"{work.tokens / spent:,.0f}")] if work.tokens and spent > 0 else []
+    return found if left is None else [*found, ("about", f"{_clock_face(left)} more")]
+
+
+def _words(figures: Iterable[tuple[str, str]]) -> str:
+    return "  ".join(f"{name} {value}".strip() for name, value in figures)
+
+
+def _styled(figures: Iterable[tuple[str, str]]) -> Text:
+    return Text.assemble(*(part for name, value in figures for part in ((f"{name} ", "dim"), f"{value}  ")))
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _short(value: float) -> str:

@@ -23,6 +23,7 @@ from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
+from evoalign.report import watching
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import MEASURING, RunDir
 from evoalign.rundir.identity import differences
@@ -76,8 +77,10 @@ class Follower:
         Raises ResumeError where the recorded ones do not come to what the journal has.
         """
         self.back()
-        for recorded in self.generations:
-            self._step(recorded, other)
+        with watching.phase("replaying", len(self.generations)) as work:
+            for recorded in self.generations:
+                self._step(recorded, other)
+                work.done += 1
         return self.served.engine.fingerprint()
 
     def _step(self, recorded: Recorded, other: Counterfactual | None) -> None:
@@ -235,7 +238,12 @@ def measured(found: Counterfactuals, shuffles: int, progress: Progress | None = 
             progress(done, total)
         return reached
 
-    before, real, *placebos, flip = [told(found.start()), *(told(found.reach(other)) for other in others)]
+    def reached(number: int, other: Counterfactual | None) -> Reached:
+        watching.stage("mean", number, total)
+        return told(found.reach(other))
+
+    watching.stage("mean", 1, total)
+    before, real, *placebos, flip = [told(found.start()), *(reached(2 + i, other) for i, other in enumerate(others))]
     off = [r.off_task for r in (before, real, *placebos, flip) if r.off_task is not None]
     return of_evaluations(
         before.evaluation,
@@ -292,6 +300,7 @@ def after_training(
         if stop.asked is not None:
             raise StoppedError("stopped", stop.asked)
         start = time.perf_counter()
+        watching.stage("placebo", seed + 1, count)
         follower.follow(parse("shuffle", log, seed))
         distances.append(follower.distance())
         spend(meter.followed([recorded.update for recorded in follower.generations], time.perf_counter() - start))

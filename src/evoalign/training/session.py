@@ -29,6 +29,7 @@ from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
 from evoalign.evaluation import Evaluation
+from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
 from evoalign.rundir import sealing
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
@@ -334,11 +335,14 @@ class Session:
         return self._beside("nats a token", lambda: self.algorithm.fluency(before, after))
 
     def _beside(self, what: str, measure: Callable[[], Found]) -> Found | None:
-        return ending.beside(what, measure, self.tell, how_to_resume(self))
+        with Bar(what, self.recorder.console):
+            return ending.beside(what, measure, self.tell, how_to_resume(self))
 
     def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
-        self.tell(f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples")
-        return self.evaluate(split)
+        what = f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples"
+        self.tell(what)
+        with Bar(what, self.recorder.console):
+            return self.evaluate(split)
 
     def _stop_if_asked(self) -> None:
         if self.stop.asked is not None and self.done < self.total:

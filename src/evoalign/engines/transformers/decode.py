@@ -13,7 +13,7 @@ Shapes: B rows of the moment, T columns of the cache so far, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,9 +85,10 @@ class Decoder:
     @torch.inference_mode()
     def generate(
         self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, spare: float = math.inf
-    ) -> list[Completion]:
-        """A completion of each (slot, request), in order. All requests share their sampling settings.
+    ) -> Iterator[tuple[int, Completion]]:
+        """A completion of each (slot, request), with its place among them, as soon as it ends.
 
+        All requests share their sampling settings.
         `spare` bytes are left for the activations of a prefill, beside the cache and the logits of all rows.
         """
         sampling, wants_logprobs = asked[0][1].sampling, any(r.logprobs for _, r in asked)
@@ -104,8 +105,10 @@ class Decoder:
             self._record(out, rows, token, ended, logits if wants_logprobs else None)
             if sampling.stop:
                 ended = ended | self._stopped(out, rows, sampling.stop)
-            rows.done |= ended
             last = step + 1 == sampling.max_tokens
+            for place in rows.identity[(ended | last) & ~rows.done].tolist():
+                yield place, out[place]
+            rows.done |= ended
             if last or bool(rows.done.all()):
                 break
             if self._compacts(step, rows):
@@ -115,7 +118,6 @@ class Decoder:
                 if adapters is not None and not alone:
                     adapters.scatter(slots[rows.identity])
             logits = self._step(token, rows, cache)
-        return out
 
     def _compacts(self, step: int, rows: _Rows) -> bool:
         if self._deterministic:

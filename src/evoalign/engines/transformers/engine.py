@@ -198,9 +198,8 @@ class TransformersEngine(KeepsMean):
         """One batch; `members` have the slots in which their adapters lie."""
         slot = {member: i for i, member in enumerate(members)}
         spare = chunk.room - len(asked) * chunk.row
-        completions = self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters, spare)
-        for (member, request), completion in zip(asked, completions, strict=True):
-            yield self._rollout(member, request, completion)
+        for place, completion in self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters, spare):
+            yield self._rollout(*asked[place], completion)
 
     def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
         sampling = request.sampling
