@@ -12,6 +12,8 @@ import pytest
 from matplotlib.image import imread
 
 from evoalign.report import figures
+from evoalign.report.figures import Ends
+from evoalign.statistics import Estimate
 
 Draw = Callable[..., None]
 BOTH = pytest.mark.parametrize("draw", [figures.evolution, figures.time_breakdown])
@@ -59,9 +61,10 @@ def test_a_picture_of_the_right_size(draw: Draw, count: int, tmp_path: Path) -> 
 
 def test_the_validation_split_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     measured = rows(3, evaluation={"reward": -60.0})
-    figures.evolution(measured, tmp_path / "test.png", baseline=-90.0)
+    start = Ends(before=Estimate(-90.0, 1))
+    figures.evolution(measured, tmp_path / "test.png", test=start)
     measured = [{**row, "validation": {"reward": -20.0}} for row in measured]
-    figures.evolution(measured, tmp_path / "both.png", baseline=-90.0)
+    figures.evolution(measured, tmp_path / "both.png", test=start)
     test, both = pixels(tmp_path / "test.png"), pixels(tmp_path / "both.png")
     assert (has_color(test, figures.VALIDATION), has_color(both, figures.VALIDATION)) == (False, True)
     assert has_color(both, figures.TEST)
@@ -84,9 +87,32 @@ def test_everything_asked_for_is_drawn(tmp_path: Path) -> None:
     assert has_color(full, figures.ZERO)
 
 
-def test_the_reward_before_training_is_a_test_point(tmp_path: Path) -> None:
-    figures.evolution(rows(5), tmp_path / "figure.png", baseline=-110.0)
-    assert has_color(pixels(tmp_path / "figure.png"), figures.TEST)
+def drawn(color: str, image: np.ndarray) -> np.ndarray:
+    """How many pixels of a colour each column of the picture has above its legend: [width]."""
+    wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return (np.abs(image[: int(0.78 * len(image))] - wanted).max(axis=-1) < 0.02).sum(axis=0)
+
+
+def test_the_test_split_before_and_after_training_are_points_with_their_intervals(tmp_path: Path) -> None:
+    """The start at the left, the end at the right, and a bar as long as its interval."""
+    start, end = Estimate(-110.0, 9, -115.0, -105.0), Estimate(-20.0, 9, -50.0, 10.0)
+    columns: dict[str, np.ndarray] = {}
+    for name, ends in {"start": Ends(start), "end": Ends(None, end), "both": Ends(start, end)}.items():
+        figures.evolution(rows(5), tmp_path / f"{name}.png", test=ends)
+        columns[name] = drawn(figures.TEST, pixels(tmp_path / f"{name}.png"))
+    middle = PIXELS[1] // 2
+    assert columns["start"][:middle].max() > 5 and columns["start"][middle:].max() == 0
+    assert columns["end"][:middle].max() == 0 and columns["end"][middle:].max() > 5
+    both = columns["both"]
+    assert both[middle:].max() > 3 * both[:middle].max() > 10, "60 against 10 high"
+
+
+def test_the_end_takes_the_place_of_an_evaluation_of_the_same_mean(tmp_path: Path) -> None:
+    measured = rows(4, evaluation={"reward": -60.0})
+    end = Ends(after=Estimate(-60.0, 2))
+    figures.evolution(measured, tmp_path / "rows.png")
+    figures.evolution(measured, tmp_path / "both.png", test=end)
+    assert (tmp_path / "rows.png").read_bytes() == (tmp_path / "both.png").read_bytes()
 
 
 def test_every_phase_has_its_colour_one_of_an_engines_own_too(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import visible
+from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +35,14 @@ class Words:
     tested: str = "test split, unperturbed model"
 
 
+class Ends(NamedTuple):
+    """The reward of a split before training and after it, where known."""
+
+    before: Estimate | None = None
+    after: Estimate | None = None
+
+
+NOT_MEASURED = Ends()
 ES_WORDS = Words()
 GRPO_WORDS = Words("step", "mean of the completions", "best completion", "rewards equal in each group", "test split")
 
@@ -43,17 +52,18 @@ def evolution(
     path: str | Path,
     *,
     title: str = "",
-    baseline: float | None = None,
-    validated: float | None = None,
+    test: Ends = NOT_MEASURED,
+    validation: Ends = NOT_MEASURED,
     words: Words = ES_WORDS,
 ) -> None:
     """Reward by generation: mean, best, 20th to 80th percentile, and validation and test split wherever measured.
 
     A row's evaluation is of the mean after that row's update, the one the next generation spreads around, and is
-    drawn there. `baseline` is the test reward before training, at generation 0, `validated` the validation reward.
+    drawn there. `test` and `validation` are the rewards before the first row, drawn at 0, and after the last, beside
+    its own update, with their 95 % intervals over examples.
     """
-    start = {"validation": validated, "evaluation": baseline}
-    _draw(path, title, lambda axes: _evolution(axes, rows, start, words), across=words.unit)
+    ends = {"validation": validation, "evaluation": test}
+    _draw(path, title, lambda axes: _evolution(axes, rows, ends, words), across=words.unit)
 
 
 def time_breakdown(rows: Rows, path: str | Path, *, title: str = "", words: Words = ES_WORDS) -> None:
@@ -138,7 +148,7 @@ def _apart(x: Sequence[float], y: Sequence[float]) -> list[int]:
     return named
 
 
-def _evolution(axes: Axes, rows: Rows, start: Mapping[str, float | None], words: Words) -> None:
+def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -> None:
     x = [int(row["generation"]) for row in rows]
     _limit(axes, x, right=1)
     marker = "o" if len(rows) < 3 else ""  # a line through one point is invisible
@@ -147,8 +157,10 @@ def _evolution(axes: Axes, rows: Rows, start: Mapping[str, float | None], words:
     axes.plot(x, [row["best"] for row in rows], color=BEST, linewidth=1.3, marker=marker, label=words.best)
     axes.plot(x, [row["mean"] for row in rows], color=MEAN, linewidth=2.2, marker=marker, label=words.mean)
     validated = words.tested.replace("test", "validation", 1)
-    _measured(axes, rows, "validation", start["validation"], color=VALIDATION, marker="s", label=validated)
-    _measured(axes, rows, "evaluation", start["evaluation"], color=TEST, marker="D", label=words.tested)
+    _measured(axes, rows, "validation", ends["validation"], color=VALIDATION, marker="s", label=validated)
+    _measured(axes, rows, "evaluation", ends["evaluation"], color=TEST, marker="D", label=words.tested)
+    if any(e is not None and e.low is not None for pair in ends.values() for e in pair):
+        axes.plot([], [], color=INK, linestyle="", marker="|", markersize=9, label="95 % interval over examples")
     still = [row["generation"] for row in rows if row["zero_variance"]]
     if still:
         axes.plot(
@@ -165,11 +177,18 @@ def _evolution(axes: Axes, rows: Rows, start: Mapping[str, float | None], words:
     axes.set_ylabel("reward")
 
 
-def _measured(axes: Axes, rows: Rows, key: str, baseline: float | None, *, color: str, marker: str, label: str) -> None:
-    """The reward of the mean where rows have an evaluation of this name; nothing where none has."""
-    points = [(row["generation"] + 1, row[key]["reward"]) for row in rows if row.get(key)]
-    if baseline is not None:
-        points.insert(0, (0, baseline))
+def _measured(axes: Axes, rows: Rows, key: str, ends: Ends, *, color: str, marker: str, label: str) -> None:
+    """The reward of the mean at its ends, and where rows have an evaluation of this name; nothing where none has."""
+    last = rows[-1]["generation"] + 1 if rows else 0
+    known = [(x, found) for x, found in ((0, ends.before), (last, ends.after)) if found is not None]
+    inside = [(row["generation"] + 1, row[key]["reward"]) for row in rows if row.get(key)]
+    # The last row may have been evaluated on the way to a longer run: the same mean as at the end, drawn once.
+    own = [(x, reward) for x, reward in inside if x not in dict(known)]
+    points = sorted([*own, *((x, found.mean) for x, found in known)])
+    bars = [(x, e.mean, e.mean - e.low, e.high - e.mean) for x, e in known if e.low is not None and e.high is not None]
+    if bars:
+        x, y, *reach = zip(*bars, strict=True)
+        axes.errorbar(x, y, reach, fmt="none", ecolor=color, elinewidth=1.6, capsize=4, zorder=4)
     if points:
         axes.plot(
             [x for x, _ in points],
@@ -234,4 +253,6 @@ def _dress(axes: Axes, title: str, across: str) -> None:
     _, labels = axes.get_legend_handles_labels()
     if labels:
         columns = 3 if len(labels) > 4 else 4
+        if len(labels) > 2 * columns:  # a third row
+            axes.figure.subplots_adjust(bottom=0.235)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns, frameon=False, fontsize=9)

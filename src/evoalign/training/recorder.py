@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -11,18 +12,20 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import tracking
+from evoalign import statistics, tracking
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.evaluation import Evaluation
 from evoalign.report import figures
-from evoalign.report.figures import ES_WORDS, Words
+from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
 from evoalign.report.rows import Row
 from evoalign.report.tables import visible
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
+from evoalign.statistics import Estimate
+from evoalign.tasks import Split
 
 DRAW_SHARE = 10
 """Figures are drawn again once so many times the last drawing's duration has passed, and at the end."""
@@ -54,14 +57,13 @@ class Labels:
 class Recorder:
     """Given each row once, and passes it on; a context manager around the loop. It measures and asks nothing.
 
-    `baseline` is the reward of the start on the test split, `validated` that on the validation split, if there is one;
+    `ends` are the rewards by split before training, and after it once they are known;
     `evaluations` is what all of its evaluations took, None where a part of that is not known.
     """
 
     def __init__(self, config: Config, run: RunDir, console: Console, labels: Labels) -> None:
         self.config, self.run, self.console, self.labels = config, run, console, labels
-        self.baseline: float | None = None
-        self.validated: float | None = None
+        self.ends: dict[Split, Ends] = {}
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
         self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
@@ -101,10 +103,16 @@ class Recorder:
         self.evaluations = None if self.evaluations is None else self.evaluations + cost
         self._write_budget()
 
+    def measured(self, split: Split, before: Evaluation, after: Evaluation | None = None) -> None:
+        """The evaluations before training and, at its end, after it."""
+        self.ends[split] = Ends(_reward(before), None if after is None else _reward(after))
+
     def finish(self, before: Evaluation, after: Evaluation, divergence: Mapping[str, float] | None) -> None:
         """The run is complete. `divergence` is that of the final mean, where it was measured."""
-        if divergence is not None and self.run.rows:
-            self._draw((divergence["exact"], after.measures["reward"]))
+        if self.run.rows:
+            self._draw_reward()
+            if divergence is not None:
+                self._draw_divergence((divergence["exact"], after.measures["reward"]))
         for tracker in self.trackers:
             tracker.finish({"before": before.measures, "after": after.measures})
 
@@ -127,18 +135,33 @@ class Recorder:
         labels = self.labels
         budget.write(self.run.budget, labels.method, labels.devices, self.run.rows, self.evaluations, labels.note)
 
-    def _draw(self, final: tuple[float, float] | None = None) -> None:
-        """The figures of the rows so far; `final` is the KL and test reward of the finished mean."""
+    def _draw(self) -> None:
+        """The figures of the rows so far."""
         self.run.check()
         start = time.monotonic()
         rows, folder, title, words = self.run.rows, self.run.figures, self.labels.title, self.labels.words
-        start_of = {"baseline": self.baseline, "validated": self.validated}
-        figures.evolution(rows, folder / "evolution.png", title=title, words=words, **start_of)
+        self._draw_reward()
         figures.time_breakdown(rows, folder / "time_breakdown.png", title=title, words=words)
         figures.rewards(rows, folder / "rewards.png", title=title, words=words)
-        figures.divergence(rows, folder / "divergence.png", title=title, baseline=self.baseline, final=final)
+        self._draw_divergence()
         self._drawn = time.monotonic()
         self._drawing = self._drawn - start
+
+    def _draw_reward(self) -> None:
+        rows, labels = self.run.rows, self.labels
+        found = {split: self.ends.get(split, Ends()) for split in ("test", "validation")}
+        figures.evolution(rows, self.run.figures / "evolution.png", title=labels.title, words=labels.words, **found)
+
+    def _draw_divergence(self, final: tuple[float, float] | None = None) -> None:
+        """`final` is the KL and test reward of the finished mean."""
+        before = self.ends.get("test", Ends()).before
+        baseline, file = None if before is None else before.mean, self.run.figures / "divergence.png"
+        figures.divergence(self.run.rows, file, title=self.labels.title, baseline=baseline, final=final)
+
+
+def _reward(found: Evaluation) -> Estimate:
+    """With its interval over examples."""
+    return statistics.mean([value for value in found.measures_E["reward"] if not math.isnan(value)])
 
 
 def tell(console: Console, line: str) -> None:

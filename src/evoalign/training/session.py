@@ -186,9 +186,9 @@ class Session:
         with self._explained(), closing(self.recorder), closing(self.algorithm):
             before = self._begin(overwrite=overwrite) if self.is_new else self._resume()
             self._has_begun = True
-            self.recorder.baseline = before.measures["reward"]
+            self.recorder.measured("test", before)
             if self._validated is not None:
-                self.recorder.validated = self._validated.measures["reward"]
+                self.recorder.measured("validation", self._validated)
             self._stop_if_asked()
             with self.recorder:
                 self.algorithm.advance(self)
@@ -323,6 +323,9 @@ class Session:
         sealing.seal(self.run.path)
         for line in self.algorithm.summary(verdict.word):
             self.tell(line)
+        self.recorder.measured("test", before, after)
+        if validation is not None:
+            self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
         self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
