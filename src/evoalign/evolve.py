@@ -18,7 +18,7 @@ from evoalign.config import Config
 from evoalign.engines import Engine
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
-from evoalign.rollouts import batch, collect, group_of, requests_of
+from evoalign.rollouts import Encoded, batch, collect, group_of, requests_of
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
@@ -43,7 +43,7 @@ def evolve(
     """
     objective = objective or task.objective()
     es = config.es
-    prompts = [tokens.encode(task.prompt(example)) for example in examples]
+    prompts = Encoded(task, tokens, examples)
     members = population(es.population_size, antithetic=es.antithetic)
     clock = _Clock()
     for generation in range(first, es.num_generations):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from evoalign.plugins import FAILURES, raised
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
+from evoalign.tokens import Tokens
 from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
 
@@ -96,6 +97,25 @@ def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]
     return rows
 
 
+EARLY = 10_000
+"""Prompts of a split that are all encoded before the first is asked, so that one which cannot be is told at once."""
+
+
+class Encoded(dict[int, tuple[int, ...]]):
+    """Token ids of the prompts of a split, by row. Of many rows those alone that are asked for. Raises ModelError."""
+
+    def __init__(self, task: Task, tokens: Tokens, examples: Sequence[Example]) -> None:
+        super().__init__()
+        self._task, self._tokens, self._examples = task, tokens, examples
+        if len(examples) <= EARLY:
+            self.update((row, self[row]) for row in range(len(examples)))
+
+    def __missing__(self, row: int) -> tuple[int, ...]:
+        found = self._tokens.encode(self._task.prompt(self._examples[row]))
+        self[row] = found
+        return found
+
+
 def group_of(
     task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
 ) -> Group:
@@ -105,7 +125,10 @@ def group_of(
 
 
 def requests_of(
-    config: Config, rows: Sequence[int], prompts: Sequence[tuple[int, ...]], generation: int
+    config: Config,
+    rows: Sequence[int],
+    prompts: Mapping[int, tuple[int, ...]] | Sequence[tuple[int, ...]],
+    generation: int,
 ) -> list[Request]:
     """One request for each row of the training examples; all members draw with its seed."""
     sampling = sampling_of(config.sampling)

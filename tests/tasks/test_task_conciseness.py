@@ -87,7 +87,7 @@ def test_two_files(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"question": "q", "target": "t"}, "expected prompt and target"),
-        ({}, "found none"),
+        ({}, "found no columns$"),
         ({"prompt": 3, "target": "t"}, "prompt is 3"),
         ({"prompt": "p", "target": None}, "target is None"),
         ({"prompt": "", "target": "t"}, "prompt is empty"),

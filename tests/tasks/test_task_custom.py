@@ -281,7 +281,8 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
         (3, "prompt is 3"),
         (["Hi"], "message 'Hi'"),
         ([{"role": "user"}], "message {'role': 'user'}"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "with strings"),
+        ([{"role": "user", "content": 3}], "with strings"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image'"),
     ],
 )
 def test_bad_prompts_are_named(tmp_path: Path, prompt: Any, message: str) -> None:

@@ -228,7 +228,7 @@ def test_an_address_is_said_to_be_none() -> None:
 def test_a_missing_file_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data file .*; set task.train_data"):
         data.read(str(tmp_path / "none.json"))
-    with pytest.raises(DataError, match="is not a file; give a JSON, JSONL or parquet file"):
+    with pytest.raises(DataError, match="holds no JSON, JSONL, CSV, TSV or parquet files; give a file"):
         data.read(str(tmp_path))
 
 

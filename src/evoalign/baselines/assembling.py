@@ -6,8 +6,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,7 +39,6 @@ def make_trainer(
     folder = RunDir(Path(config.output_dir)).path / "trainer"
     arguments = _arguments(config, folder)
     settings.check_prompts(config, len(data.train), arguments.world_size)
-    rows = [{"prompt": task.prompt(example), "row": i} for i, example in enumerate(data.train)]
     model = _model(config)
     try:
         with warnings.catch_warnings(), _reference_of(config, model):
@@ -49,7 +49,7 @@ def make_trainer(
                 model=model,
                 reward_funcs=[reward],
                 args=arguments,
-                train_dataset=Dataset.from_list(rows),
+                train_dataset=Dataset.from_dict({"row": range(len(data.train))}),
                 processing_class=tokens.tokenizer,
                 peft_config=_peft(config.lora) if config.grpo.tune == "lora" else None,
                 rollout_func=rollouts if config.grpo.rollouts != "trl" else None,
@@ -62,7 +62,13 @@ def make_trainer(
     if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # by the launcher
         raise ConfigError(settings.SPLIT)
     trainer.remove_callback(PrinterCallback)
+    trainer.data_collator = cast(Any, partial(_asked, task, data))  # TRL's own gives back the list, too
     return trainer
+
+
+def _asked(task: Task, data: Data, rows: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """A batch as TRL takes it. Prompts are made as they are asked: all of many rows fill the memory."""
+    return [{"prompt": task.prompt(data.train[row["row"]]), "row": row["row"]} for row in rows]
 
 
 def _arguments(config: Config, folder: Path) -> Any:

@@ -28,6 +28,7 @@ from evoalign.engines.specs import specs_of
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import CheckpointError, DataError, ModelError, ResumeError
 from evoalign.evaluation import Evaluation
+from evoalign.rollouts import Encoded
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import NO_JOURNAL, Mark
 from evoalign.rundir.directory import RunDir, saved_folders
@@ -57,7 +58,7 @@ class Policy:
         self.tuned = _tuned(model)
         self.engine = self._engine()
         self.longest = settings.longest(config)
-        self.lengths = {row: tokens.encode(task.prompt(example)) for row, example in enumerate(data.train)}
+        self.lengths = Encoded(task, tokens, data.train)
         self.note = ""
         self.shape = self._shape()
         self.source = self._source()

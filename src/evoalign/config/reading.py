@@ -12,6 +12,7 @@ import math
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,24 @@ def check_regular(path: Path, limit: int = FILE_BYTES, mend: str = MEND) -> None
         raise DataError(f"{path} is larger than {limit // 2**10} KiB, which no run leaves; {mend}")
 
 
-def read_bytes(path: Path, limit: int = FILE_BYTES, mend: str = MEND) -> bytes:
-    """All of a plain file. Raises DataError, MissingError for one that is not there."""
+def open_plain(path: Path, limit: int = FILE_BYTES, mend: str = MEND) -> BufferedReader:
+    """A plain file, to be read. Raises DataError, MissingError for one that is not there."""
     check_regular(path, limit, mend)
     try:
         # Not to wait where a pipe has come in its place since.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        with os.fdopen(handle, "rb") as file:
-            return file.read(min(limit, os.fstat(handle).st_size))
+        return os.fdopen(handle, "rb")
     except OSError as error:
         raise DataError(f"{path} cannot be read ({_said(error)}); {mend}") from None
+
+
+def read_bytes(path: Path, limit: int = FILE_BYTES, mend: str = MEND) -> bytes:
+    """All of a plain file. Raises DataError, MissingError for one that is not there."""
+    with open_plain(path, limit, mend) as file:
+        try:
+            return file.read(min(limit, os.fstat(file.fileno()).st_size))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({_said(error)}); {mend}") from None
 
 
 def read_json(path: Path, limit: int = JSON_BYTES, mend: str = MEND) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from evoalign.config.base import Count, Gib, Place, Section, named
 
@@ -43,7 +43,11 @@ class TaskConfig(Section):
     name: str = "conciseness"
     train_data: Place | None = None
     test_data: Place | None = None
-    """A JSON, JSONL or parquet file, or (for `custom`) a hub data set as `hub:NAME` or `hub:NAME:SPLIT`."""
+    """A JSON, JSONL, CSV, TSV or parquet file, a folder of such files or of `save_to_disk` (`FOLDER:SPLIT`), or a hub
+    data set as `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`."""
+    columns: dict[str, str] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    """Columns under other names: with `{prompt: question}` the file's `question` is the task's `prompt`. Written down
+    only where it is set."""
     split: Literal["seeded", "first_last"] = "seeded"
     """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
     train_size: Count | None = None
@@ -57,7 +61,9 @@ class TaskConfig(Section):
     on: those that follow the first `train_size`, or else the last. Written down only where it is set."""
     prompt: Literal["raw", "chat", "short", "chat_opened"] | None = None
     """The form of the prompt; None is the task's own default. `chat_opened` (`countdown`) is `chat` with the beginning
-    of the answer."""
+    of the answer. `raw` has no messages, and so no `system_prompt`."""
+    system_prompt: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    """The system message of chat prompts that have none of their own. Written down only where it is set."""
     batch_size: Count | None = None
     """Training examples a generation; None takes all of them."""
     strip: bool = True
@@ -86,6 +92,15 @@ class TaskConfig(Section):
     def options(self) -> dict[str, Any]:
         """Settings of a task's own."""
         return dict(self.model_extra or {})
+
+    @field_validator("columns")
+    @classmethod
+    def _once(cls, columns: dict[str, str]) -> dict[str, str]:
+        for there in columns.values():
+            names = [name for name, column in columns.items() if column == there]
+            if len(names) > 1:
+                raise ValueError(f"{' and '.join(names)} both take the column {there}; name it once")
+        return columns
 
     @model_validator(mode="after")
     def _known(self) -> TaskConfig:

@@ -28,6 +28,7 @@ import torch
 from evoalign import tokens
 from evoalign.checks import placebo_file
 from evoalign.config import Config, ModelConfig, load, reading, to_yaml
+from evoalign.config.shipped import locate
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card
@@ -38,7 +39,7 @@ from evoalign.rundir.directory import again_if_pruned, generation_of, saved_fold
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
 from evoalign.setup import task_and_data
-from evoalign.tasks.data import HUB, locate
+from evoalign.tasks.data import HUB
 from evoalign.tokens import Tokens
 from evoalign.training import weights
 from evoalign.training.replay import replay
@@ -359,9 +360,8 @@ def _data(config: Config) -> list[card.DataFile]:
 
 
 def _sha256(source: str) -> str | None:
-    if source.startswith(HUB) or not locate(source).is_file():
-        return None
-    return files.digest_of(locate(source))
+    file = locate(source)
+    return files.digest_of(file) if not source.startswith(HUB) and file.is_file() else None
 
 
 def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool]:

@@ -103,7 +103,8 @@ class RewardFunction:
         return asyncio.gather(*results) if self.is_async else results
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
-        columns = {name: None for example in batch.examples for name in example if name not in _OURS}
+        ours = set(_OURS) - (self._named & {"completion"})  # which TRL never gives; here who names it gets the column
+        columns = {name: None for example in batch.examples for name in example if name not in ours}
         arguments: dict[str, Any] = dict.fromkeys(_LOGGERS, _log_nothing)
         arguments |= {name: [example.get(name) for example in batch.examples] for name in columns}
         arguments |= {"prompts": list(batch.prompts), "completions": list(batch.completions)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from itertools import chain
+from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 from pydantic import BaseModel
 
@@ -18,10 +19,12 @@ from evoalign.rewards import objective
 from evoalign.rewards.functions import failure, finite, fresh, shown
 from evoalign.rewards.gold import says
 from evoalign.rewards.objective import Columns, Objective, WeightedSum
-from evoalign.types import Example, Prompt
+from evoalign.types import Example, Messages, Prompt
 
 SHOWN = 3
 """Gold answers that are shown where some fail."""
+RAW = ("raw", "short")
+"""What `task.prompt` is where the prompt is a text and no message."""
 
 
 Split: TypeAlias = Literal["train", "validation", "test"]
@@ -46,9 +49,36 @@ class Data:
         return len(self.train), len(self.test), len(self.validation)
 
     @property
-    def all(self) -> list[Example]:
+    def all(self) -> Sequence[Example]:
         """The examples of all of them."""
-        return [*self.train, *self.validation, *self.test]
+        return Joined(self.train, self.validation, self.test)
+
+
+class Joined(Sequence[Example]):
+    """Sequences one after another, which stay where they are: rows may be many, and not in memory."""
+
+    def __init__(self, *parts: Sequence[Example]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @overload
+    def __getitem__(self, place: int) -> Example: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Example]: ...
+    def __getitem__(self, place: int | slice) -> Example | list[Example]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        place = range(len(self))[place]  # negative ones count from the end, and there is none beyond
+        for part in self._parts:
+            if place < len(part):
+                return part[place]
+            place -= len(part)
+        raise AssertionError
+
+    def __iter__(self) -> Iterator[Example]:
+        return chain.from_iterable(self._parts)
 
 
 class Task(ABC):
@@ -66,6 +96,8 @@ class Task(ABC):
     """What `task.grading` may be."""
     reads_gold: ClassVar[bool] = False
     """Whether it takes right answers from the column `task.gold`."""
+    takes_system_prompt: ClassVar[bool] = False
+    """Whether its chat prompts have `task.system_prompt`, as `with_system` puts it there."""
     graded_text: ClassVar[str] = ""
     """What an answer has to hold in order to count, where there is such a text: a stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
@@ -77,6 +109,13 @@ class Task(ABC):
             raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
         if config.gold is not None and not self.reads_gold:
             raise ConfigError(f"task.gold: {config.gold} is not for task {config.name}; leave it out")
+        if config.system_prompt is not None and not self.takes_system_prompt:
+            raise ConfigError(f"task.system_prompt is not for task {config.name}; leave it out")
+        if config.system_prompt is not None and config.prompt in RAW:
+            raise ConfigError(
+                f"task.system_prompt: prompts of task.prompt: {config.prompt} go to the model as they are, without "
+                "messages; leave one of the two out, or choose a prompt of messages"
+            )
         self.options: Any = own_settings(config.options, self.settings, "task", TaskConfig.model_fields)
 
     @classmethod
@@ -97,6 +136,13 @@ class Task(ABC):
     @abstractmethod
     def prompt(self, example: Example) -> Prompt:
         """A raw string, or messages for the chat template."""
+
+    def with_system(self, messages: Messages) -> Messages:
+        """The messages, after one of `task.system_prompt` where that is set and they have none of their own."""
+        text = self.config.system_prompt
+        if text is None or any(message["role"] in ("system", "developer") for message in messages):
+            return messages
+        return [{"role": "system", "content": text}, *messages]
 
     @abstractmethod
     def compute_reward(self, text: str, example: Example) -> float:
@@ -192,15 +238,20 @@ class Task(ABC):
         """
         if math.isinf(self.max_reward):
             return
-        golds = [(row, self.gold(self.handed(example)), example) for row, example in enumerate(examples)]
-        known = [(row, answer, example) for row, answer, example in golds if answer is not None]
-        earned = [(row, answer, self.compute_reward(self.clean(answer), self.handed(e))) for row, answer, e in known]
-        wrong = [found for found in earned if found[2] != self.max_reward]
+        known, wrong = 0, list[tuple[int, str, float]]()
+        for row, example in enumerate(examples):
+            answer = self.gold(self.handed(example))
+            if answer is None:
+                continue
+            known += 1
+            reward = self.compute_reward(self.clean(answer), self.handed(example))
+            if reward != self.max_reward:
+                wrong.append((row, answer, reward))
         if wrong:
             first = "; ".join(f"{shown(answer)} of row {row} earns {reward}" for row, answer, reward in wrong[:SHOWN])
             more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise DataError(
-                f"task {self.name}: {len(wrong)} of {len(known)} gold answers do not earn {self.max_reward}: "
+                f"task {self.name}: {len(wrong)} of {known} gold answers do not earn {self.max_reward}: "
                 f"{first}{more}; fix the rows or the reward"
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError, cut, plain
+from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
@@ -29,6 +29,7 @@ class Conciseness(Task):
 
     name = "conciseness"
     max_reward = 0.0
+    takes_system_prompt = True
 
     def __init__(self, config: TaskConfig) -> None:
         super().__init__(config)
@@ -36,11 +37,11 @@ class Conciseness(Task):
             raise ConfigError(f"task.prompt: conciseness has chat and raw, not {config.prompt}")
 
     def load_data(self, seed: int) -> Data:
-        return data.load(self.config, seed, _check, DATA)
+        return data.load(self.config, seed, self._check, DATA)
 
     def prompt(self, example: Example) -> Prompt:
         question = _columns(example)[0]
-        return question if self.config.prompt == "raw" else [{"role": "user", "content": question}]
+        return question if self.config.prompt == "raw" else self.with_system([{"role": "user", "content": question}])
 
     def compute_reward(self, text: str, example: Example) -> float:
         return float(-abs(len(text) - len(_columns(example)[1])))
@@ -58,21 +59,20 @@ class Conciseness(Task):
             "characters": float(len(text)),
         }
 
+    def _check(self, where: str, row: dict[str, Any]) -> Example:
+        form = next((f for f in FORMS if f[0] in row and f[1] in row), None)
+        if form is None:
+            what = "expected prompt and target, or question and answer"
+            raise data.lacking(where, row, self.config, what, *FORMS[0])
+        for column in form:
+            if not isinstance(row[column], str):
+                raise DataError(f"{where}: {column} is {row[column]!r}; expected a string")
+        if not row[form[0]]:
+            raise DataError(f"{where}: {form[0]} is empty")
+        return row
+
 
 def _columns(example: Example) -> tuple[str, str]:
     """Question and answer, under either pair of names."""
     question, answer = next(form for form in FORMS if form[0] in example and form[1] in example)
     return example[question], example[answer]
-
-
-def _check(where: str, row: dict[str, Any]) -> Example:
-    form = next((f for f in FORMS if f[0] in row and f[1] in row), None)
-    if form is None:
-        found = plain(cut(", ".join(row), 200)) or "none"
-        raise DataError(f"{where}: expected prompt and target, or question and answer; found {found}")
-    for column in form:
-        if not isinstance(row[column], str):
-            raise DataError(f"{where}: {column} is {row[column]!r}; expected a string")
-    if not row[form[0]]:
-        raise DataError(f"{where}: {form[0]} is empty")
-    return row

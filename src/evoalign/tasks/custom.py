@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data and rewards of the user's own: any rows with a `prompt`, any reward functions that TRL would take."""
+"""Data and rewards of the user's own: any rows with a prompt, any reward functions that TRL would take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evoalign.errors import ConfigError, DataError, cut, plain
 from evoalign.plugins import load_object
 from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all
 from evoalign.rewards.objective import Columns, WeightedSum
-from evoalign.tasks import data
+from evoalign.tasks import conversations, data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
 
@@ -19,6 +19,7 @@ from evoalign.types import Example, Prompt
 class Custom(Task):
     """Rows with a `prompt` column (a string, or a list of messages), scored by the sum of weighted reward functions.
 
+    A row may have a conversation in its place: `messages`, or ShareGPT's `conversations`.
     The functions are those named in `task.rewards`, or `rewards` where given. Messages go through the chat template.
     A string goes to the model as it is, or as one user message with `prompt: chat`. The reward functions see prompts
     and completions in the form of the column, whatever `prompt` says, so that a reward goes with its data set.
@@ -26,6 +27,7 @@ class Custom(Task):
 
     name = "custom"
     reads_gold = True
+    takes_system_prompt = True
 
     def __init__(self, config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> None:
         super().__init__(config)
@@ -63,17 +65,20 @@ class Custom(Task):
         for function in self.functions:
             missing = function.missing(columns)
             if missing:
+                alike = {name: data.likely(name, columns) for name in missing}
+                named = ", ".join(f"{name}: {there}" for name, there in alike.items() if there)
                 raise DataError(
                     f"reward function {function.name} takes {', '.join(missing)}, which the {what} does not have "
-                    f"(columns: {plain(cut(', '.join(columns), 200))}); add the column or give the parameter a default"
+                    f"(columns: {data.listed(columns)}); add the column or give the parameter a default"
+                    + (f", or set task.columns: {{{named}}}" if named else "")
                 )
 
     def prompt(self, example: Example) -> Prompt:
         """The prompt column, as one user message where it is a string and `prompt: chat` is set."""
         prompt = cast(Prompt, example["prompt"])
-        if isinstance(prompt, str) and self.config.prompt == "chat":
-            return [{"role": "user", "content": prompt}]
-        return prompt
+        if not isinstance(prompt, str):
+            return self.with_system(prompt)
+        return self.with_system([{"role": "user", "content": prompt}]) if self.config.prompt == "chat" else prompt
 
     def gold(self, example: Example) -> str | None:
         """The column `task.gold`; None where that is not set, or the row has nothing there."""
@@ -106,17 +111,26 @@ class Custom(Task):
         return columns, self._sum.rewards(columns, texts, examples)
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
+        row = conversations.with_prompt(where, row)
         if "prompt" not in row:
-            raise DataError(f"{where}: no prompt; found {plain(cut(', '.join(row), 200)) or 'no columns'}")
+            raise data.lacking(where, row, self.config, "no prompt", "prompt")
         self._check_gold(where, row)
         prompt: Any = row["prompt"]
         if isinstance(prompt, str) and prompt:
+            self._check_system_prompt(where)
             return row
         if not isinstance(prompt, list) or not prompt:
             raise DataError(f"{where}: prompt is {prompt!r}; expected a string or a list of messages")
         if self.config.prompt == "raw":
             raise DataError(f"{where}: prompt is a list of messages, which cannot be raw; leave task.prompt out")
-        return row | {"prompt": [_message(where, message) for message in cast("list[Any]", prompt)]}
+        return row | {"prompt": conversations.read(where, cast("list[Any]", prompt))}
+
+    def _check_system_prompt(self, where: str) -> None:
+        if self.config.system_prompt is not None and self.config.prompt != "chat":
+            raise DataError(
+                f"{where}: prompt is a text, which goes to the model as it is, without task.system_prompt; set "
+                "task.prompt: chat, or leave task.system_prompt out"
+            )
 
     def _check_gold(self, where: str, row: dict[str, Any]) -> None:
         column = self.config.gold
@@ -140,11 +154,3 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 def _completion(text: str, prompt: Prompt) -> Completion:
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-
-def _message(where: str, message: Any) -> dict[str, str]:
-    """A message without the empty fields that columnar files give to every row."""
-    fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    if not {"role", "content"} <= fields.keys() or not all(isinstance(v, str) for v in fields.values()):
-        raise DataError(f"{where}: message {message!r}; expected {{'role': .., 'content': ..}} with strings")
-    return cast("dict[str, str]", fields)

@@ -13,6 +13,7 @@ from evoalign.config import TaskConfig
 from evoalign.errors import EvoalignError
 from evoalign.rewards.functions import fresh
 from evoalign.tasks import Data, Task
+from evoalign.tasks.data.spool import held
 from evoalign.types import Example
 
 COMPLETIONS = (
@@ -53,9 +54,9 @@ def check_splits(task: Task, data: Data) -> None:
     """
     assert len(data.train) > 0, "the training split is empty"
     assert len(data.test) > 0, "the test split is empty"
-    chosen_by = {id(row) for row in data.validation}
-    assert not any(id(row) in chosen_by for row in data.train), "a validation row is a training row too"
-    assert not any(id(row) in chosen_by for row in data.test), "a validation row is a test row too"
+    chosen_by = {id(row) for _, row in held(data.validation)}
+    assert not any(id(row) in chosen_by for _, row in held(data.train)), "a validation row is a training row too"
+    assert not any(id(row) in chosen_by for _, row in held(data.test)), "a validation row is a test row too"
 
 
 def check_prompts(task: Task, data: Data) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from evoalign.config import Config
 from evoalign.tasks import Data, Split, Task
 from evoalign.types import Example
@@ -33,8 +36,7 @@ def shared_lines(task: Task, data: Data) -> list[str]:
     prompts = {split: _prompts(task, data.of(split)) for split in WORDS}
     found: list[str] = []
     for split, other, means in SHARING:
-        there = set(prompts[other])
-        count = sum(prompt in there for prompt in prompts[split])
+        count = int(np.isin(prompts[split], prompts[other]).sum())
         if count:
             total = len(prompts[split])
             found.append(
@@ -48,9 +50,13 @@ def keeps_best(config: Config, data: Data | None) -> bool:
     return config.checkpoint.keep_best and (data is None or bool(data.validation))
 
 
-def _prompts(task: Task, examples: Sequence[Example]) -> list[str]:
-    """One text for each; rows of other columns may still ask the same."""
-    return [json.dumps(task.prompt(example)) for example in examples]
+def _prompts(task: Task, examples: Sequence[Example]) -> npt.NDArray[np.int64]:
+    """A number for each; rows of other columns may still ask the same.
+
+    Python's hash of 64 bits, as the texts of many rows fill the memory. That two of a million prompts have one by
+    chance happens once in tens of millions of runs.
+    """
+    return np.fromiter((hash(json.dumps(task.prompt(example))) for example in examples), np.int64, len(examples))
 
 
 def _chosen_lines(config: Config, data: Data) -> list[str]:

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, cast
 
-from evoalign.errors import DataError
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError
 from evoalign.rewards.arithmetic import ExpressionError, evaluate
 from evoalign.rewards.notation import evaluate_written
 from evoalign.tasks import data
@@ -55,7 +56,7 @@ class Countdown(Task):
 
     - `raw` (default): the row's `context` as it is, which ends in "<think>";
     - `short`: `Use [44 19 35] to make 98. <think>`;
-    - `chat`: a system and a user message, numbers as a Python list;
+    - `chat`: a system and a user message, numbers as a Python list; `task.system_prompt` takes the former's place;
     - `chat_opened`: the same, and the beginning of the answer, `OPENING`, which the model goes on with.
 
     Where the prompt ends in "<think>" the model's text continues the block, so the format is graded on "<think>" +
@@ -66,6 +67,12 @@ class Countdown(Task):
     gradings = ("strict", "lenient")
     max_reward = FORMAT_WEIGHT * 1.0 + 1.0
     graded_text = END_ANSWER
+    takes_system_prompt = True
+
+    def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config)
+        if config.system_prompt is not None and config.prompt is None:
+            raise ConfigError("task.system_prompt: countdown's prompt is raw, without messages; set task.prompt: chat")
 
     def load_data(self, seed: int) -> Data:
         return data.load(self.config, seed, self._check, (DATA, None))
@@ -76,7 +83,8 @@ class Countdown(Task):
             return f"Use [{' '.join(map(str, numbers))}] to make {target}. {THINK}"
         if self.config.prompt in ("chat", "chat_opened"):
             question = USER.format(numbers=list(numbers), target=target)
-            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            system = self.config.system_prompt or SYSTEM
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
             opened = self.config.prompt == "chat_opened"
             return [*chat, {"role": "assistant", "content": OPENING}] if opened else chat
         return cast(str, example["context"])
@@ -122,6 +130,9 @@ class Countdown(Task):
         return self.config.prompt in ("short", "chat_opened") or cast(str, example["context"]).rstrip().endswith(THINK)
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
+        wanted = ("numbers", "target", *(("context",) if "context" in self.config.columns else ()))
+        if missing := [name for name in wanted if name not in row]:
+            raise data.lacking(where, row, self.config, f"no {' and no '.join(missing)}", *wanted)
         check_row(where, row)
         context = row.get("context")
         if self.config.prompt in (None, "raw") and not (isinstance(context, str) and context):

@@ -24,6 +24,8 @@ from evoalign.rewards.functions import failure
 from evoalign.rewards.objective import Columns, Objective
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
+from evoalign.tasks.data.spool import Spooled, held
+from evoalign.tasks.exact import is_exact
 from evoalign.tasks.isolated.connection import START_LIMIT, NoAnswerError, Worker
 from evoalign.types import Example, Prompt
 
@@ -71,14 +73,17 @@ class Isolated(Task):
         return self.task.max_reward
 
     def load_data(self, seed: int) -> Data:
-        """The task's own, in this process, as lists: a row has to stay the same object. Starts the worker."""
+        """The task's own, in this process, as lists: a row has to stay the same object. Starts the worker.
+
+        Many rows stay in their file, and those of them that do not fit JSON are objects in memory.
+        """
         loaded = self.task.load_data(seed)
-        data = Data(list(loaded.train), list(loaded.test), list(loaded.validation) or ())
+        data = Data(_lasting(loaded.train), _lasting(loaded.test), _lasting(loaded.validation) or ())
         splits = (("train", data.train), ("test", data.test), ("validation", data.validation))
-        self._place = {id(row): (split, i) for split, rows in splits for i, row in enumerate(rows)}
+        self._place = {id(row): (split, i) for split, rows in splits for i, row in held(rows)}
         # A Task may keep what it loads, and some rows do not fit JSON: then the worker loads the data as well.
         wanted = type(self.task) is not Custom or any(
-            len(_exact_columns(row)) < len(row) for _, rows in splits for row in rows
+            len(_exact_columns(row)) < len(row) for _, rows in splits for _, row in held(rows)
         )
         self._worker.load(data, seed if wanted else None)
         return data
@@ -264,15 +269,8 @@ def _is_mistake(problem: NoAnswerError) -> bool:
     return problem.reason == "raised" and last.partition(":")[0] in MISTAKES
 
 
-def is_exact(value: object) -> bool:
-    """Whether JSON gives the value back as it was: no tuples, numpy numbers, bytes, dates or keys but strings."""
-    if isinstance(value, dict):
-        return type(value) is dict and all(type(k) is str and is_exact(v) for k, v in value.items())
-    if isinstance(value, list):
-        return type(value) is list and all(map(is_exact, value))
-    if isinstance(value, int):  # Python refuses to read integers of more than 4300 digits
-        return type(value) in (int, bool) and value.bit_length() < 10_000
-    return value is None or type(value) in (str, float)
+def _lasting(rows: Sequence[Example]) -> Sequence[Example]:
+    return rows if isinstance(rows, Spooled) else list(rows)
 
 
 def _exact_columns(example: Example) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -30,6 +29,7 @@ from evoalign.plugins import FAILURES, raised
 from evoalign.rewards.functions import failure, fresh
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.custom import Custom
+from evoalign.tasks.exact import decode, encode
 from evoalign.tasks.isolated import memory
 from evoalign.types import Example
 
@@ -40,16 +40,6 @@ MARK = "EVOALIGN_WORKER"
 """The environment variable by which a worker's descendants are found, in whatever session they are."""
 GUARD_SECONDS = 2
 """How often the guard looks for the trainer itself, in case another process holds the trainer's end of the socket."""
-
-
-def encode(message: object) -> bytes:
-    """One line. Strings come back code point for code point, lone surrogates included. Raises ValueError, TypeError."""
-    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-
-
-def decode(line: bytes) -> Any:
-    """What `encode` was given."""
-    return json.loads(line.decode("utf-8", "surrogatepass"))
 
 
 def main(fd: int, create: Callable[[TaskConfig], Task]) -> None:
