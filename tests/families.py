@@ -67,13 +67,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}
+"""Mixtures of experts, which transformers keeps fused."""
+
+
+def unfused(model: Any) -> dict[str, torch.Tensor]:
+    """A model's parameters by their names in checkpoints; those of experts as views of the fused ones."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        layer, is_fused, kind = name.partition(".mlp.experts.")
+        if not is_fused:
+            found[name] = parameter
+            continue
+        old = model.config.model_type == "mixtral"
+        place = f"{layer}.block_sparse_moe.experts" if old else f"{layer}.mlp.experts"
+        for e, matrix in enumerate(parameter.data):
+            if kind == "down_proj":
+                found[f"{place}.{e}.{'w2' if old else kind}.weight"] = matrix
+            else:
+                rows = len(matrix) // 2
+                found[f"{place}.{e}.{'w1' if old else 'gate_proj'}.weight"] = matrix[:rows]
+                found[f"{place}.{e}.{'w3' if old else 'up_proj'}.weight"] = matrix[rows:]
+    return found
 
 
 def build(family: str, folder: Path, **changes: Any) -> Path:
     """A random model of a family with the tiny model's tokenizer, as a folder."""
     import transformers
 
-    name, own = FAMILIES[family]
+    name, own = {**FAMILIES, **MIXTURES}[family]
     settings = {k: v for k, v in {**COMMON, **own, **changes}.items() if v is not ...}
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings))

@@ -145,18 +145,23 @@ class Update:
     summation: Summation = "ordered"
 
 
-TensorKind: TypeAlias = Literal["linear", "embedding", "norm", "bias", "other"]
+TensorKind: TypeAlias = Literal["linear", "expert", "embedding", "norm", "bias", "other"]
+"""`expert`: a linear matrix of one expert of a mixture, which is fused with others in the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the model under its Hugging Face name. `mean_abs` is the mean of |W| in float64."""
+    """One tensor of the model under its Hugging Face name. `mean_abs` is the mean of |W| in float64.
+
+    `peft`: whether PEFT loads an adapter of it, if it is a linear matrix.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: TensorKind
     layer: int | None
     mean_abs: float
+    peft: bool = True
 
 
 @dataclass(frozen=True, slots=True)

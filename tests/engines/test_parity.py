@@ -20,7 +20,7 @@ from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.spaces.base import Factors
 from evoalign.types import MEAN, MEAN_PLAN, Member, Sampling, Update
-from families import FAMILIES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests
+from families import FAMILIES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
 
 TIE = 1e-4
 TOKENS = 10
@@ -45,7 +45,7 @@ class Rebuilt:
 
         self.bench, self.update, self.config = bench, update, bench.config
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
-        self.parameters = dict(self.model.named_parameters())
+        self.parameters = unfused(self.model)
         self.base = {n: p.detach().double().clone() for n, p in self.parameters.items()}
         self.scales = self._scales()
         self.moves: dict[str, torch.Tensor] = {}

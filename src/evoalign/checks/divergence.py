@@ -40,6 +40,7 @@ from evoalign.engines import Engine
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.engine import dtype_on, load_model
 from evoalign.errors import EvoalignError, ModelError
+from evoalign.experts import tensors_of
 from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import Parts, Served
 from evoalign.spaces import Adapter
@@ -262,7 +263,7 @@ class Reference:
     @contextmanager
     def _written(self, served: Served) -> Generator[None]:
         """The copy serves the mean as the engine does; then it is the base again, bit for bit."""
-        parameters = dict(self.model.named_parameters())
+        parameters = tensors_of(self.model)
         kept: dict[str, torch.Tensor] = {}
         beside: dict[str, torch.Tensor] = {}
         adapters: Adapters | None = None
@@ -287,7 +288,7 @@ class Reference:
     def _hook(self, served: Served, weights: dict[str, torch.Tensor], *, needed: bool) -> Adapters:
         """The mean's adapter on the copy's layers, its factors as they are served."""
         names = dict.fromkeys(t.module for t in served.layout.tensors)
-        adapters = Adapters({name: self.model.get_submodule(name.removesuffix(".weight")) for name in names})
+        adapters = Adapters(self.model, names)
         found = False
         for name in names:
             adapter = served.space.adapter(served.layout, name, weights.__getitem__, MEAN_PLAN, (MEAN,))

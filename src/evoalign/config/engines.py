@@ -62,6 +62,8 @@ class EngineSettings(Section):
     kernels, and with them at most the last bits of a score."""
     serves_here: ClassVar[bool] = False
     """Whether it answers in this process, with a model of transformers, and lets another model onto its device."""
+    carries_experts: ClassVar[bool] = False
+    """Whether members can have experts of their own, of a mixture whose experts are fused."""
     lighter: ClassVar[str] = ""
     """What of the settings makes weights and mean take less memory, as advice to who has too little."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from evoalign import experts
 from evoalign.config import Config
 from evoalign.errors import ModelError
 from evoalign.tokens import model_path, refuse_hooks, why_not
@@ -51,7 +53,13 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
             f"model {config.model.name} ({hf.model_type}) is not a causal language model that can be made: "
             f"{why_not(error)}"
         ) from error
-    return specs_of(model, lambda _: math.nan)
+    specs = specs_of(model, lambda _: math.nan)
+    return specs if config.engine.carries_experts else without_experts(specs)
+
+
+def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The tensors as an engine has them that cannot give members experts of their own."""
+    return [replace(s, kind="other") if s.kind == "expert" else s for s in specs]
 
 
 def check_layers(name: str, config: Any) -> None:
@@ -67,18 +75,27 @@ def mean_abs(tensor: torch.Tensor) -> float:
 
 
 def specs_of(model: nn.Module, mean_abs: Callable[[torch.Tensor], float]) -> list[TensorSpec]:
-    """Name, shape, kind and layer of each parameter, tied ones once."""
-    kinds = _kinds(model)
+    """Name, shape, kind and layer of each parameter, tied ones once; of fused experts of each expert's matrices."""
+    kinds, in_peft = _kinds(model), experts.model_type(model) in experts.PEFT_TYPES
+    found = list(experts.named(model))
+    # PEFT takes a name that experts have for theirs alone, and passes over an nn.Linear of that name elsewhere.
+    fused = {_module_name(name) for name, expert, _ in found if expert is not None and in_peft}
     return [
         TensorSpec(
             name=name,
             shape=tuple(p.shape),
-            kind=kinds.get(name, "other"),
+            kind=kinds.get(name, "other") if expert is None else "expert",
             layer=int(found[1]) if (found := _LAYER.search(name)) else None,
             mean_abs=mean_abs(p),
+            peft=_module_name(name) not in fused if expert is None else in_peft,
         )
-        for name, p in model.named_parameters()
+        for name, expert, p in found
     ]
+
+
+def _module_name(name: str) -> str:
+    """`gate_proj` of `model.layers.0.mlp.gate_proj.weight`."""
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _kinds(model: nn.Module) -> dict[str, TensorKind]:

@@ -31,6 +31,7 @@ from evoalign.config import Config, ModelConfig, load, reading, to_yaml
 from evoalign.config.shipped import locate
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
+from evoalign.experts import tensors_of
 from evoalign.exporting import card
 from evoalign.exporting.public import private_paths, public
 from evoalign.rundir import checkpoint, files, journal, sealing
@@ -290,7 +291,7 @@ def _merge(model: Any, folder: Path) -> None:
     """W + (alpha / r) B A in float32, rounded once to the dtype of W; one matrix at a time, in place."""
     settings = reading.read_object(folder / ADAPTER_CONFIG)
     scaling = settings["lora_alpha"] / settings["r"]
-    state, parameters = checkpoint.load_adapter(folder), dict(model.named_parameters())
+    state, parameters = checkpoint.load_adapter(folder), tensors_of(model)
     for name, a in state.items():
         module, found, _ = name.partition(".lora_A.")
         if found:

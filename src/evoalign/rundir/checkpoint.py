@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import check_regular, parse, read_bytes
 from evoalign.errors import CheckpointError, DataError, ModelError
+from evoalign.experts import tensors_of
 from evoalign.rundir.files import digest_of, filled
 from evoalign.types import Layout
 
@@ -237,7 +238,7 @@ def _write_model(folder: Path, config: Config, layout: Layout, base: str, state:
     model: Any = AutoModelForCausalLM.from_pretrained(
         base, revision=revision, dtype=layout.torch_dtype, trust_remote_code=False, use_safetensors=True
     )
-    parameters = dict(model.named_parameters())
+    parameters = tensors_of(model)
     with torch.no_grad():
         for name, tensor in state:
             parameters[name].copy_(tensor)

@@ -16,7 +16,7 @@ import torch
 from evoalign.config import FullConfig
 from evoalign.errors import ConfigError
 from evoalign.spaces.base import Space
-from evoalign.spaces.targets import by_layer, evolved, scales
+from evoalign.spaces.targets import LINEAR, by_layer, evolved, scales
 from evoalign.types import Layout, TensorSpec
 
 
@@ -36,7 +36,7 @@ class Full(Space):
         kept = [s for s in specs if not self._excluded(s, dtype)]
         if not kept:
             raise ConfigError(f"full.exclude {self.section.exclude} leaves no tensor to evolve")
-        scale = scales(self.config, [s for s in specs if s.kind == "linear" and s.layer is not None])
+        scale = scales(self.config, [s for s in specs if s.kind in LINEAR and s.layer is not None])
         own = by_layer(self.config)
         return Layout(
             tensors=tuple(evolved(s, scale.get(s.layer, s.mean_abs if own else 1.0)) for s in kept),

@@ -17,8 +17,9 @@ import torch
 from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import LoraConfig
+from evoalign.errors import ConfigError
 from evoalign.spaces.base import Adapter, Master, Slots, Space, factor_slices, signed
-from evoalign.spaces.targets import check_rank, scales, targets
+from evoalign.spaces.targets import check_rank, module_of, scales, targets
 from evoalign.types import EvolvedTensor, Layout, Member, Plan, Slices, TensorSpec
 
 
@@ -58,7 +59,8 @@ class Lora(Space):
     def layout(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Layout:
         """Factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of each target."""
         section = self.section
-        matrices = targets(specs, section.target_layers, section.target_modules, "lora")
+        matrices = targets([s for s in specs if s.peft], section.target_layers, section.target_modules, "lora")
+        _check_pairs({module_of(s.name) for s in matrices if s.kind == "expert"})
         check_rank(section.rank, matrices, "lora")
         scale = scales(self.config, matrices)
         tensors: list[EvolvedTensor] = []
@@ -159,3 +161,15 @@ class Lora(Space):
 def factor_name(module: str, factor: str) -> str:
     """Name of a factor of a linear weight, as PEFT has it below its prefix."""
     return f"{module.removesuffix('.weight')}.lora_{factor}.weight"
+
+
+def _check_pairs(modules: set[str]) -> None:
+    """Raise ConfigError where experts have one half of what is fused in the model: PEFT loads both or none."""
+    for pair in (("gate_proj", "up_proj"), ("w1", "w3")):
+        chosen = [name for name in pair if name in modules]
+        if len(chosen) == 1:
+            other = next(name for name in pair if name not in modules)
+            raise ConfigError(
+                f"lora.target_modules: experts have {chosen[0]} and {other} fused, and PEFT loads an adapter of both "
+                f"or none; add {other}, or use space lowrank"
+            )

@@ -9,12 +9,18 @@ from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.types import EvolvedTensor, TensorSpec
 
+LINEAR = ("linear", "expert")
+"""Kinds of tensors that take an adapter."""
+
 
 def targets(
     specs: Sequence[TensorSpec], layers: Sequence[int] | None, modules: Sequence[str] | None, section: str
 ) -> list[TensorSpec]:
-    """The linear weights of the layers that a config names. Raises ConfigError naming what the model has."""
-    linear = [s for s in specs if s.kind == "linear" and s.layer is not None]
+    """The linear weights of the layers that a config names, those of experts among them.
+
+    Raises ConfigError naming what the model has.
+    """
+    linear = [s for s in specs if s.kind in LINEAR and s.layer is not None]
     has_layers = sorted({s.layer for s in linear if s.layer is not None})
     has_modules = sorted({module_of(s.name) for s in linear})
     for layer in layers or ():

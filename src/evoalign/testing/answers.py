@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evoalign import tokens
+from evoalign.experts import tensors_of
 from evoalign.types import Member, Plan, Request, Rollout
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def plain_model(bench: Bench) -> Any:
 def written(bench: Bench, plan: Plan, member: Member) -> Any:
     """The plain model with one member's weights written in, from the engine's own mean."""
     model, state = plain_model(bench), dict(bench.engine.state())
-    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    weights = tensors_of(model)
     if bench.space.evolves_model:
         for tensor in bench.layout.tensors:
             weights[tensor.name].copy_(state[tensor.name])

@@ -22,6 +22,7 @@ from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CanaryError
+from evoalign.experts import tensors_of
 from evoalign.spaces import Factors, Space
 from evoalign.testing.answers import check_fields, check_greedy, plain_model, same_up_to_ties, written
 from evoalign.tokens import Tokens
@@ -86,13 +87,13 @@ def check_specs(bench: Bench) -> None:
     specs = bench.engine.specs()
     names = [s.name for s in specs]
     assert len(set(names)) == len(names), "a tensor is listed twice"
-    model = plain_model(bench)
-    want = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    tensors = tensors_of(plain_model(bench))
+    want = {n: tuple(p.shape) for n, p in tensors.items()}
     odd = sorted(set(want) ^ set(names))
     assert not odd, f"{odd[0]} is {'not listed' if odd[0] in want else 'no tensor of the Hugging Face model'}"
     for spec in specs:
         assert spec.shape == want[spec.name], f"{spec.name} is listed as {spec.shape}, and is {want[spec.name]}"
-        mean = float(model.get_parameter(spec.name).double().abs().mean())
+        mean = float(tensors[spec.name].double().abs().mean())
         assert math.isclose(spec.mean_abs, mean, rel_tol=1e-4, abs_tol=1e-9), (
             f"mean |W| of {spec.name} is {spec.mean_abs}, and should be {mean}"
         )

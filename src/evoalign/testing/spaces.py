@@ -68,7 +68,7 @@ def check_layout(space: Space, layout: Layout, specs: Sequence[TensorSpec]) -> N
             assert tensor.shape == shape, f"{tensor.name} is {tensor.shape}, {shape} in the model"
         if space.carrier == "adapter":
             kind = of_model[tensor.module].kind
-            assert kind == "linear", f"{tensor.module} is a {kind}: only linear weights take an adapter"
+            assert kind in ("linear", "expert"), f"{tensor.module} is a {kind}: only linear weights take an adapter"
     assert space.layout(specs, layout.torch_dtype) == layout, "the same model gives another layout"
 
 

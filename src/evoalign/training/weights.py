@@ -19,6 +19,7 @@ from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, EvoalignError, ModelError
+from evoalign.experts import tensors_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
 from evoalign.setup import layout_of
@@ -108,7 +109,7 @@ def _hash_of_model(folder: Path) -> str:
         )
     except (OSError, ValueError, KeyError, RuntimeError, ModelError) as error:
         raise CheckpointError(f"{folder} does not load: {str(error).strip().splitlines()[0]}") from error
-    return weights_hash(model.named_parameters())
+    return weights_hash(tensors_of(model).items())
 
 
 def _check_rounded(folder: Path, plain: Iterable[Path]) -> None:

@@ -13,7 +13,7 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.server.dialect import Said
-from evoalign.engines.specs import mean_abs, specs_of, specs_of_config
+from evoalign.engines.specs import mean_abs, specs_of, specs_of_config, without_experts
 from evoalign.engines.transformers.engine import load_model
 from evoalign.types import TensorSpec
 
@@ -64,4 +64,4 @@ def read_base(config: Config, dtype: torch.dtype, *, dummy: bool) -> Base:
         return Base(None, {}, specs, weights_hash((s.name, torch.zeros(0)) for s in specs))
     loaded = load_model(config.model, dtype)
     parameters = {name: p.data for name, p in loaded.named_parameters()}
-    return Base(loaded, parameters, specs_of(loaded, mean_abs), weights_hash(parameters.items()))
+    return Base(loaded, parameters, without_experts(specs_of(loaded, mean_abs)), weights_hash(parameters.items()))

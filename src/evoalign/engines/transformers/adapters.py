@@ -4,31 +4,48 @@
 Rows come in two arrangements. In a *grouped* batch every member has the same number of consecutive rows, and one
 batched product serves all members without copying a factor. In a *ragged* one (rows have left) each row takes its
 member's factors, gathered once when the rows change.
+
+The experts of a mixture are no layers of their own: see `evoalign.engines.transformers.experts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from evoalign.engines.transformers.experts import ExpertAdapters
+from evoalign.experts import experts_of
 from evoalign.spaces.base import Adapter
 
 
 class Adapters:
-    """Members' adapters on a model's linear layers, and which row belongs to which member."""
+    """Members' adapters on linear weights of a model, and which row belongs to which member.
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._layers = {name: _Layer(self) for name in modules}
-        self._handles = [modules[name].register_forward_hook(layer) for name, layer in self._layers.items()]
+    `modules` are those that hold the weights of these names.
+    """
+
+    def __init__(self, model: nn.Module, weights: Iterable[str]) -> None:
+        experts, names = experts_of(model), list(weights)
+        self.modules: Mapping[str, nn.Module] = {
+            n: experts[n].module if n in experts else model.get_submodule(n.removesuffix(".weight")) for n in names
+        }
+        self._layers = {n: _Layer(self) for n in names if n not in experts}
+        self._handles = [self.modules[n].register_forward_hook(layer) for n, layer in self._layers.items()]
+        self._experts = {n: experts[n] for n in names if n in experts}
+        self._mixtures = {e.module: ExpertAdapters(e.module, self._members) for e in self._experts.values()}
         self.rows: torch.Tensor | None = None
         self.version = 0
 
     def set(self, name: str, adapter: Adapter | None) -> None:
-        """Put the members' factors on one layer, or none."""
-        self._layers[name].put(adapter)
+        """Put the members' factors on one weight, or none."""
+        if name in self._experts:
+            expert = self._experts[name]
+            self._mixtures[expert.module].put(expert.part, expert.index, adapter)
+        else:
+            self._layers[name].put(adapter)
 
     def group(self) -> None:
         """The rows of all following batches come in equal consecutive groups, in the members' order."""
@@ -44,6 +61,14 @@ class Adapters:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
+        for mixture in self._mixtures.values():
+            mixture.remove()
+
+    def _members(self, tokens: int, members: int, device: torch.device) -> torch.Tensor:
+        """Whose each of so many tokens is, the rows' tokens one after another: int64 [tokens]."""
+        rows = None if members == 1 else self.rows
+        owners = torch.arange(members, device=device) if rows is None else rows
+        return owners.repeat_interleave(tokens // len(owners))
 
 
 class _Layer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-process engine: any Hugging Face causal language model with `nn.Linear` projections, on CPU or one GPU.
+"""The in-process engine: any Hugging Face causal language model of `nn.Linear` and fused experts, on CPU or one GPU.
 
 Adapter members (`lora`, `lowrank`) answer together in one batch; dense members (`full`) one at a time, each written
 over the served weights from the float32 master. The mean is that master: restoring is a copy and never a subtraction.
@@ -25,6 +25,7 @@ from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.errors import DataError, EvoalignError, ModelError
+from evoalign.experts import tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, before_stop, model_path, refuse_pickles, why_not
@@ -62,7 +63,7 @@ class TransformersEngine(KeepsMean):
         if self.deterministic and not on_cpu:
             torch.use_deterministic_algorithms(True, warn_only=True)
         self.model: Any = _load_model(config, self.device) if model is None else model
-        self._parameters: dict[str, torch.Tensor] = {n: p.data for n, p in self.model.named_parameters()}
+        self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)
         self._decoder = Decoder(
             self.model,
             tokens.stop_ids,
@@ -84,16 +85,14 @@ class TransformersEngine(KeepsMean):
         """Make the master and, for adapters, hook the target layers."""
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         if space.carrier == "adapter":
-            names = dict.fromkeys(t.module for t in layout.tensors)
-            modules = {n: self.model.get_submodule(n.removesuffix(".weight")) for n in names}
-            self._adapters = Adapters(modules)
-            self._decoder.forward.share(modules)
+            self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
+            self._decoder.forward.share(self._adapters.modules)
         return Facts(
             engine="transformers",
             device=str(self.device),
             dtype=layout.dtype,
             deterministic=self.deterministic,
-            model_hash=weights_hash(self._parameters.items()),
+            model_hash=weights_hash((n, p.data) for n, p in self.model.named_parameters()),
             master_bytes=self.mean.bytes,
         )
 

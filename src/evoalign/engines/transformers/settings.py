@@ -37,6 +37,7 @@ class TransformersConfig(EngineSettings):
     path = "evoalign.engines.transformers.engine:TransformersEngine"
     resources = frozenset({"device", "memory_gib", "max_rows", "threads"})
     serves_here = True
+    carries_experts = True
 
     @property
     def where(self) -> str:
