@@ -23,8 +23,11 @@ _NAMES: Mapping[Part, str] = {"gate": "gate_proj", "up": "up_proj", "down": "dow
 _OLD_NAMES: Mapping[Part, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 _OF_OLD = frozenset({"mixtral", "phimoe"})
 """Model types whose checkpoints say `block_sparse_moe.experts.3.w1.weight`."""
-PEFT_TYPES = frozenset({"mixtral", "qwen3_moe", "olmoe"})
-"""Model types of which PEFT turns an adapter of single experts into one of the fused parameters as it loads it."""
+PEFT_TYPES = frozenset({
+    "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "mixtral", "olmoe", "qwen3_moe",
+})  # fmt: skip
+"""Model types of which PEFT turns an adapter of single experts into one of the fused parameters as it loads it; each
+tried with PEFT 0.21: the adapter that it loads gives the logits of the engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def _kinds(model: nn.Module) -> dict[str, TensorKind]:
             kind: TensorKind = "other"
             if name.endswith("bias"):
                 kind = "bias"
-            elif isinstance(module, nn.Linear):
+            elif isinstance(module, nn.Linear) and "router" not in type(module).__name__.lower():  # it returns more
                 kind = "linear"
             elif isinstance(module, nn.Embedding):
                 kind = "embedding"

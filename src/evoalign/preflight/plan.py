@@ -17,6 +17,7 @@ from evoalign.baselines import settings
 from evoalign.config import Config
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
+from evoalign.cost.share import share_lines
 from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
@@ -201,7 +202,12 @@ def check_targets(case: Case) -> Finding:
     case.specs = specs
     modules = sorted({t.module.removesuffix(".weight").rsplit(".", 1)[-1] for t in case.planned.tensors})
     shown = ", ".join(modules[:8]) + (" ..." if len(modules) > 8 else "")
+    share, *warnings = share_lines(config, specs, case.planned)
     detail = f"{case.planned.parameters:,} numbers in {len(case.planned.tensors)} tensors evolve: {shown}"
+    detail = f"{detail}; {share.partition(':')[0]}"
+    if warnings:
+        said, _, fix = warnings[0].removeprefix("warning: ").rpartition("; ")
+        return Finding("targets", "warning", f"{detail}; {said}", fix)
     return Finding("targets", "ok", detail)
 
 

@@ -24,6 +24,7 @@ from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
+from evoalign.cost.share import share_lines
 from evoalign.engines.base import metrics_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
@@ -107,7 +108,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
     rounded = rounding.rounding_lines(config, layout, dtype, weights)
-    step = [*estimate.step_lines(config, known), *rounded]
+    step = [*share_lines(config, specs, layout), *estimate.step_lines(config, known), *rounded]
     return [*step, *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 
@@ -183,7 +184,8 @@ class _EvolutionStrategies:
     def open(self, session: Session) -> None:
         """Say what is going to run, and ask the canary."""
         parts = self.parts
-        note = [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
+        note = share_lines(self.config, parts.engine.specs(), parts.layout)
+        note += [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
         step = [*estimate.step_lines(self.config, parts.layout), *self._rounding()]
         for line in [*note, *gold_lines(self.task, self.data), *splits.lines(self.config, self.task, self.data), *step]:
             session.tell(line)

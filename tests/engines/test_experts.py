@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts: which of their matrices evolve, and that members, updates and files are plain models.
+
+What a member is, is rebuilt from the normals alone, as in test_parity; experts are taken apart by shape, in `unfused`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from test_parity import SPACES, Rebuilt, run
+from transformers import AutoModelForCausalLM
+
+from evoalign.cost.share import share_lines
+from evoalign.engines.specs import specs_of_config
+from evoalign.errors import ConfigError
+from evoalign.spaces.targets import module_of
+from evoalign.types import Sampling
+from families import MIXTURES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
+
+EXPERTS = {"qwen3_moe": {"gate_proj", "up_proj", "down_proj"}, "mixtral": {"w1", "w3", "w2"}}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("mixtures")
+    return {family: build(family, place / family) for family in MIXTURES}
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: dict[str, Path]) -> None:
+    """A matrix each, 4 experts in 2 layers; the router evolves in space full alone; the dry run knows what starts."""
+    config = make_config(folders[family], space)
+    with Bench(config) as bench:
+        modules = Counter(module_of(t.module) for t in bench.layout.tensors if "norm" not in t.module)
+        model = unfused(bench.model)
+        shapes = {t.module: tuple(model[t.module].shape) for t in bench.layout.tensors}
+        factors = (*bench.layout.tensors, *bench.layout.frozen)
+        planned = bench.space.layout(specs_of_config(config), bench.engine.dtype)
+        shares = share_lines(config, bench.engine.specs(), bench.layout)
+    matrices = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(EXPERTS[family], 8)
+    others = {"embed_tokens": 1, "lm_head": 1, "gate": 2} if space == "full" else {}
+    assert modules == matrices | others
+    assert [(t.name, t.shape) for t in planned.tensors] == [(t.name, t.shape) for t in bench.layout.tensors]
+    for tensor in factors if space == "lora" else ():
+        out, in_ = shapes[tensor.module]
+        assert tensor.shape == ((1, in_) if "lora_A" in tensor.name else (out, 1))
+    for tensor in bench.layout.tensors if space != "lora" else ():
+        assert tensor.shape == shapes[tensor.name]
+    reached = sum(model[name].numel() for name in shapes)
+    share = 100 * reached / sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folders[family]).parameters())
+    assert len(shares) == 1
+    assert shares[0].startswith(f"{'adapters reach' if space == 'lora' else 'evolves'} {share:.3g} % of the weights: ")
+    assert ("; not: embed_tokens, gate, lm_head" in shares[0]) == (space != "full")
+
+
+def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(folders: dict[str, Path]) -> None:
+    def of(space: str, modules: list[str]) -> set[str]:
+        config = make_config(folders["qwen3_moe"], space, **{space: {"target_modules": modules}})
+        with Bench(config) as bench:
+            return {module_of(t.module) for t in bench.layout.tensors}
+
+    assert of("lowrank", ["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
+    assert of("lowrank", ["up_proj"]) == {"up_proj"}
+    assert of("lora", ["gate_proj", "up_proj"]) == {"gate_proj", "up_proj"}
+    with pytest.raises(ConfigError, match=r"gate_proj and up_proj fused.*add up_proj, or use space lowrank"):
+        of("lora", ["q_proj", "gate_proj"])
+    config = make_config(folders["qwen3_moe"], "lowrank", lowrank={"target_modules": ["up_proj"]})
+    run(config, folders["qwen3_moe"], PROMPTS["apart"])
+
+
+@pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.first("mixtral-lora ab", "qwen3_moe-lowrank")
+def test_members_with_experts_of_their_own_are_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
+    """A shared beginning, padding, rows that leave at stop tokens; the mean after an update, too."""
+    space, sections = SPACES[name]
+    stops = range(0, VOCABULARY, 12)
+    run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"], stop_ids=stops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_noise_is_as_wide_as_a_layers_experts_and_projections_are_large(
+    family: str, folders: dict[str, Path]
+) -> None:
+    config = make_config(folders[family], "lowrank", es={"noise_multiplier": 0.3, "learning_rate": 0.3})
+    run(config, folders[family], PROMPTS["apart"])
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
+    space: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few rows fit at once and few factors are gathered at a time."""
+    from evoalign.engines.transformers import experts
+
+    config = make_config(folders["qwen3_moe"], space, es={"population_size": 5})
+    few = make_config(folders["qwen3_moe"], space, es={"population_size": 5}, engine={"max_rows": 4})
+    asked = requests(PROMPTS["apart"], Sampling(TOKENS), logprobs=True)
+    with Bench(config) as bench, Bench(few) as other:
+        update = bench.move()
+        other.move()
+        rebuilt, plan = Rebuilt(bench, folders["qwen3_moe"], update), bench.plan()
+        whole = bench.ask(plan, asked)
+        monkeypatch.setattr(experts, "ROOM", 100)
+        cut = other.ask(plan, asked)
+    for member in plan.members:
+        model = rebuilt.become(member, plan.generation)
+        for p, prompt in enumerate(PROMPTS["apart"]):
+            for got in (whole[member.index, p], cut[member.index, p]):
+                logits = next_logits(model, prompt, got.token_ids).log_softmax(-1)
+                want = logits.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
+                assert got.logprobs is not None
+                assert torch.allclose(torch.tensor(got.logprobs), want, atol=1e-4)
+
+
+def test_in_bfloat16_members_are_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
+    """The mean lies in float32 beside the served experts, which are that rounded; members differ and add up."""
+    from evoalign.testing.answers import written
+
+    config = make_config(folders["mixtral"], "lowrank", model={"dtype": "bfloat16"}, es={"population_size": 4})
+    with Bench(config) as bench:
+        bench.move()
+        plan = bench.plan()
+        cells = bench.ask(plan, requests(PROMPTS["apart"], Sampling(4), logprobs=True))
+        served, mean = unfused(bench.model), dict(bench.engine.state())
+        for tensor in bench.layout.tensors:
+            assert mean[tensor.name].dtype == torch.float32
+            assert torch.equal(served[tensor.name], mean[tensor.name].bfloat16()), tensor.name
+        away: list[float] = []
+        for member in plan.members:
+            # Of one rounding to bfloat16 each, and so within some hundredths of the weights written in.
+            model = written(_Plain(bench), plan, member)  # type: ignore[arg-type]
+            for p, prompt in enumerate(PROMPTS["apart"]):
+                got = cells[member.index, p]
+                logits = next_logits(model, prompt, got.token_ids).log_softmax(-1)
+                want = logits.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
+                assert got.logprobs is not None
+                away.append(float((torch.tensor(got.logprobs) - want).abs().mean()))
+    assert sum(away) / len(away) < 0.1
+    assert len({cells[m.index, 0].logprobs for m in plan.members}) == 4
+
+
+class _Plain:
+    """What `written` wants of a bench."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.config, self.engine, self.space, self.layout = bench.config, bench.engine, bench.space, bench.layout
