@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from doctored import DATA, ROOT, config, of, statuses
 from evoalign import cli, preflight
@@ -72,7 +73,11 @@ def test_the_figures_are_those_of_the_config(tmp_path: Path) -> None:
     hidden = json.loads((tiny() / "config.json").read_text())
     width, layers = hidden["hidden_size"], hidden["num_hidden_layers"]
     evolved = 4 * layers * width  # B of q_proj: [width, rank]
-    assert of(found, "targets").detail == f"{evolved:,} numbers in {layers} tensors evolve: q_proj"
+    whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny()).parameters())
+    share = f"{100 * layers * width * width / whole:.3g} %"
+    assert of(found, "targets").detail == (
+        f"{evolved:,} numbers in {layers} tensors evolve: q_proj; adapters reach {share} of the weights"
+    )
     assert "completions scored -" in of(found, "generation").detail
     assert "a generation of 30 takes about" in of(found, "generation").detail
     assert "serves float32 on cpu" in of(found, "engine").detail

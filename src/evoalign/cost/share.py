@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from evoalign import spaces
 from evoalign.config import Config
+from evoalign.spaces import Space
 from evoalign.spaces.targets import module_of
 from evoalign.types import Layout, TensorSpec
 
@@ -19,10 +20,12 @@ def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> 
     """The share of the weights that evolves, or that adapters reach, and of what; a warning where experts do not."""
     reached = {t.module for t in layout.tensors}
     of, rest = [s for s in specs if s.name in reached], [s for s in specs if s.name not in reached]
-    says = "evolves" if spaces.create(config).evolves_model else "adapters reach"
+    space = spaces.create(config)
+    says = "evolves" if space.evolves_model else "adapters reach"
     others = _names(s for s in rest if len(s.shape) > 1)
     line = f"{says} {percent(of, specs)} of the weights: {_names(of)}" + (f"; not: {others}" if others else "")
-    return [line, *(f"warning: {told}" for told in _passed_over(config, specs, rest))]
+    warnings = _passed_over(config, space, specs, rest) if space.carrier == "adapter" else []
+    return [line, *(f"warning: {told}" for told in warnings)]
 
 
 def percent(some: Iterable[TensorSpec], of: Iterable[TensorSpec]) -> str:
@@ -31,29 +34,25 @@ def percent(some: Iterable[TensorSpec], of: Iterable[TensorSpec]) -> str:
     return f"{100.0 if part == total else min(99.9, 100 * part / total):.3g} %"
 
 
-def _passed_over(config: Config, specs: Sequence[TensorSpec], rest: Sequence[TensorSpec]) -> list[str]:
-    """What does not evolve though nobody chose so."""
-    if config.space.name not in ("lora", "lowrank"):
-        return []
-    found: list[str] = []
+def _passed_over(config: Config, space: Space, specs: Sequence[TensorSpec], rest: Sequence[TensorSpec]) -> list[str]:
+    """What takes no adapter though nobody chose so."""
     experts = [s for s in rest if s.layer is not None and (".experts." in s.name or len(s.shape) == 3)]
-    apart = config.engine.carries_experts
+    fused = [s for s in experts if s.kind == "other" and len(s.shape) == 3]
+    apart = [s for s in experts if s.kind == "other" and len(s.shape) == 2 and not config.engine.carries_experts]
+    unknown, taken = ([s for s in of if not s.peft] for of in (experts, [s for s in rest if s.kind == "linear"]))
+    found: list[str] = []
     for mute, why in (
-        ([s for s in experts if s.kind == "other" and len(s.shape) == 3],
-         f"the model has them fused in a form that space {config.space.name} does not take apart; use space full"),
-        ([s for s in experts if s.kind == "other" and len(s.shape) == 2 and not apart],
-         f"engine {config.engine.name} gives members none of their own; use engine transformers"),
-        ([s for s in experts if s.kind == "expert" and not s.peft and config.space.name == "lora"],
+        (fused, "the model has them fused in a form that is not taken apart; use space full"),
+        (apart, f"engine {config.engine.name} gives members none of their own; use engine transformers"),
+        ([s for s in unknown if s.kind == "expert" and not space.evolves_model],
          "PEFT has no adapter of theirs; use space lowrank"),
     ):  # fmt: skip
         if mute:
             found.append(f"the experts, {percent(mute, specs)} of the weights, do not evolve: {why}")
-    taken = [s for s in rest if s.kind == "linear" and not s.peft]
-    if taken and config.space.name == "lora":
-        names = _names(taken)
+    if taken and not space.evolves_model:
         found.append(
-            f"{names} outside the experts, {percent(taken, specs)} of the weights, do not evolve: PEFT takes these "
-            "names for those of experts; use space lowrank"
+            f"{_names(taken)} outside the experts, {percent(taken, specs)} of the weights, do not evolve: PEFT takes "
+            "these names for those of experts; use space lowrank"
         )
     return found
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from evoalign import experts
 from evoalign.config import Config
 from evoalign.errors import ModelError
+from evoalign.models import experts
 from evoalign.tokens import model_path, refuse_hooks, why_not
 from evoalign.types import TensorKind, TensorSpec
 

@@ -31,9 +31,9 @@ from evoalign.config import Config, ModelConfig, load, reading, to_yaml
 from evoalign.config.shipped import locate
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
-from evoalign.experts import tensors_of
 from evoalign.exporting import card
 from evoalign.exporting.public import private_paths, public
+from evoalign.models.experts import tensors_of
 from evoalign.rundir import checkpoint, files, journal, sealing
 from evoalign.rundir.checkpoint import ADAPTER, Mark
 from evoalign.rundir.directory import again_if_pruned, generation_of, saved_folders
@@ -289,9 +289,8 @@ def _check_base(model: Any, source: _Source) -> None:
 @torch.no_grad()
 def _merge(model: Any, folder: Path) -> None:
     """W + (alpha / r) B A in float32, rounded once to the dtype of W; one matrix at a time, in place."""
-    settings = reading.read_object(folder / ADAPTER_CONFIG)
-    scaling = settings["lora_alpha"] / settings["r"]
-    state, parameters = checkpoint.load_adapter(folder), tensors_of(model)
+    settings, parameters = reading.read_object(folder / ADAPTER_CONFIG), tensors_of(model)
+    scaling, state = settings["lora_alpha"] / settings["r"], checkpoint.load_adapter(folder)
     for name, a in state.items():
         module, found, _ = name.partition(".lora_A.")
         if found:

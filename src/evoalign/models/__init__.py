@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that ship with the package."""
+"""Models that ship with the package, and what is to be known of others: templates, and experts that are fused."""
 
 from __future__ import annotations
 

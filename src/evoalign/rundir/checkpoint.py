@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import check_regular, parse, read_bytes
 from evoalign.errors import CheckpointError, DataError, ModelError
-from evoalign.experts import tensors_of
+from evoalign.models.experts import tensors_of
 from evoalign.rundir.files import digest_of, filled
 from evoalign.types import Layout
 

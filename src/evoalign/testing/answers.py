@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evoalign import tokens
-from evoalign.experts import tensors_of
+from evoalign.models.experts import tensors_of
 from evoalign.types import Member, Plan, Request, Rollout
 
 if TYPE_CHECKING:

@@ -137,6 +137,8 @@ def check_start(served: Served, recorded: Header) -> None:
         "tokenizer_hash": "another tokenizer or chat template than that of the run",
         "weights_hash": "another starting mean: the settings of the space differ",
     }
+    if any(s.kind == "expert" for s in served.engine.specs()):
+        causes["weights_hash"] += ", or an earlier release began the run, which had no experts evolve one by one"
     for name, cause in causes.items():
         if getattr(recorded, name) != ours[name]:
             raise ResumeError(f"{cause} ({name} is {ours[name][:12]} here and {getattr(recorded, name)[:12]} there)")

@@ -108,7 +108,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
     rounded = rounding.rounding_lines(config, layout, dtype, weights)
-    step = [*share_lines(config, specs, layout), *estimate.step_lines(config, known), *rounded]
+    step = [*estimate.step_lines(config, known), *share_lines(config, specs, layout), *rounded]
     return [*step, *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 

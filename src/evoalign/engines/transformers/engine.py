@@ -25,7 +25,7 @@ from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.errors import DataError, EvoalignError, ModelError
-from evoalign.experts import tensors_of
+from evoalign.models.experts import tensors_of
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, before_stop, model_path, refuse_pickles, why_not

@@ -74,7 +74,7 @@ class VllmEngine:
                 )
             single = len(held[name]) == 1
             whole[name] = held[name][0][1] if single else sum(n * mean for n, mean in held[name]) / count
-        return [TensorSpec(s.name, s.shape, s.kind, s.layer, whole[s.name]) for s in specs]
+        return [replace(s, mean_abs=whole[s.name]) for s in specs]
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the master and, for adapters, a slot for each member."""
