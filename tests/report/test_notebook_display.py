@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 
 import pytest
@@ -28,20 +29,29 @@ def test_what_is_drawn_is_escaped() -> None:
     assert "&lt;b&gt;1&lt;/b&gt; &amp; more" in page and "font-weight: bold" in page and "<script" not in page
 
 
-def test_the_same_place_is_drawn_again_and_nothing_before_the_first_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_place_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     display = pytest.importorskip("IPython.display")
     drawn: list[str] = []
     handle = types.SimpleNamespace(update=lambda page: drawn.append("again " + page.data))
     monkeypatch.setattr(display, "display", lambda page, display_id: drawn.append(page.data) or handle)
     words = iter(["one", "two", "three"])
     live = notebook.Live(lambda: Text(next(words)))
-    live.start()
-    live.stop()
+    live.refresh()
     assert drawn == []
-    live.refresh()
-    live.refresh()
-    live.stop()
-    assert ["one" in drawn[0], "again" in drawn[0]] == [True, False]
-    assert all(
-        word in page and page.startswith("again") for word, page in zip(("two", "three"), drawn[1:], strict=True)
-    )
+    with live:
+        live.refresh()
+    assert [page.partition(" ")[0] for page in drawn] == ["<pre", "again", "again"]
+    assert all(word in page for word, page in zip(("one", "two", "three"), drawn, strict=True))
+    with notebook.Live(lambda: Text("bar"), transient=True):
+        pass
+    assert drawn[-1] == "again "
+
+
+def test_it_is_drawn_every_second_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = pytest.importorskip("IPython.display")
+    drawn = threading.Semaphore(0)
+    handle = types.SimpleNamespace(update=lambda page: drawn.release())
+    monkeypatch.setattr(display, "display", lambda page, display_id: handle)
+    monkeypatch.setattr(notebook, "SECONDS", 0.001)
+    with notebook.Live(lambda: Text("bar")):
+        assert all(drawn.acquire(timeout=60) for _ in range(3))

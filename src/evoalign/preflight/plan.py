@@ -118,7 +118,7 @@ def check_gold(case: Case) -> Finding:
     return Finding("gold answers", "ok", told)
 
 
-def _examples(case: Case) -> list[Example]:
+def _examples(case: Case) -> Sequence[Example]:
     return need(case.data, "task").all
 
 

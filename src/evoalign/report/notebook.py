@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 WIDTH = 100
+SECONDS = 1.0
+"""Between two pictures."""
 PRE = '<pre style="line-height: normal; font-family: monospace; background: none">{code}</pre>'
 
 
@@ -22,28 +25,39 @@ def here() -> bool:
 
 
 class Live:
-    """As rich's Live, drawn at each `refresh`; rich's own asks for ipywidgets there."""
+    """What rich's Live is on a terminal; rich's own asks for ipywidgets here. A context manager.
 
-    def __init__(self, get_renderable: Callable[[], RenderableType]) -> None:
-        self._get_renderable = get_renderable
+    The first picture is drawn at once, and again every second; `transient`: none is left at the end.
+    """
+
+    def __init__(self, get_renderable: Callable[[], RenderableType], *, transient: bool = False) -> None:
+        self._get_renderable, self._transient = get_renderable, transient
         self._handle: Any = None
-
-    def start(self) -> None:
-        """Nothing is drawn before the first refresh."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evoalign-notebook", daemon=True)
 
     def refresh(self) -> None:
         """Draw what there is to see now."""
+        if self._handle is not None:
+            self._handle.update(_page(as_html(self._get_renderable())))
+
+    def __enter__(self) -> Live:
         from IPython import display  # there wherever `here` says so
 
-        page = display.HTML(as_html(self._get_renderable()))
-        if self._handle is None:
-            self._handle = display.display(page, display_id=True)
-        else:
-            self._handle.update(page)
+        self._handle = display.display(_page(as_html(self._get_renderable())), display_id=True)
+        self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """The last picture stays."""
-        if self._handle is not None:
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._transient:
+            self._handle.update(_page(""))
+        else:
+            self.refresh()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SECONDS):
             self.refresh()
 
 
@@ -52,3 +66,9 @@ def as_html(drawn: RenderableType) -> str:
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False, color_system="truecolor")
     console.print(drawn)
     return console.export_html(inline_styles=True, code_format=PRE)
+
+
+def _page(text: str) -> Any:
+    from IPython import display
+
+    return display.HTML(text)

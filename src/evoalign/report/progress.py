@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run stands, live on a terminal, or one plain line at a time into a file or a pipe."""
+"""How a run stands, live on a terminal or in a notebook, or one plain line at a time into a file or a pipe."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from evoalign.report import notebook
 from evoalign.report.tables import visible
 from evoalign.report.watching import Watch, watched
 
@@ -61,17 +62,18 @@ class Bar:
         self.title, self.console, self.watch = title, console or Console(), Watch(clock)
         self._start = clock()
         self._stack = ExitStack()
-        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2, transient=True)
+        self._live = _live(self.console, self._render, transient=True)
 
     def refresh(self) -> None:
-        """Draw now; it is drawn twice a second in any case."""
-        self._live.refresh()
+        """Draw now, where there is something to draw on; it is drawn every second in any case."""
+        if self._live is not None:
+            self._live.refresh()
 
     def __enter__(self) -> Bar:
         self._start = self.watch.clock()
         if not self._stack.enter_context(watched(self.watch)):
             return self
-        self._stack.enter_context(self._live if self.console.is_terminal else _Minutes(self._print_line))
+        self._stack.enter_context(self._live or _Minutes(self._print_line))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -134,21 +136,22 @@ class Display:
         self._validation: float | None = None
         self._printed = -PLAIN_SECONDS
         self._watch, self._stack = Watch(clock), ExitStack()
-        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2)
+        self._live = _live(self.console, self._render)
 
     def __enter__(self) -> Display:
         self._start = self._last = self._clock()
         self._printed = self._start - PLAIN_SECONDS
         self._stack.enter_context(watched(self._watch))
-        self._stack.enter_context(self._live if self.console.is_terminal else _Minutes(self._print_inside))
+        self._stack.enter_context(self._live or _Minutes(self._print_inside))
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
     def refresh(self) -> None:
-        """Draw now; it is drawn twice a second in any case."""
-        self._live.refresh()
+        """Draw now, where there is something to draw on; it is drawn every second in any case."""
+        if self._live is not None:
+            self._live.refresh()
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Takes in one generation: its line of metrics.jsonl."""
@@ -163,7 +166,7 @@ class Display:
             self._test = float(row["evaluation"]["reward"])
         if row.get("validation"):
             self._validation = float(row["validation"]["reward"])
-        if self.console.is_terminal:
+        if self._live is not None:
             self.refresh()
         else:
             self._print_line(now, bool(row.get("evaluation")))
@@ -212,6 +215,15 @@ class Display:
     def _seconds_left(self) -> float:
         each = sum(s for s, _ in self._recent) / len(self._recent)
         return max(0.0, each * (self.total - self._done) - (self._clock() - self._last))
+
+
+def _live(
+    console: Console, draw: Callable[[], RenderableType], *, transient: bool = False
+) -> Live | notebook.Live | None:
+    """Where it is drawn: on a terminal, or in a notebook; None where lines are printed."""
+    if console.is_terminal:
+        return Live(console=console, get_renderable=draw, refresh_per_second=2, transient=transient)
+    return notebook.Live(draw, transient=transient) if notebook.here() else None
 
 
 def _working(watch: Watch, now: float, *, with_left: bool = True) -> list[tuple[str, str]]:
