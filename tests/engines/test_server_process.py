@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from evoalign.engines.server.errors import LostError
 from evoalign.engines.server.process import Command, ServerProcess, free_port, refuse_missing
 from evoalign.errors import ConfigError, ModelError
+from evoalign.version import install
 
 TREE = """
 import subprocess, sys, time
@@ -159,7 +161,9 @@ def test_a_free_port_is_free() -> None:
 
 
 def test_what_is_not_installed_is_told_with_where() -> None:
-    with pytest.raises(ModelError, match=r"SGLang is not installed in this environment: pip install 'evoalign\[sgl"):
+    with pytest.raises(
+        ModelError, match=re.escape(f"SGLang is not installed in this environment: {install('sglang')}")
+    ):
         refuse_missing("SGLang", "sglang", None, "no_such_module_at_all")
     with pytest.raises(ModelError, match="in the environment of /no/python"):
         refuse_missing("SGLang", "sglang", "/no/python", "json")
