@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from evoalign.errors import ConfigError
+from evoalign.report.terminal import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +44,7 @@ class Finding:
         from evoalign.report.tables import visible
 
         for line in self.sentences:
-            console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+            print_line(console, visible(line))
 
     def draw(self, folder: Path) -> list[Path]:
         """Figures, drawn into a folder that exists; none by default."""

@@ -52,7 +52,8 @@ def page(headline: str, lines: Sequence[str], found: pd.DataFrame, said: pd.Data
         image = base64.b64encode(figure.read_bytes()).decode()
         parts.append(f'<img alt="rewards over the run" style="max-width: 100%" src="data:image/png;base64,{image}">')
     parts += [f"<p>{html.escape(line)}</p>" for line in lines]
-    parts.append(shown.to_html(index=False, na_rep="", border=0, escape=True))
+    texts = shown.to_html(index=False, na_rep="", border=0, escape=True)
+    parts.append(texts.replace("<td>", '<td style="text-align: left">'))
     return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
 
 

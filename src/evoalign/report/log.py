@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evoalign.report.tables import visible
+from evoalign.report.terminal import print_line
 from evoalign.rundir.journal import Header, Log, Recorded
 
 
@@ -18,7 +19,7 @@ def journal_table(log: Log, console: Console) -> None:
     """Prints what the run is, one row for each generation, and how far the journal is whole."""
     ascii_only = not console.encoding.startswith("utf")
     for line in _head(log.header):
-        console.print(visible(line, ascii_only=ascii_only), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, visible(line, ascii_only=ascii_only))
     table = Table("generation", "mean", "best", "worst", "std", "rms c", "sigma", "step", "weights_hash")
     for column in table.columns[:-1]:
         column.justify = "right"

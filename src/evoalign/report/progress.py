@@ -19,6 +19,7 @@ from rich.text import Text
 
 from evoalign.report import notebook
 from evoalign.report.tables import visible
+from evoalign.report.terminal import print_line
 from evoalign.report.watching import Watch, watched
 
 WINDOW = 20
@@ -246,7 +247,7 @@ def _styled(figures: Iterable[tuple[str, str]]) -> Text:
 
 
 def _print(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, line)
 
 
 def _short(value: float) -> str:

@@ -60,7 +60,7 @@ def alarm(word: str, reasons: Sequence[str], samples: Sequence[Sample], console:
     lines = [f"{word.upper()}: what the test completions say, whatever they earn", *(f"- {line}" for line in reasons)]
     for number, line in enumerate(lines):
         style = "bold red" if number == 0 else ""
-        console.print(Text(visible(line, ascii_only=ascii_only), style=style), soft_wrap=True)
+        console.print(Text(visible(line, ascii_only=ascii_only), style=style), soft_wrap=not console.is_jupyter)
     if samples:
         console.print(_samples(samples, console, "for example"))
 

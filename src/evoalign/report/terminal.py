@@ -23,6 +23,11 @@ def console() -> Console:
     return found
 
 
+def print_line(console: Console, line: str) -> None:
+    """A line as it is, whatever it quotes. It is not wrapped, but in a notebook, which would cut it off."""
+    console.print(line, markup=False, highlight=False, soft_wrap=not console.is_jupyter)
+
+
 def quiet() -> None:
     """No chatter from the model library; before torch is imported, no threads that spin while they wait."""
     import os

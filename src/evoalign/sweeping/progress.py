@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.report.tables import visible
+from evoalign.report.terminal import print_line
 from evoalign.sweeping.children import Child, Children, Ended, last_rows
 
 SHOWN_ENDED = 6
@@ -59,7 +60,7 @@ class Display:
         line = "\n".join(
             visible(part, ascii_only=not self.console.encoding.startswith("utf")) for part in line.split("\n")
         )
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(self.console, line)
 
     def _render(self) -> Group:
         running = list(self.children.running.values())

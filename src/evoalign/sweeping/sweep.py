@@ -16,6 +16,7 @@ from evoalign import tracking
 from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.evaluation import RIGHT
+from evoalign.report.terminal import print_line
 from evoalign.rundir.manifest import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
@@ -228,7 +229,7 @@ def conclude(
         if failed:
             lines.append(f"failed   {len(failed)} of its runs; the same command tries again")
         for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, line)
     return Sweep(folder.path, tuple(cells), tuple(failed))
 
 

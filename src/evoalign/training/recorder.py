@@ -22,6 +22,7 @@ from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
 from evoalign.report.rows import Row
 from evoalign.report.tables import visible
+from evoalign.report.terminal import print_line
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.statistics import Estimate
@@ -168,4 +169,4 @@ def tell(console: Console, line: str) -> None:
     """Plain lines on a console."""
     ascii_only = not console.encoding.startswith("utf")
     line = "\n".join(visible(part, ascii_only=ascii_only) for part in line.split("\n"))
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, line)
