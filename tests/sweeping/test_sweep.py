@@ -31,6 +31,7 @@ from evoalign.sweeping.children import Children
 from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.search import Domain, domain, search
 from evoalign.sweeping.sweep import Sweep, sweep
+from evoalign.version import install
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY / "data" / "tasks" / "conciseness"
@@ -323,7 +324,7 @@ def test_without_trl_no_sweep_of_grpo_begins(
     space: dict[str, Domain] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
-    with pytest.raises(ConfigError, match=r"needs the extra grpo: pip install 'evoalign\[grpo\]'"):
+    with pytest.raises(ConfigError, match=re.escape(f"needs the extra grpo: {install('grpo')}")):
         _ = look(tmp_path / "new", 1, space, method="grpo") if space else run(tmp_path / "new", method="grpo")
     assert not list(tmp_path.iterdir())
 

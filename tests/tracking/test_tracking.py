@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.tracking import Tracker
 from evoalign.tracking.base import step_and_values, values
+from evoalign.version import install
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -365,7 +367,7 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, backend, None)  # what makes `import` say that there is none
     for ask in (tracking.check, lambda c: tracking.create(c, tmp_path / "run")):
-        with pytest.raises(ConfigError, match=rf"pip install 'evoalign\[{backend}\]'") as raised:
+        with pytest.raises(ConfigError, match=re.escape(install(backend))) as raised:
             ask(config(tmp_path / "run", backend))
         assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
@@ -374,7 +376,7 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"wandb, trackio not installed; pip install 'evoalign\[wandb,trackio\]'"):
+    with pytest.raises(ConfigError, match=re.escape(f"wandb, trackio not installed; {install('wandb', 'trackio')}")):
         tracking.check(config(tmp_path, "tensorboard", "wandb", "trackio"))
 
 
@@ -507,6 +509,7 @@ from pathlib import Path
 from rich.console import Console
 from evoalign import tracking
 from evoalign.config import from_dict
+from evoalign.version import install
 config = from_dict({"output_dir": sys.argv[1], "evaluation": {"max_tokens": 4}, "task": {"test_size": 2},
                     "es": {"sigma": 0.02, "num_generations": 1, "population_size": 2}})
 tracking.check(config)
