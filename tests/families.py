@@ -72,6 +72,25 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 """Mixtures of experts, which transformers keeps fused."""
+_SOME = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DENSE = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+OTHER_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "glm4_moe": ("Glm4Moe", {**_DENSE, **_SOME, "head_dim": 8}),
+    "dots1": ("Dots1", {**_DENSE, **_SOME, "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3", {**_DENSE, **_SOME, **_LATENT, "num_key_value_heads": 4}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1,
+         "moe_num_shared_experts": 1},
+    ),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "shared_expert_intermediate_size": 16, **_SOME}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+}  # fmt: skip
+"""Others, with dense layers, shared experts, or fused in another form."""
 
 
 def unfused(model: Any) -> dict[str, torch.Tensor]:
@@ -98,7 +117,7 @@ def build(family: str, folder: Path, **changes: Any) -> Path:
     """A random model of a family with the tiny model's tokenizer, as a folder."""
     import transformers
 
-    name, own = {**FAMILIES, **MIXTURES}[family]
+    name, own = {**FAMILIES, **MIXTURES, **OTHER_MIXTURES}[family]
     settings = {k: v for k, v in {**COMMON, **own, **changes}.items() if v is not ...}
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings))

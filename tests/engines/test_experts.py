@@ -6,6 +6,7 @@ What a member is, is rebuilt from the normals alone, as in test_parity; experts 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from test_parity import SPACES, Rebuilt, run
 from transformers import AutoModelForCausalLM
 
+from evoalign import spaces
 from evoalign.cost.share import share_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError
@@ -73,6 +75,31 @@ def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(fold
         of("lora", ["q_proj", "gate_proj"])
     config = make_config(folders["qwen3_moe"], "lowrank", lowrank={"target_modules": ["up_proj"]})
     run(config, folders["qwen3_moe"], PROMPTS["apart"])
+
+
+@pytest.mark.parametrize(
+    ("family", "space", "engine", "told"),
+    [
+        ("qwen3_moe", "lora", "sglang", r"experts, 14.6 % .*: engine sglang gives .*; use engine transformers"),
+        ("qwen3_moe", "lowrank", "vllm", r"experts, 14.6 % .*: engine vllm gives .*; use engine transformers"),
+        ("qwen2_moe", "lora", "transformers", r"experts, .*: PEFT has no adapter of theirs; use space lowrank"),
+        ("qwen2_moe", "lowrank", "transformers", None),
+        ("glm4_moe", "lora", "transformers", r"gate_proj, up_proj, down_proj outside the experts, .*use space lowrank"),
+        ("glm4_moe", "lowrank", "transformers", None),
+        ("gpt_oss", "lora", "transformers", r"experts, .*: the model has them fused in a form .*; use space full"),
+        ("gpt_oss", "full", "transformers", None),
+    ],
+)
+def test_what_does_not_evolve_is_told_with_its_reason(
+    family: str, space: str, engine: str, told: str | None, tmp_path: Path
+) -> None:
+    """And nothing else is said to be left out; what is said to evolve does."""
+    config = make_config(build(family, tmp_path / family), space, engine={"name": engine})
+    specs = specs_of_config(config)
+    layout = spaces.create(config).layout(specs, torch.float32)
+    line, *warnings = share_lines(config, specs, layout)
+    assert [bool(re.match(f"warning: (the )?{told}$", w)) for w in warnings] == [True] * (told is not None), warnings
+    assert ("experts." in line.partition("; not:")[0]) == (told is None or "outside" in told) or family == "gpt_oss"
 
 
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import AutoModelForCausalLM
 import evoalign
 from evoalign.config import load
 from evoalign.exporting.export import export
+from evoalign.models.experts import PEFT_TYPES
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.types import MEAN_PLAN, Sampling
-from families import PROMPTS, Bench, build, next_logits, requests
+from families import PROMPTS, Bench, build, make_config, next_logits, requests
 
 Run = tuple[str, str, dict[str, Any]]
 TOKENS = 8
@@ -57,7 +59,11 @@ def said(run: Run) -> tuple[Any, ...]:
 
 def check(model: Any, run: Run) -> None:
     """The model gives the log-probabilities of the run's own engine."""
-    for prompt, got in zip(PROMPTS["apart"], said(run), strict=True):
+    same(model, said(run))
+
+
+def same(model: Any, cells: Sequence[Any]) -> None:
+    for prompt, got in zip(PROMPTS["apart"], cells, strict=True):
         logits = next_logits(model.eval(), prompt, got.token_ids).log_softmax(-1)
         want = logits.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(got.logprobs), want, atol=1e-4)
@@ -86,6 +92,22 @@ def test_an_export_is_what_plain_libraries_load(run: Run, tmp_path: Path) -> Non
     assert names(whole) == names(Path(tree["model"]["name"])), "the names of the checkpoint it came from"
     assert any(name.endswith("experts.3.w1.weight" if family == "mixtral" else "experts.3.gate_proj.weight")
                for name in names(whole))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(PEFT_TYPES | {"qwen2_moe"}))
+def test_peft_loads_the_adapter_of_every_mixture_that_it_is_said_to_know(family: str, tmp_path: Path) -> None:
+    """With dense layers and shared experts beside the experts; of another mixture, one without experts."""
+    base = build(family, tmp_path / "base")
+    config = make_config(base, "lora", lora={"rank": 2, "alpha": 6}, es={"population_size": 4})
+    with Bench(config) as bench:
+        bench.move()
+        mark = checkpoint.Mark(1, bench.engine.fingerprint(), "0" * 64)
+        checkpoint.save(tmp_path / "out", mark, config, bench.layout, str(base), bench.engine.state, adapter=True)
+        cells = bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(TOKENS), logprobs=True))
+        assert any(".experts." in t.name for t in bench.layout.tensors) == (family in PEFT_TYPES)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "out"))
+    same(model, [cells[-1, i] for i in range(len(PROMPTS["apart"]))])
 
 
 def names(folder: Path) -> set[str]:

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor and a dry run say which share of a mixture's weights evolves, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evoalign.preflight.case import Case
+from evoalign.preflight.plan import check_targets
+from evoalign.training.train import dry_run
+from families import build, make_config
+
+
+def test_experts_that_do_not_evolve_are_a_warning_with_its_mend(tmp_path: Path) -> None:
+    task = {"name": "conciseness"}
+    config = make_config(build("qwen2_moe", tmp_path / "base"), output_dir=str(tmp_path / "run"), task=task)
+    found = check_targets(Case(config))
+    assert found.status == "warning" and found.fix == "use space lowrank"
+    assert "adapters reach 10.6 % of the weights; the experts, 14 % of the weights, do not evolve" in found.detail
+    eta, effective, share, warning, *_ = dry_run(config)
+    assert eta.startswith("eta ") and effective.startswith("effective sigma")
+    assert share.startswith("adapters reach 10.6 % of the weights: q_proj, ")
+    assert warning.startswith("warning: the experts, 14 % of the weights, do not evolve: PEFT has no adapter of theirs")
+    mended = make_config(tmp_path / "base", "lowrank", output_dir=str(tmp_path / "run"), task=task)
+    assert check_targets(Case(mended)).status == "ok"
+    assert not any("do not evolve" in line for line in dry_run(mended))
