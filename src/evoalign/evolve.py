@@ -16,6 +16,7 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
+from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
 from evoalign.rollouts import Encoded, batch, collect, group_of, requests_of
@@ -35,12 +36,16 @@ def evolve(
     evaluate_mean: Callable[[], Mapping[str, float]] | None = None,
     first: int = 0,
     objective: Objective | None = None,
+    plateaus: Callable[[], int] | None = None,
 ) -> Iterator[Generation]:
     """Train from generation `first`, which the engine's mean and the journal have to be at; yields each generation.
 
     `evaluate_mean` is called every `evaluation.every` generations. `objective` has the state that generation `first`
-    begins with; None is a new one of the task's.
+    begins with; None is a new one of the task's. `plateaus` is asked as a generation begins, how many there were so
+    far, for `es.sigma_schedule` plateau. Raises ConfigError where that is set and nobody is there to ask.
     """
+    if plateaus is None and config.es.sigma_schedule.name == "plateau":
+        raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
     objective = objective or task.objective()
     es = config.es
     prompts = Encoded(task, tokens, examples)
@@ -49,7 +54,8 @@ def evolve(
     for generation in range(first, es.num_generations):
         clock.start()
         rows = batch(len(examples), config.task.batch_size, config.seed, generation)
-        plan = Plan(generation, sigma_at(config, generation), members)
+        sigma = sigma_at(config, generation, 0 if plateaus is None else plateaus())
+        plan = Plan(generation, sigma, members)
         rollouts = collect(engine, plan, requests_of(config, rows, prompts, generation))
         clock.mark("rollout")
         group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation)
@@ -98,10 +104,10 @@ def update_of(config: Config, plan: Plan, coefficients_M: Iterable[float]) -> Up
     )
 
 
-def sigma_at(config: Config, generation: int) -> float:
-    """What multiplies each tensor's scale: the width of a generation's noise."""
+def sigma_at(config: Config, generation: int, plateaus: int = 0) -> float:
+    """What multiplies each tensor's scale: the width of a generation's noise, after so many plateaus."""
     es = config.es
-    factor = shaping.schedule(es.sigma_schedule, generation, es.num_generations)
+    factor = shaping.schedule(es.sigma_schedule, generation, es.num_generations, plateaus)
     return es.width * spaces.create(config).width_factor(generation) * factor
 
 

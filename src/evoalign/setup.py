@@ -122,6 +122,11 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
             if not examples:
                 raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
         data = _with_validation(chosen, data, config.task)
+        if config.follows_validation is not None and not data.validation:
+            raise ConfigError(
+                f"{config.follows_validation} goes by the validation split, and task {chosen.name} has none: set "
+                "task.validation_size or task.validation_data; the test split is never used for it"
+            )
     except BaseException:
         chosen.close()
         raise

@@ -73,8 +73,13 @@ def shape(scores_MP: Scores, shaping: str) -> Scores:
     return SHAPINGS[shaping](scores_MP)
 
 
-def schedule(config: ScheduleConfig, generation: int, total: int) -> float:
-    """Factor of a generation: 1 at the first, `floor` at the last (constant: 1)."""
+def schedule(config: ScheduleConfig, generation: int, total: int, plateaus: int = 0) -> float:
+    """Factor of a generation: 1 at the first, `floor` at the last (constant: 1).
+
+    Of a plateau it depends on nothing but on how many there were so far, `plateaus`.
+    """
+    if config.name == "plateau":
+        return max(config.floor, config.factor**plateaus)
     if config.name == "constant" or total < 2:
         return 1.0
     progress = generation / (total - 1)

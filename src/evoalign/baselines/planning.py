@@ -61,6 +61,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     Raises a subclass of EvoalignError for what cannot be; what a run would refuse as things stand is a line.
     """
     config = as_config(config)
+    settings.check_stopping(config)
     run = RunDir(Path(config.output_dir))
     standing = _standing(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)

@@ -103,6 +103,17 @@ def check(config: Config) -> None:
         )
 
 
+def check_stopping(config: Config) -> None:
+    """Raise ConfigError for what ends a run of ES, or its sigma, by its rewards on the way: GRPO goes through."""
+    if config.stopping is not None:
+        raise ConfigError(
+            "the section stopping is for ES: a run of GRPO ends after grpo.max_steps; leave it out, as with "
+            "--set stopping=null, and lower grpo.max_steps where needed"
+        )
+    if config.grpo.rollouts == "es" and config.es.sigma_schedule.name == "plateau":
+        raise ConfigError("es.sigma_schedule plateau is for ES: with grpo.rollouts: es set constant, linear or cosine")
+
+
 def check_objective(objective: Objective) -> None:
     """Raise ConfigError for an objective that GRPO cannot serve: its trainer's state has no place for another."""
     refuse_whole_groups(objective, "GRPO")

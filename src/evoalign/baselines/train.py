@@ -61,6 +61,7 @@ def grpo(
     if not tracking.is_installed("trl"):
         raise ConfigError(f"GRPO needs the extra grpo: {install('grpo')}")
     tracking.check(config)
+    settings.check_stopping(config)
     given = object_given(task, reward)
     run, writes = place(config, "grpo", resume=resume), _is_first()
     with locked(run, overwrite=overwrite, resume=resume) if writes else nullcontext():

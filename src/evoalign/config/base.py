@@ -26,6 +26,8 @@ Every = Annotated[int, Field(ge=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(ge=1e-37, le=1e30, allow_inf_nan=False)]
 """As float32 has it, with room for what is made of it."""
+Delta = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+"""By how much a reward has to be above another to count as better."""
 Gib = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Modules = Annotated[list[str], Field(min_length=1)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from evoalign.config.base import Count, Positive, Section, Share, named
+from evoalign.config.base import Count, Delta, Positive, Section, Share, named
 
 NO_ES = "missing setting es; es needs at least sigma or noise_multiplier"
 
@@ -23,10 +23,27 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """A factor over the run, from 1 at generation 0 to `floor` at the last one."""
+    """A factor over the run, from 1 at generation 0 to `floor` at the last one; of a plateau, `floor` at the least."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
+    name: Literal["constant", "linear", "cosine", "plateau"] = "constant"
     floor: Annotated[float, Field(ge=1e-12, le=1)] = 0.1
+    patience: Count | None = Field(default=None, exclude_if=lambda value: value is None)
+    """For `plateau`, which needs it: after so many evaluations of the validation split in a row that bring no better
+    reward, the factor is multiplied by `factor`, and they are counted anew."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, exclude_if=lambda value: value == 0.5)
+    """For `plateau`. Written down only where it is set."""
+    min_delta: Delta = Field(default=0.0, exclude_if=lambda value: value == 0.0)
+    """For `plateau`: a reward is better where it is above the best one before it by more than this. Written down only
+    where it is set."""
+
+    @model_validator(mode="after")
+    def _of_a_plateau(self) -> ScheduleConfig:
+        if self.name == "plateau" and self.patience is None:
+            raise ValueError("a plateau needs its patience: how many evaluations of the validation split it waits")
+        odd = [name for name in ("patience", "factor", "min_delta") if name in self.model_fields_set]
+        if self.name != "plateau" and odd and any(getattr(self, n) != type(self).model_fields[n].default for n in odd):
+            raise ValueError(f"{', '.join(odd)}: for name: plateau alone, not for {self.name}; leave it out")
+        return self
 
 
 Schedule = Annotated[ScheduleConfig, BeforeValidator(named, json_schema_input_type=str | ScheduleConfig)]
@@ -56,6 +73,8 @@ class EsConfig(Section):
             raise ValueError("set exactly one of es.sigma and es.noise_multiplier")
         if self.antithetic and self.population_size % 2:
             raise ValueError(f"es.antithetic needs an even es.population_size, not {self.population_size}")
+        if self.learning_rate_schedule.name == "plateau":
+            raise ValueError("es.learning_rate_schedule: plateau is for es.sigma_schedule alone; use linear or cosine")
         return self
 
     @property

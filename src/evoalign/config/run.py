@@ -22,6 +22,7 @@ from evoalign.config.spaces import (
     SpaceConfig,
     SpaceSection,
 )
+from evoalign.config.stopping import StoppingConfig
 from evoalign.config.task import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, shown
 
@@ -103,6 +104,8 @@ class Config(Section):
     lowrank: LowrankConfig = Field(default_factory=LowrankConfig)
     full: FullConfig = Field(default_factory=FullConfig)
     es_: EsConfig | None = Field(default=None, alias="es")
+    stopping: StoppingConfig | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Whether the run may end before its last generation. Written down only where it is set."""
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     engine: EngineConfig = Field(default_factory=lambda: ENGINES[DEFAULT].model_validate({}))
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
@@ -128,6 +131,15 @@ class Config(Section):
     def decays(self) -> bool:
         """Whether updates pull the mean towards where it started, which then has to be kept."""
         return self.es_ is not None and self.es_.decay > 0
+
+    @property
+    def follows_validation(self) -> str | None:
+        """The setting by which the training depends on the rewards of the validation split on the way, if one does."""
+        if self.stopping is not None and self.stopping.patience is not None:
+            return "stopping.patience"
+        if self.es_ is not None and self.es_.sigma_schedule.name == "plateau":
+            return "es.sigma_schedule plateau"
+        return None
 
     @property
     def measures_nats(self) -> bool:
@@ -161,4 +173,9 @@ class Config(Section):
         refusal = self.section.refusal(self.es) if self.es_ is not None else None
         if refusal is not None:
             raise ValueError(refusal)
+        if self.follows_validation is not None and not self.evaluation.every:
+            raise ValueError(
+                f"{self.follows_validation} needs rewards on the way: set evaluation.every, such as 10, and a "
+                "validation split, such as task.validation_size: 100"
+            )
         return self

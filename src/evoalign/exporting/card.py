@@ -138,6 +138,8 @@ def _unfinished(facts: Facts) -> str:
     total = facts.config.es.num_generations if facts.method == "es" else facts.config.grpo.max_steps
     if facts.generation == total:
         return ""
+    if "ending" in (facts.evaluation or {}):
+        return f"\nThe run ended after {facts.generation} of {total} generations, as its settings say.\n"
     return f"\n**It is not the end of its run**: {_place(facts)} of {total}.\n"
 
 

@@ -29,6 +29,9 @@ def journal_table(log: Log, console: Console) -> None:
     per = (log.size / len(log.generations)) if log.generations else 0.0
     state = "whole" if log.damage is None else "damaged beyond this"
     console.print(f"{log.sealed} generations, {log.size:,} bytes, {per:,.0f} a generation; {state}", highlight=False)
+    if log.ending is not None:
+        unit = {"plateau": "evaluations without a better reward", "time": "seconds"}[log.ending.reason]
+        console.print(f"the run ended there by its own settings: {log.ending.limit:g} {unit}", highlight=False)
     if len(log.generations) > log.sealed:
         console.print(f"the update of generation {len(log.generations)} was written down and never sealed: --resume "
                       "applies it", highlight=False)  # fmt: skip

@@ -20,12 +20,15 @@ def identity(config: Config, method: Method = "es") -> dict[str, Any]:
     So are those of the other method. The number of generations, or steps, is one of these too, unless a schedule
     depends on it: a longer run of the same settings begins as the shorter one.
     """
-    told = {"output_dir", "grader", "checkpoint", "tracking", "checks"}
+    told = {"output_dir", "grader", "checkpoint", "tracking", "checks", "stopping"}
     if method == "grpo":
         return _identity_of_grpo(config, told)
     tree = _tree(config, {*told, "grpo"})
-    if config.es.sigma_schedule.name == config.es.learning_rate_schedule.name == "constant":
+    schedules = {config.es.sigma_schedule.name, config.es.learning_rate_schedule.name}
+    if schedules <= {"constant", "plateau"}:
         del tree["es"]["num_generations"]
+    if "plateau" in schedules:  # whose sigma follows from when the validation split is evaluated
+        tree["evaluation"]["every"] = config.evaluation.every
     return tree
 
 

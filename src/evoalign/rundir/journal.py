@@ -9,6 +9,14 @@ resolved config, so that the base model and this one file rebuild the mean of an
      hashes of config, noise table, tokenizer, data, model and the starting mean, machine, summation}
     {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective}
     {"type": "seal", index, weights_hash}
+    {"type": "validation", index, reward}
+    {"type": "end", index, reason, limit}
+
+A `validation` line has the reward of the mean on the validation split, where the training depends on it: where it ends
+on a plateau, or its sigma follows one. An `end` line says that the run ended there, before its last generation, and by
+which limit of the settings: evaluations without a better reward (`plateau`), or seconds (`time`). A run that was then
+given a larger limit goes on after it. Both come after the seal of their generation, are there only where a setting asks
+for them, and leave the hashes that stand for a generation as they are: those of its update and its seal.
 
 `objective` is the state of the objective after the generation. It is there only where an objective has a state, which
 no earlier release could have: journals without one are what they always were, and readers of before refuse such a line
@@ -31,117 +39,38 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 
 from evoalign.config import FORMAT_VERSION
 from evoalign.config.reading import MissingError, read_bytes
-from evoalign.config.spaces import SECTIONS, SpaceSection
 from evoalign.errors import DataError, JournalError
-from evoalign.rundir.checkpoint import Hash
 from evoalign.rundir.files import check_at, sync_folder
+from evoalign.rundir.lines import EndedLine, Header, Reason, SealedLine, UpdatedLine, ValidatedLine
 from evoalign.types import Member, Summation, Update
 
 GENESIS = "0" * 64
 MOST_BYTES = 2**36
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Word = Annotated[int, Field(ge=0, lt=2**32)]
-"""A word of the noise counter."""
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    previous: Hash
-
-
 _M = TypeVar("_M", bound=BaseModel)
 
 
-class Header(_Line):
-    """The first line: what the run is, and what has to be the same for it to come out the same."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a run ended before its last generation, and the limit that it had reached."""
 
-    type: Literal["header"]
-    format_version: int
-    versions: dict[str, str]
-    device: str
-    dtype: Literal["float32", "bfloat16", "float16"]
-    """The one the model was served in."""
-    config: dict[str, Any]
-    config_hash: Hash
-    noise_table: Hash
-    tokenizer_hash: Hash
-    data_hash: Hash
-    """Of the rows of all splits."""
-    given_as: Literal["task", "reward"] | None
-    """What was handed over as a Python object, in place of what the config names."""
-    space: str
-    evolved_parameters: Count
-    model_hash: Hash
-    weights_hash: Hash
-    """Of the mean before the first update."""
-    machine: dict[str, str] | None = None
-    """What the last bits of a library's results may depend on, beside the versions: `capability` and `threads`."""
-    summation: Summation | None = None
-
-    @property
-    def sums(self) -> Summation:
-        """How the terms of an update were added.
-
-        Where a journal of before does not say: in order, but for `lowrank` (or a space of one's own) on a CPU or with
-        an optimizer, which took a library's matrix product.
-        """
-        if self.summation is not None or not SECTIONS.get(self.space, SpaceSection).took_library_sums:
-            return self.summation or "ordered"
-        es: Any = self.config.get("es")
-        optimizer: Any = es.get("optimizer") if isinstance(es, dict) else None
-        plain = not isinstance(optimizer, dict) or optimizer.get("name", "sgd") == "sgd"
-        return "ordered" if plain and not self.device.startswith("cpu") else "library"
-
-    @model_validator(mode="after")
-    def _hash_of_config(self) -> Header:
-        if self.config_hash != hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest():
-            raise ValueError("config_hash is not that of config")
-        return self
-
-
-class _Updated(_Line):
-    type: Literal["update"]
-    index: Word
-    generation: Word
-    members: Annotated[list[Word], Field(min_length=1)]
-    signs: list[Literal[-1, 1]]
-    scores: list[Finite]
-    coefficients: list[Finite]
-    rms_c: Finite
-    sigma: Finite
-    step: Finite
-    decay: Finite
-    objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_each(self) -> _Updated:
-        if len({len(self.members), len(self.signs), len(self.scores), len(self.coefficients)}) > 1:
-            raise ValueError("members, signs, scores and coefficients differ in number")
-        if self.generation != self.index:
-            raise ValueError(f"generation {self.generation} is not index {self.index}")
-        return self
-
-
-class _Sealed(_Line):
-    type: Literal["seal"]
-    index: Word
-    weights_hash: Hash
+    reason: Reason
+    limit: float
+    """Evaluations without a better reward, or seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One generation of a journal. `weights_hash` is None where the run ended before the update was sealed.
 
-    `hash` is that of its last line, `objective` the state of the objective after it.
+    `hash` is that of its seal, or of its update; `objective` the state of the objective after it, `validation` the
+    reward on the validation split, where that is recorded, and `ending` why the run ended, or once ended, there.
     """
 
     update: Update
@@ -149,6 +78,8 @@ class Recorded:
     weights_hash: str | None
     hash: str
     objective: Mapping[str, float] = field(default_factory=dict[str, float])
+    validation: float | None = None
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +108,16 @@ class Log:
         """How many generations are whole: the mean after them is known and has a hash."""
         return _sealed(self.generations)
 
+    @property
+    def validated(self) -> list[float]:
+        """The rewards on the validation split that are recorded, in order."""
+        return [recorded.validation for recorded in self.generations if recorded.validation is not None]
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why the run ended where the journal does, if it did so before its last generation."""
+        return self.generations[-1].ending if self.generations else None
+
     def whole(self, generations: int | None = None) -> Log:
         """Itself, with a last line that was cut off left out. Raises JournalError for any other damage.
 
@@ -199,7 +140,7 @@ class Journal:
         self._previous = GENESIS
         self.summation: Summation = header.get("summation") or "ordered"
         sync_folder(path.parent)
-        self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
+        self._place = self._write({"type": "header", "format_version": FORMAT_VERSION, **header})
 
     @classmethod
     def resume(cls, log: Log) -> Journal:
@@ -207,6 +148,7 @@ class Journal:
         self = cls.__new__(cls)
         self._path, self._file = log.path, log.path.open("r+b")
         self._previous = log.last_hash
+        self._place = log.generations[-1].hash if log.generations else log.last_hash
         self.summation = log.header.sums
         self._file.truncate(log.size)
         self._file.seek(log.size)
@@ -215,7 +157,7 @@ class Journal:
     def append(self, update: Update, fitness_M: Sequence[float], objective: Mapping[str, float] | None = None) -> None:
         """Record an update, and the objective's state after it, before any weight moves."""
         c = update.coefficients
-        self._write(
+        self._place = self._write(
             {
                 "type": "update",
                 "index": update.index,
@@ -234,7 +176,15 @@ class Journal:
 
     def seal(self, index: int, weights_hash: str) -> None:
         """Record what the weights came to."""
-        self._write({"type": "seal", "index": index, "weights_hash": weights_hash})
+        self._place = self._write({"type": "seal", "index": index, "weights_hash": weights_hash})
+
+    def validated(self, index: int, reward: float) -> None:
+        """Record the reward on the validation split after a generation, which what comes depends on."""
+        self._write({"type": "validation", "index": index, "reward": reward})
+
+    def end(self, index: int, ending: Ending) -> None:
+        """Record that the run ends after this generation."""
+        self._write({"type": "end", "index": index, "reason": ending.reason, "limit": ending.limit})
 
     @property
     def path(self) -> Path:
@@ -243,15 +193,16 @@ class Journal:
 
     @property
     def last_hash(self) -> str:
-        """The hash of the last line: it stands for the whole run so far."""
-        return self._previous
+        """The hash of the last line that seals or moves the mean: it stands for the whole run so far."""
+        return self._place
 
     def close(self) -> None:
         """Close the file. Each line is on disk already; on a full disk there may be half a one to give up."""
         with suppress(OSError):
             self._file.close()
 
-    def _write(self, record: Mapping[str, Any]) -> None:
+    def _write(self, record: Mapping[str, Any]) -> str:
+        """Append a line; its hash."""
         check_at(self._file, self._path)  # else a line would go to a file that nobody finds
         line = {**record, "previous": self._previous}
         digest = line["hash"] = _digest(line)
@@ -259,6 +210,7 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._previous = digest
+        return digest
 
 
 def is_blank(path: Path) -> bool:
@@ -289,7 +241,7 @@ def read(path: Path) -> Log:
             _follow(generations, line, digest, header.sums)
         except _BadLineError as error:
             cut = number == len(lines) and not text.endswith(b"\n")
-            damage = Damage(number, cut, f"{path}, line {number} {error}; {_up_to(generations)}")
+            damage = Damage(number, cut, f"{path}, line {number} {error}; {_up_to(generations, number)}")
             break
         size, last = size + len(text), digest
     return Log(path, header, tuple(generations), size, last, damage)
@@ -313,20 +265,31 @@ def _follow(generations: list[Recorded], line: Mapping[str, Any], digest: str, s
     """Take in one more line. Raises _BadLineError for one that does not belong there."""
     count, sealed = len(generations), _sealed(generations)
     if line.get("type") == "update" and count == sealed and line.get("index") == count:
-        update = _model(_Updated, line)
+        update = _model(UpdatedLine, line)
         generations.append(Recorded(_update(update, sums), tuple(update.scores), None, digest, update.objective or {}))
     elif line.get("type") == "seal" and count > sealed and line.get("index") == count - 1:
-        weights_hash = _model(_Sealed, line).weights_hash
+        weights_hash = _model(SealedLine, line).weights_hash
         generations[-1] = replace(generations[-1], weights_hash=weights_hash, hash=digest)
+    elif line.get("type") == "validation" and _is_after(generations, line) and generations[-1].validation is None:
+        generations[-1] = replace(generations[-1], validation=_model(ValidatedLine, line).reward)
+    elif line.get("type") == "end" and _is_after(generations, line):
+        end = _model(EndedLine, line)
+        generations[-1] = replace(generations[-1], ending=Ending(end.reason, end.limit))
     else:
         raise _BadLineError("does not belong there")
+
+
+def _is_after(generations: Sequence[Recorded], line: Mapping[str, Any]) -> bool:
+    """Whether a line may say something of the last generation, which is sealed."""
+    count = len(generations)
+    return 0 < count == _sealed(generations) and line.get("index") == count - 1
 
 
 def _sealed(generations: Sequence[Recorded]) -> int:
     return len(generations) - bool(generations and generations[-1].weights_hash is None)
 
 
-def _update(line: _Updated, sums: Summation) -> Update:
+def _update(line: UpdatedLine, sums: Summation) -> Update:
     members = tuple(Member(i, n, s) for i, (n, s) in enumerate(zip(line.members, line.signs, strict=True)))
     return Update(
         index=line.index,
@@ -365,11 +328,12 @@ def _model(kind: type[_M], line: Mapping[str, Any]) -> _M:
         raise _BadLineError(f"holds {where or 'a record'} that cannot be: {first['msg']}") from None
 
 
-def _up_to(generations: Sequence[Recorded]) -> str:
+def _up_to(generations: Sequence[Recorded], line: int) -> str:
+    """What is whole before a damaged line."""
     done = _sealed(generations)
     if not done:
         return "before it is the start of the run alone: keep its first line to begin from there"
-    lines = 1 + 2 * done
+    lines = line - 1 - (len(generations) - done)
     return f"the run is whole up to generation {done} (line {lines}): keep its first {lines} lines to resume from there"
 
 

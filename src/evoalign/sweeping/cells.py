@@ -67,13 +67,17 @@ class Run:
         """
         tree = read_json(self.path / "results" / "evaluation.json")
         whole = tree is not None and isinstance(tree.get("after"), dict) and isinstance(tree.get("before"), dict)
-        if tree is None or not whole or tree.get(MEASURING) or tree.get("generation") not in (None, self.steps):
+        if tree is None or not whole or tree.get(MEASURING):
+            return None
+        ended = "ending" in tree  # before the last step, by settings that a run may be resumed with others of
+        if not ended and tree.get("generation") not in (None, self.steps):
             return None
         try:
-            odd, _ = differences(self.config, load([self.path / "config.yaml"]), self.method)
+            there = load([self.path / "config.yaml"])
+            odd, _ = differences(self.config, there, self.method)
         except ConfigError:
             return None
-        return None if odd else tree
+        return None if odd or (ended and there.stopping != self.config.stopping) else tree
 
 
 def judged(tree: Tree) -> Tree:

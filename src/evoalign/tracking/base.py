@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from evoalign.config import Config
+from evoalign.config.reading import read_object
+from evoalign.errors import DataError
 from evoalign.plugins import FAILURES
 from evoalign.rundir.method import method_of
 
@@ -107,7 +109,14 @@ def run_name(config: Config, run: Path) -> str:
 
 
 def last_step(config: Config, run: Path) -> int:
-    """The step after the last row of a run that is complete: its generations, or steps of GRPO."""
+    """The step after the last row of a run that is complete: its generations, or steps of GRPO.
+
+    Of one that ended earlier, by its own settings, its results say where.
+    """
+    with suppress(DataError):
+        done = read_object(run / "results" / "evaluation.json")
+        if "ending" in done:
+            return int(done["generation"])
     return config.grpo.max_steps if method_of(run) == "grpo" else config.es.num_generations
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ class TensorBoard(Tracker):
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._end = last_step(config, run)
+        self._last_step = partial(last_step, config, run)
         # The purge hides what an earlier part of the run logged of the generations that are done again.
         self._writer = SummaryWriter(str(run / "logs" / "tensorboard"), purge_step=resumed_at)
         if resumed_at is None:
@@ -30,7 +31,7 @@ class TensorBoard(Tracker):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The measures, at the step after the last generation."""
-        self._add(self._end, values(summary))
+        self._add(self._last_step(), values(summary))
 
     def close(self) -> None:
         """Close the event file."""

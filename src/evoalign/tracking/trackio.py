@@ -12,6 +12,7 @@ import sqlite3
 import sys
 from collections.abc import Mapping
 from contextlib import closing, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Trackio(Tracker):
             from trackio import context_vars, utils
             from trackio.sqlite_storage import SQLiteStorage
 
-        self._end = last_step(config, run)
+        self._last_step = partial(last_step, config, run)
         self._current = context_vars.current_run
         self._before = utils.TRACKIO_DIR
         _point(folder)
@@ -53,7 +54,7 @@ class Trackio(Tracker):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The measures, at the step after the last generation."""
-        self._run.log(values(summary), step=self._end)
+        self._run.log(values(summary), step=self._last_step())
 
     def close(self) -> None:
         """Write what is left and end the thread."""

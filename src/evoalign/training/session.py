@@ -33,10 +33,11 @@ from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
 from evoalign.rundir import sealing
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
+from evoalign.rundir.journal import Ending
 from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
 from evoalign.tasks import Data, Split, Task
-from evoalign.training import ending, saving
+from evoalign.training import ending, saving, stopping
 from evoalign.training.recorder import Labels, Recorder
 from evoalign.training.result import (
     Result,
@@ -177,6 +178,8 @@ class Session:
         self.tell = self.recorder.tell
         self.done, self.total = done or 0, self.labels.total
         self.is_new, self._has_begun = done is None, False
+        self.ending: Ending | None = None
+        """Why the run ends before its last step, where it does."""
         self._validated: Evaluation | None = None
         """The start on the validation split, where there is one."""
 
@@ -201,6 +204,11 @@ class Session:
     def is_stopping(self) -> bool:
         """Whether the algorithm is to save its mean and return."""
         return self.stop.asked is not None and self.done < self.total
+
+    def end(self, ending: Ending) -> None:
+        """The run ends here, before its last step, and then does what runs do at their end."""
+        self.ending, self.total = ending, self.done
+        self.tell(f"ends after {self.labels.unit} {self.done} of {self.labels.total}: {stopping.words(ending)}")
 
     def record(self, row: Row) -> None:
         """Write down one step."""
@@ -305,7 +313,9 @@ class Session:
         kl = self.algorithm.divergence if self.config.checks.kl_every else None
         moved = ending.moved(self.run.rows, kl, self.algorithm.distance, self.tell)
         self.run.check()
-        mean = {"generation": self.total, "weights_hash": self.algorithm.fingerprint(), **moved}
+        mean = {"generation": self.done, "weights_hash": self.algorithm.fingerprint(), **moved}
+        if self.ending is not None:
+            mean["ending"] = dataclasses.asdict(self.ending)
         if validation is not None:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)

@@ -27,7 +27,7 @@ from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.share import share_lines
 from evoalign.engines.base import metrics_of
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import ConfigError, JournalError, ModelError, ResumeError, RunExistsError
+from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
 from evoalign.report import completions
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
@@ -39,9 +39,10 @@ from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.tasks import Split, Task
-from evoalign.training import placebos, saving, splits
+from evoalign.training import placebos, saving, splits, stopping
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result, gold_lines
+from evoalign.training.resuming import log_to_resume
 from evoalign.training.session import Session, locked, object_given, place
 from evoalign.training.stop import Stop
 from evoalign.types import Generation, text_of
@@ -90,7 +91,8 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    work = [*splits.lines(config, task, data), *estimate.work_lines(config, len(data.train))]
+    known = [*splits.lines(config, task, data), *stopping.lines(config)]
+    work = [*known, *estimate.work_lines(config, len(data.train))]
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
@@ -120,30 +122,6 @@ def _place(config: Config, *, resume: bool) -> RunDir:
     return run
 
 
-def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | None:
-    """The journal to resume; None where nothing was recorded yet. Raises JournalError, ResumeError."""
-    if journal.is_blank(run.journal):
-        if run.has_progress():
-            raise JournalError(
-                f"{run.journal} is missing or cut in its first line, though the run has generations; put it back, or "
-                "move the run aside with --overwrite"
-            )
-        return None
-    log = journal.read(run.journal).whole()
-    odd, _ = differences(config, from_dict(log.header.config))
-    if odd:
-        raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
-    if log.header.given_as != given_as:
-        there = f"a {log.header.given_as} object" if log.header.given_as else "the task of its config"
-        raise ResumeError(
-            f"{run.path} was trained with {there}; resume in Python with the same task= or reward=, or without one"
-        )
-    done, wanted = len(log.generations), config.es.num_generations
-    if done > wanted:
-        raise ResumeError(f"{run.path} has {done} generations already, es.num_generations is {wanted}")
-    return log
-
-
 class _EvolutionStrategies:
     """What a session asks of ES. Make it while the engine's mean is the start; `log` is the journal to resume."""
 
@@ -160,6 +138,7 @@ class _EvolutionStrategies:
         self._journal: Journal | None = None
         self._weights_hash = ""
         self._found: Placebos | None = None
+        self._course = stopping.Course(parts.config, log)
         self.labels = Labels(
             "es",
             self.config.es.num_generations,
@@ -186,8 +165,9 @@ class _EvolutionStrategies:
         parts = self.parts
         note = share_lines(self.config, parts.engine.specs(), parts.layout)
         note += [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
+        known = [*splits.lines(self.config, self.task, self.data), *stopping.lines(self.config)]
         step = [*estimate.step_lines(self.config, parts.layout), *self._rounding()]
-        for line in [*note, *gold_lines(self.task, self.data), *splits.lines(self.config, self.task, self.data), *step]:
+        for line in [*note, *gold_lines(self.task, self.data), *known, *step]:
             session.tell(line)
         self._check_canary(session.done)
 
@@ -227,6 +207,7 @@ class _EvolutionStrategies:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
         rebuilt = self._restore_rows(session, log)
+        self._end_if_due(session)
         if session.done:  # the run may have died before, or while, it saved its last generation
             self._weights_hash = self.parts.engine.fingerprint()
             self._save_if_due(session)
@@ -235,15 +216,20 @@ class _EvolutionStrategies:
 
     def advance(self, session: Session) -> None:
         """The generations that are left; each is recorded and, where it is due, saved and checked as it ends."""
+        if session.done >= session.total:
+            return
         noise_floor = self._control(session.done)
         for generation in self._generations(session):
             session.done, self._weights_hash = generation.index + 1, generation.weights_hash
+            self._course.gone_on()
             self._record(session, generation, noise_floor)
+            self._end_if_due(session)
             self._save_if_due(session)
             if canary.is_due(self.config, session.done):
                 self._check_canary(generation.index)
             if session.is_stopping:
                 session.save()
+            if session.is_stopping or session.ending is not None:
                 return
             noise_floor = self._control(session.done)
 
@@ -328,7 +314,16 @@ class _EvolutionStrategies:
             lambda: session.evaluate().measures,
             session.done,
             parts.objective,
+            self._course.plateaus,
         )
+
+    def _end_if_due(self, session: Session) -> None:
+        """Before the last generation, where the settings say so."""
+        ending = self._course.ending(session.run.rows) if 0 < session.done < session.total else None
+        if ending is not None:
+            if not self._course.is_written(ending):
+                self.journal.end(session.done - 1, ending)
+            session.end(ending)
 
     def _record(self, session: Session, generation: Generation, noise_floor: Control | None) -> None:
         row = metrics_row(generation)
@@ -338,6 +333,7 @@ class _EvolutionStrategies:
         busy = metrics_of(self.parts.engine)
         row |= {"engine": dict(busy)} if busy else {}
         row |= session.validation() if generation.evaluation is not None else {}
+        self._course.note(self.journal, generation.index, row)
         session.record(row)
         for line in self._diagnosis.warnings():
             session.tell(f"warning, generation {session.done}: {line}")
@@ -359,6 +355,8 @@ class _EvolutionStrategies:
             rebuilt += [] if whole else [again]
         if rows and rows[-1]["evaluation"] is None and evolve.is_due(self.config, len(rows) - 1):
             rows[-1] |= {"evaluation": session.evaluate().measures, **session.validation()}
+        if rows and log.generations[-1].validation is None:
+            self._course.note(self.journal, len(rows) - 1, rows[-1])
         if rows and rows[-1]["divergence"] is None:
             rows[-1]["divergence"] = session.divergence_if_due()
         session.run.replace_metrics(rows)
@@ -384,9 +382,12 @@ class _EvolutionStrategies:
             parts.layout,
             parts.tokens.encode(parts.task.prompt(parts.data.train[0])),
             generation=generation,
-            width=evolve.sigma_at(self.config, min(generation, self.config.es.num_generations - 1)),
+            width=self._width(min(generation, self.config.es.num_generations - 1)),
             exact=parts.facts.deterministic,
         )
+
+    def _width(self, generation: int) -> float:
+        return evolve.sigma_at(self.config, generation, self._course.plateaus())
 
     def _control(self, index: int) -> Control | None:
         """The A/A control of the next generation: the mean is the one that its members are going to be drawn around."""

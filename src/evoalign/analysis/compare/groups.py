@@ -106,7 +106,8 @@ def settings_of(config: Config, method: Method) -> dict[str, Any]:
     length = config.es.num_generations if method == "es" else config.grpo.max_steps
     unused = set(SECTIONS) - {tree["space"]["name"]} if "space" in tree else set[str]()
     flat = dict(_flat({key: value for key, value in tree.items() if key not in unused}))
-    return {"method": method, **flat, LENGTHS[method == "grpo"]: length}
+    ends = {} if config.stopping is None else dict(_flat(config.stopping.model_dump(mode="json"), "stopping."))
+    return {"method": method, **flat, **ends, LENGTHS[method == "grpo"]: length}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
