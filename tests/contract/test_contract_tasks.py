@@ -9,6 +9,7 @@ import pytest
 from evoalign.config import TaskConfig
 from evoalign.tasks import TASKS, Custom, Data, Task, create
 from evoalign.testing import tasks as contract
+from math_rows import GSM8K, MATH, written
 
 
 def length(text, example):
@@ -21,6 +22,8 @@ def make(tmp_path):
     """Makes a registered task: (name, form of the prompt) -> Task."""
 
     def made(name, prompt=None):
+        if name in ROWS:
+            return create(TaskConfig(name=name, train_data=written(tmp_path / "rows.jsonl", ROWS[name]), prompt=prompt))
         if name != "custom":
             return create(TaskConfig(name=name, prompt=prompt))
         rows = [{"prompt": f"Say {i} letters.", "length": i} for i in range(1, 11)]
@@ -32,7 +35,9 @@ def make(tmp_path):
 
 
 FORMS = [("conciseness", None), ("conciseness", "raw"), ("countdown", None), ("countdown", "chat"),
-         ("countdown", "short"), ("custom", None), ("custom", "chat")]  # fmt: skip
+         ("countdown", "short"), ("custom", None), ("custom", "chat"), ("gsm8k", None), ("gsm8k", "raw"),
+         ("math", None), ("math", "raw")]  # fmt: skip
+ROWS = {"gsm8k": GSM8K, "math": MATH}
 
 
 def test_every_registered_task_is_here():

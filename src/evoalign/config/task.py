@@ -28,6 +28,8 @@ TASKS = {
     "conciseness": "evoalign.tasks.conciseness:Conciseness",
     "countdown": "evoalign.tasks.countdown.task:Countdown",
     "custom": "evoalign.tasks.custom:Custom",
+    "gsm8k": "evoalign.tasks.mathematics.gsm8k:Gsm8k",
+    "math": "evoalign.tasks.mathematics.competition:Math",
 }
 """The shipped tasks and where their classes are. None has settings of its own; other classes say theirs."""
 OBJECTIVES = {

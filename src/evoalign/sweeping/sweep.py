@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,8 +146,9 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
     for name, config in {config.task.name: config for config in configs}.items():
         if name in PLAIN:
             task, data = task_and_data(config, None, None)
-            right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
-            known = [*SHARED_MEASURES, *right, *more, *task.measures("", data.test[0])]
+            with closing(task):
+                right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
+                known = [*SHARED_MEASURES, *right, *more, *task.measures("", data.test[0])]
             if measure not in known:
                 raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 

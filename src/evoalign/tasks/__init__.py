@@ -20,7 +20,7 @@ __all__ = ["PLAIN", "TASKS", "Custom", "Data", "Split", "Task", "create", "isola
 
 TASKS: dict[str, type[Task]] = {name: load_object(path, "task.name") for name, path in SHIPPED.items()}
 PLAIN = {name: task for name, task in TASKS.items() if task is not Custom}
-"""Those that run no code of the user's: what they measure is known, and nothing of them can hang or die."""
+"""Those that run no code of the user's: what they measure is known."""
 
 
 def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = None) -> Task:
@@ -38,11 +38,13 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
 
 
 def isolate(task: Task, grader: GraderConfig) -> Task:
-    """The task with its scoring in a process that can be killed, where that is the user's own code; else the task.
+    """The task with its scoring in a process that can be killed, where that is the user's own code, or can hang by what
+    a model says; else the task.
 
     Take it before `load_data`, and load the data before the engine: that starts the worker. `close` it at the end.
     """
-    if type(task) in PLAIN.values() or not grader.isolated or isinstance(task, isolation.Isolated):
+    harmless = type(task) in PLAIN.values() and not task.isolated
+    if harmless or not grader.isolated or isinstance(task, isolation.Isolated):
         return task
     if not isolation.SUPPORTED:
         warnings.warn("this system cannot isolate reward functions: one that hangs will hang the run", stacklevel=2)

@@ -98,6 +98,11 @@ class Task(ABC):
     """Whether it takes right answers from the column `task.gold`."""
     takes_system_prompt: ClassVar[bool] = False
     """Whether its chat prompts have `task.system_prompt`, as `with_system` puts it there."""
+    isolated: ClassVar[bool] = False
+    """For tasks that are shipped: whether an answer can make the grading hang or take all memory, so that it is done in
+    the process of the grader. That of a task of one's own always is."""
+    per_call: ClassVar[int | None] = None
+    """How many completions that process is asked to score at once, which `grader.timeout` is for; None: all."""
     graded_text: ClassVar[str] = ""
     """What an answer has to hold in order to count, where there is such a text: a stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()

@@ -189,7 +189,8 @@ class Worker:
             [sys.executable, "-c", PROGRAM, path, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=self._folder,
-            env=os.environ | {worker.MARK: self._mark},
+            # Fixed, unless it is set: the order of a set must not move a score from one worker to the next.
+            env={"PYTHONHASHSEED": "0"} | os.environ | {worker.MARK: self._mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks whose scoring is the user's own code, run in a process that can be killed.
+"""Tasks whose scoring is the user's own code, or can hang by what a model says, run in a process that can be killed.
 
 A call that hangs, dies or raises is made again `grader.retries` times, in a new worker where the old one is gone; then
 RewardError stops the run and names the completion that does it. A wrong value (NaN, the wrong length) is a mistake of
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from evoalign.config import GraderConfig
@@ -95,12 +95,23 @@ class Isolated(Task):
         return self._ask("compute_reward", [text], [example])
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """All completions in one call in the worker. Raises RewardError."""
-        return self._ask("rewards", texts, examples) if texts else []
+        """All completions in one call in the worker, or as many at once as the task says. Raises RewardError."""
+        found: list[float] = []
+        for part in self._calls(texts):
+            found += self._ask("rewards", texts[part], examples[part])
+        return found
 
     def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """All completions in one call in the worker. Raises RewardError."""
-        return self._ask("columns", texts, examples) if texts else {}
+        """All completions in one call in the worker, or as many at once as the task says. Raises RewardError."""
+        found: dict[str, list[float | None]] = {}
+        for part in self._calls(texts):
+            for name, values in self._ask("columns", texts[part], examples[part]).items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+    def _calls(self, texts: Sequence[str]) -> Iterator[slice]:
+        size = self.task.per_call or max(1, len(texts))
+        return (slice(start, start + size) for start in range(0, len(texts), size))
 
     def handed(self, example: Example) -> Example:
         """The row itself, by which its place is known. The worker makes the copies."""

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an answer is the right one, as mathematics: by `math-verify`, inside bounds that no clock has a say in.
+
+What a model writes may take a computer algebra system hours, or all memory: `9^{9^{9^9}}`. So an answer is compared
+only where it is short, holds commands that are known to be harmless, and no number in it grows beyond `MOST_BITS`; and
+the comparison ends after `MOST_CALLS` calls of functions. An answer beyond these bounds is wrong, as one is that cannot
+be read: on every machine alike. The limits of math-verify itself are seconds, and stay off. What hangs all the same is
+killed with the process that scores, which is an error and never a score.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import sys
+from fractions import Fraction
+from functools import lru_cache
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any
+
+from evoalign.errors import ConfigError
+
+MOST_CHARACTERS = 300
+"""Of an answer; the longest of MATH has about 150."""
+MOST_BITS = 20_000
+"""Of all numbers in an answer together, and of what they come to: some 6,000 digits."""
+MOST_CALLS = 3_000_000
+"""Calls of functions and returns from them, while an answer is read and compared; usual ones take under a million."""
+MOST_CHOSEN_FROM = 10_000
+"""In an answer with a binomial coefficient, which is computed as it is read: no number is larger."""
+_COMMANDS = """
+frac dfrac tfrac cfrac sqrt pi cdot times div pm mp left right big Big bigl bigr Bigl Bigr text textbf textit
+textrm mathrm mathbf mathbb mbox infty cup cap emptyset varnothing in notin setminus le leq leqslant ge geq
+geqslant ne neq lt gt approx circ degree angle log ln exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh
+tanh binom dbinom tbinom begin end quad qquad alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau
+phi varphi omega overline bar vec hat ldots dots cdots to mid lvert rvert vert prime lfloor rfloor lceil rceil
+displaystyle space
+"""
+COMMANDS = frozenset(_COMMANDS.split())
+"""LaTeX that an answer may hold. Sums, products, integrals and limits are none: they are still to be computed."""
+
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
+_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+"""But between two digits, which are two numbers then."""
+_SAME = (("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\$", ""), ("$", ""))
+"""Ways to write the same."""
+
+
+class _TooMuchWork(BaseException):
+    """Not an Exception: the libraries go on after those."""
+
+
+def require(task: str) -> None:
+    """Raise ConfigError where math-verify is not installed."""
+    if find_spec("math_verify") is None:
+        raise ConfigError(f"task {task} compares answers by math-verify: pip install 'evoalign[math]'")
+
+
+def last_boxed(text: str) -> tuple[int, str] | None:
+    r"""What stands in the last `\boxed{..}` of a text, and where that ends; None where there is none or it is cut."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    found = boxes[-1]
+    depth = 1
+    for end in range(found.end(), min(len(text), found.end() + MOST_CHARACTERS + 1)):
+        if text[end - 1] == "\\":
+            continue
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return end, text[found.end() : end]
+    return None
+
+
+def number(text: str) -> Fraction | None:
+    """A plain decimal number, such as `-1,234.50`, with or without a dollar sign; None for all else."""
+    found = _NUMBER.fullmatch(_tidy(text).removesuffix("."))
+    return None if found is None else Fraction(found[1] + found[2].replace(",", ""))
+
+
+@lru_cache(maxsize=4096)
+def is_equal(answer: str, gold: str) -> bool:
+    """Whether an answer is what gold says: word for word, as a number, or by math-verify."""
+    if _tidy(answer) == _tidy(gold):
+        return True
+    if len(answer) > MOST_CHARACTERS or len(gold) > MOST_CHARACTERS:
+        return False
+    ours, theirs = number(answer), number(gold)
+    if ours is not None and theirs is not None:
+        return ours == theirs
+    return _is_readable(answer) and _is_readable(gold) and _is_verified(answer, gold)
+
+
+def _tidy(text: str) -> str:
+    for written, meant in _SAME:
+        text = text.replace(written, meant)
+    return _SPACE.sub("", text.strip())
+
+
+def _is_readable(text: str) -> bool:
+    """Whether nothing in it is computed while it is read that could take long."""
+    if not COMMANDS.issuperset(_COMMAND.findall(text)):
+        return False
+    return "binom" not in text or all(int(digits) <= MOST_CHOSEN_FROM for digits in re.findall(r"\d+", text))
+
+
+def _is_verified(answer: str, gold: str) -> bool:
+    from math_verify import verify
+
+    equal = False
+    with _Work() as work:
+        ours, theirs = _parsed(answer), _parsed(gold)
+        if ours and theirs and all(_bits(part) <= MOST_BITS for part in (*ours, *theirs)):
+            equal = verify(theirs, ours, timeout_seconds=None)
+    return equal and not work.is_spent
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads: expressions that are not evaluated yet. It takes no more than LaTeX: with plain
+    expressions, sympy would run what the model wrote."""
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit, which is meant
+    text = text.replace("\\$", "").replace("$", "")
+    return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=0)
+
+
+class _Work:
+    """A context in which no more than MOST_CALLS functions are called; what is more ends it."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Also where a library caught what is raised then."""
+        return self._calls > MOST_CALLS
+
+    def __enter__(self) -> _Work:
+        self._before = sys.getprofile()
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> bool:
+        sys.setprofile(self._before)
+        return kind is _TooMuchWork
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            raise _TooMuchWork
+
+
+def _bits(expression: Any) -> float:
+    """An upper bound of the bits of all numbers that an expression is made of or comes to; infinite where too many."""
+    import sympy
+
+    if isinstance(expression, sympy.MatrixBase):
+        return sum(map(_bits, expression.flat()))
+    if isinstance(expression, sympy.Rational):
+        return int(expression.p).bit_length() + int(expression.q - 1).bit_length()
+    if isinstance(expression, sympy.Float):
+        return 64 + abs(math.frexp(float(expression))[1]) if math.isfinite(float(expression)) else math.inf
+    parts = [_bits(part) for part in expression.args]
+    if isinstance(expression, sympy.Pow | sympy.MatPow):
+        return (parts[0] + 1) * _largest(expression.args[1], parts[1])
+    if isinstance(expression, sympy.exp):
+        return 2 * _largest(expression.args[0], parts[0])
+    if isinstance(expression, sympy.factorial | sympy.factorial2):
+        return (parts[0] + 1) * _largest(expression.args[0], parts[0])
+    return sum(parts) + 2
+
+
+def _largest(expression: Any, bits: float) -> float:
+    """An upper bound of the absolute value of an expression of so many bits, at least 1."""
+    if bits >= 64:
+        return math.inf
+    return max(1.0, abs(float(expression)) if expression.is_Rational else 2.0**bits)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as the same answer, and what a comparison may cost whatever a model says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from evoalign.tasks.mathematics import answers
+
+SAME = [
+    ("72", "72"), ("72.00", "72"), ("1,200", "1200"), ("\\$1{,}200", "1200"), ("\\frac{2400}{2}", "1200"), ("x=5", "5"),
+    ("\\dfrac{1}{2}", "\\frac12"), ("0.5", "\\frac{1}{2}"), ("50\\%", "0.5"), ("\\text{Evelyn}", "Evelyn"),
+    ("(x+1)^2", "x^2+2x+1"), ("\\sqrt{3}+2", "2 + \\sqrt{3}"), ("(3,\\pi/2)", "(3, \\frac{\\pi}{2})"),
+    ("(3,\\infty)\\cup(-\\infty,2)", "(-\\infty,2)\\cup(3,\\infty)"), ("3,2,1", "1,2,3"), ("2<x", "x>2"), ("1-i", "1 - i"),
+    ("\\frac{1}{\\sqrt{x+1}+\\sqrt{x}}", "\\sqrt{x+1}-\\sqrt{x}"), ("90^\\circ", "90"), ("2^{2004}", "4^{1002}"),
+    ("\\begin{pmatrix} 1 \\\\ \\frac{4}{2} \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    ("\\binom{10}{3}", "120"), ("5!", "120"), ("\\sum_{k=1}^{n} k^k", "\\sum_{k=1}^{n}k^k"),
+]  # fmt: skip
+OTHER = [
+    ("73", "72"), ("72.01", "72"), ("-72", "72"), ("1,200", "1,300"), ("\\frac{1}{3}", "0.5"), ("7 2", "72"),
+    ("Evelyn", "\\text{Bob}"),
+    ("x^2+2x+2", "(x+1)^2"), ("(1,3)", "(1,2)"), ("[1,2]", "(1,2)"), ("1,2", "1,2,3"), ("", "72"), ("}{", "72"),
+    ("\\frac{", "72"), ("72 or 73", "72"), ("\\sum_{k=1}^{3} k", "6"),
+]  # fmt: skip
+BOMBS = {
+    "a tower": "9^{9^{9^9}}", "a large power": "10^{10^{10}}", "a negative power": "(\\frac{1}{7})^{-10^{12}}",
+    "a factorial": "99999999!", "factorials of factorials": "9!!!!!", "in a floor": "\\lfloor 9^{9^9} \\rfloor",
+    "in logarithms": "\\log(\\log(\\log(9^{9^9})))", "a binomial": "\\binom{1000000000}{500000000}",
+    "a sum": "\\sum_{k=1}^{100000000} k^k", "a product": "\\prod_{k=1}^{100000000} k", "a matrix' power":
+    "\\begin{pmatrix}1&1\\\\1&0\\end{pmatrix}^{100000000}", "an expansion": "(x+y+z)^{40}(x-y)^{30}",
+    "a divisor": "\\gcd(9^{9^9},3)", "a chain of powers": "x^" * 20 + "2", "exponentials": "e^{e^{e^{e^{99}}}}",
+    "nested fractions": "\\frac{1}{x+" * 20 + "2" + "}" * 20, "nested brackets": "(" * 60 + "1" + ")" * 60,
+    "nested braces": "{" * 60 + "1" + "}" * 60, "nested roots": "\\sqrt{x+" * 30 + "2" + "}" * 30,
+    "a long text": "1+" * 500_000 + "1", "many digits": "9" * 5_000, "roots of powers": "\\sqrt[99999]{2^{99999999}}",
+    "at a place": "x^{x}|_{x=9^{9^9}}",
+    "trigonometry": "(\\sin^{60}(x)+\\cos^{60}(x)+3x)^{9}\\tan^{37}(x)", "minus": "-" * 250 + "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "gold"), SAME)
+def test_the_same_answer_written_otherwise(answer: str, gold: str) -> None:
+    assert answers.is_equal(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), OTHER)
+def test_another_answer(answer: str, gold: str) -> None:
+    assert not answers.is_equal(answer, gold)
+
+
+def test_bombs_are_wrong_and_go_off_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tenth of the work that is allowed, since each would take all of it."""
+    assert not answers.is_equal("9^{9^{9^9}}", "x^2+1")  # what is learnt at the first use is learnt
+    monkeypatch.setattr(answers, "MOST_CALLS", answers.MOST_CALLS // 10)
+    took = {name: _seconds(bomb, "2") for name, bomb in BOMBS.items()}
+    assert max(took.values()) < 2, took
+
+
+@pytest.mark.long
+def test_bombs_take_few_seconds_of_what_the_grader_waits() -> None:
+    took = {name: _seconds(bomb, gold) for name, bomb in BOMBS.items() for gold in ("2", "x^2+1", "(1,2)")}
+    assert max(took.values()) < 6, took
+
+
+def _seconds(answer: str, gold: str) -> float:
+    start = time.perf_counter()
+    assert not answers.is_equal(answer, gold), answer[:40]
+    return time.perf_counter() - start
+
+
+def test_the_bound_on_work_is_one_of_calls_and_not_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers.is_equal("x+x", "2x")  # what is learnt at the first use is learnt
+    monkeypatch.setattr(answers, "MOST_CALLS", 1_000)
+    before = sys.getprofile()
+    assert not answers.is_equal("(x+2)^2", "x^2+4x+4") and sys.getprofile() is before
+    monkeypatch.undo()
+    answers.is_equal.cache_clear()
+    assert answers.is_equal("(x+2)^2", "x^2+4x+4")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so \\boxed{72}.", "72"), ("\\boxed{\\frac{1}{2}} and \\fbox{ 3 }", " 3 "), ("\\boxed{1} \\boxed{2", None),
+        ("\\boxed {a\\}b}", "a\\}b"), ("nothing", None), ("\\boxed{" + "1" * 301 + "}", None), ("\\boxed{}", ""),
+    ],
+)  # fmt: skip
+def test_the_last_box(text: str, found: str | None) -> None:
+    box = answers.last_boxed(text)
+    assert (None if box is None else box[1]) == found
+
+
+def test_numbers() -> None:
+    texts = ["-1,234.50", "$ .5", "007", "1,23", "1e5", "1/2", "12,345.", "--1"]
+    assert [answers.number(text) for text in texts] == [
+        Fraction(-12345, 10), Fraction(1, 2), Fraction(7), None, None, None, Fraction(12345), None,
+    ]  # fmt: skip
+
+
+def test_python_evaluates_nothing_a_model_wrote_but_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sympy makes a number of its digits that way, and would make of a plain expression whatever it says."""
+    import builtins
+
+    reached: list[str] = []
+    evaluate = builtins.eval
+
+    def heard(*given: Any) -> Any:
+        reached.append(str(given[0]))
+        return evaluate(*given)
+
+    monkeypatch.setattr(builtins, "eval", heard)
+    assert answers.is_equal("2(x+1.50)", "2x+3")
+    assert not answers.is_equal("__import__('os').getcwd()", "2") and not answers.is_equal("3+4*(5)", "2")
+    assert not answers.is_equal("\\variable{__import__('os')}", "2") and not answers.is_equal("\\text{exit()}", "2")
+    assert reached and all(re.fullmatch(r"(Integer|Float) \(['\d. ]+\)", code) for code in reached), reached
+
+
+def test_math_verify_is_imported_only_where_an_answer_is_compared() -> None:
+    code = (
+        "import sys; from evoalign import tasks; from evoalign.config import TaskConfig; "
+        "task = tasks.create(TaskConfig(name='gsm8k')); row = {'question': 'q', 'answer': '#### 72'}; "
+        "assert task.compute_reward('so \\\\boxed{72}', row) == 1.0; "
+        "print('math_verify' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GSM8K and MATH: their forms, their prompts, and their answers scored in a process that can be killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import evoalign
+from evoalign import tasks
+from evoalign.config import GraderConfig, TaskConfig, from_dict
+from evoalign.errors import ConfigError, DataError, RewardError
+from evoalign.sweeping.sweep import check_measure
+from evoalign.tasks import Task
+from evoalign.tasks.isolated.task import Isolated
+from evoalign.tasks.mathematics import answers
+from evoalign.tasks.mathematics.competition import Math
+from evoalign.tasks.mathematics.gsm8k import Gsm8k
+from math_rows import GSM8K, MATH, written
+
+ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def gsm8k(**settings: Any) -> Gsm8k:
+    return Gsm8k(TaskConfig(name="gsm8k", **settings))
+
+
+def competition(**settings: Any) -> Math:
+    return Math(TaskConfig(name="math", **settings))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
+    """MATH in a fresh process, as a run has it."""
+    file = written(tmp_path_factory.mktemp("apart") / "rows.jsonl", MATH)
+    task = tasks.isolate(tasks.create(TaskConfig(name="math", train_data=file)), GraderConfig())
+    task.load_data(0)
+    yield task
+    task.close()
+
+
+# --- forms ---
+
+
+@pytest.mark.parametrize(("task", "rows"), [(gsm8k, GSM8K), (competition, MATH)])
+def test_published_forms_are_read_and_their_golds_are_right(task: Any, rows: list[Any], tmp_path: Path) -> None:
+    made = task(train_data=written(tmp_path / "rows.jsonl", rows), split="first_last", train_size=2, test_size=3)
+    data = made.load_data(0)
+    assert (data.train, data.test) == (rows[:2], rows[-3:])
+    made.self_check(rows)
+    assert [made.is_right(made.gold(row), row) for row in rows] == [True] * len(rows)
+
+
+def test_what_is_right() -> None:
+    assert [gsm8k().right(row) for row in GSM8K] == ["72", "1,200", "-5", "3.5", "9", "20"]
+    assert [competition().right(row) for row in MATH] == [
+        "\\frac{3}{4}", "(x+1)^2", "2", "\\left( 3, \\frac{\\pi}{2} \\right)", "\\text{Evelyn}",
+    ]  # fmt: skip
+
+
+def test_prompts_ask_for_the_answer_as_it_is_read() -> None:
+    assert gsm8k().prompt(GSM8K[4]) == [{"role": "user", "content": f"Add {{}} and 8, where {{}} is 1.{ASK}"}]
+    assert competition(prompt="chat").prompt(MATH[2]) == [{"role": "user", "content": f"What is $1+1$?{ASK}"}]
+    assert gsm8k(prompt="raw").prompt(GSM8K[3]) == (
+        'Question: Half of 7 litres?\nLet\'s think step by step and output the final answer after "####".\nAnswer:'
+    )
+    raw = competition(prompt="raw").prompt(MATH[2])
+    assert isinstance(raw, str) and raw.endswith("output the final answer within \\boxed{}.\nSolution:")
+    for made in (gsm8k, competition):
+        with pytest.raises(ConfigError, match=r"task\.prompt: \w+ has chat and raw, not short"):
+            made(prompt="short")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("It is 72.", 0), ("#### 72", 1), ("so #### $72.00.\nQuestion: another", 1), ("\\boxed{72}", 1),
+        ("\\boxed{72 \\text{ nuts}}", 1), ("#### 72 nuts", 1), ("\\boxed{\\$72}", 1), ("\\boxed{\\frac{144}{2}}", 1),
+        ("\\boxed{71} #### 72", 1), ("#### 72 \\boxed{71}", 0), ("#### 71\n#### 72", 1), ("####", 0),
+        ("\\boxed{72, 73}", 0), ("\\boxed{72", 0), ("#### 72 or 73", 0), ("", 0), ("#### -72", 0), ("#### 7 2", 0),
+    ],
+)  # fmt: skip
+def test_the_last_answer_of_gsm8k_counts(text: str, reward: float) -> None:
+    task = gsm8k()
+    assert task.compute_reward(text, GSM8K[0]) == reward
+    assert task.measures(text, GSM8K[0])["accuracy"] == reward == float(task.is_right(text, GSM8K[0]))
+
+
+def test_measures_tell_a_wrong_answer_from_none() -> None:
+    assert competition().measures("\\boxed{3}", MATH[2]) == {"accuracy": 0.0, "answered": 1.0}
+    assert competition().measures("It is 2.", MATH[2]) == {"accuracy": 0.0, "answered": 0.0}
+    assert competition().rewards(["\\boxed{\\dfrac{6}{8}}", "\\boxed{4}"], [MATH[0], MATH[2]]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "said"),
+    [
+        (gsm8k, {"question": "q", "answer": "72"}, "line 1: it has no final answer; expected .*#### 72"),
+        (gsm8k, {"question": "q"}, "line 1: no text in answer; expected .*found the columns question"),
+        (gsm8k, {"question": 3, "answer": "#### 1"}, "line 1: no text in question"),
+        (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
+        (competition, {"question": "p", "answer": "3"}, "line 1: no text in problem; .*question, answer"),
+    ],
+)
+def test_rows_of_another_form_are_named(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=said):
+        task(train_data=written(tmp_path / "rows.jsonl", [row, row])).load_data(0)
+
+
+@pytest.mark.parametrize("task", [gsm8k, competition])
+def test_without_data_it_is_the_hubs_and_offline_says_what_to_do(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def offline(source: str) -> Any:
+        asked.append(source)
+        raise DataError(f"cannot load {source}: ConnectionError")
+
+    monkeypatch.setattr("evoalign.tasks.data.read", offline)
+    with pytest.raises(DataError, match=r"cannot load hub:.*without a network, set task\.train_data and task\.test"):
+        task().load_data(0)
+    assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]
+
+
+def test_without_math_verify_it_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"gsm8k compares answers by math-verify: pip install 'evoalign\[math\]'"):
+        tasks.create(TaskConfig(name="gsm8k"))
+
+
+# --- the process that scores ---
+
+
+def test_it_is_scored_apart_and_bombs_are_wrong_there(apart: Task) -> None:
+    assert isinstance(apart, Isolated)
+    nested = ["{" * 60 + "1" + "}" * 60, "\\frac{1}{x+" * 20 + "}" * 20]
+    bombs = ["9^{9^{9^9}}", "99999999!", "1+" * 500_000 + "1", *nested]
+    texts = ["\\boxed{2}", *(f"\\boxed{{{bomb}}}" for bomb in bombs), "\\boxed{4/2}"] * 2
+    start = time.perf_counter()
+    assert apart.rewards(texts, [MATH[2]] * len(texts)) == [1.0, *[0.0] * 5, 1.0] * 2, "in two calls of the worker"
+    assert time.perf_counter() - start < 20
+    assert list(apart.columns(texts[:1] * 9, [MATH[2]] * 9)["reward"]) == [1.0] * 9
+    assert apart.is_right("\\boxed{1+1}", MATH[2]) is True
+    assert apart.measures("\\boxed{1+1}", MATH[2]) == {"accuracy": 1.0, "answered": 1.0}
+    apart.self_check(MATH)
+
+
+def test_what_kills_the_process_all_the_same_is_an_error_that_names_the_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The bounds taken away, the tower hangs: no reward comes of that, and none of the other answers is blamed."""
+    monkeypatch.setattr(answers, "MOST_BITS", float("inf"))
+    monkeypatch.setattr(answers, "MOST_CALLS", 10**12)
+    answers.is_equal("1+1", "2")  # imported before the fork
+    task = tasks.isolate(gsm8k(train_data=written(tmp_path / "rows.jsonl", GSM8K)), GraderConfig(timeout=1, retries=0))
+    try:
+        data = task.load_data(0)
+        texts = ["#### 5", "#### 9^{9^{9^9}}"]
+        with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* does it alone; fix it"):
+            task.rewards(texts, [data.train[0]] * 2)
+        assert task.rewards(texts[:1], [data.train[0]]) == [0.0]
+    finally:
+        task.close()
+
+
+def test_the_order_of_sets_is_the_same_in_each_fresh_process(apart: Task) -> None:
+    worker: Any = apart
+    environment = Path(f"/proc/{worker._worker._child.pid}/environ").read_bytes().split(b"\0")
+    wanted = os.environ.get("PYTHONHASHSEED", "0")
+    assert f"PYTHONHASHSEED={wanted}".encode() in environment
+
+
+def test_a_measure_of_theirs_is_known_before_a_sweep(tmp_path: Path) -> None:
+    file = written(tmp_path / "rows.jsonl", GSM8K)
+    config = from_dict({"es": {"sigma": 0.1}, "task": {"name": "gsm8k", "train_data": file}})
+    check_measure([config], "answered")
+    with pytest.raises(ConfigError, match="task gsm8k has no such measure; it has reward"):
+        check_measure([config], "solved")
+
+
+# --- runs ---
+
+
+def run_of(folder: Path, **more: Any) -> dict[str, Any]:
+    data = {"train_data": written(folder / "rows.jsonl", GSM8K), "test_data": written(folder / "test.jsonl", GSM8K[:2])}
+    return {
+        "output_dir": str(folder / "run"), "task": {"name": "gsm8k", "prompt": "raw", **data},
+        "evaluation": {"max_tokens": 6}, "tracking": {"completions_every": 0}, **more,
+    }  # fmt: skip
+
+
+def test_it_trains_by_es(tmp_path: Path) -> None:
+    es = {"sigma": 0.1, "num_generations": 1, "population_size": 4}
+    checks = {"control_every": 0, "placebo": 0, "perplexity": False}
+    found = evoalign.train(run_of(tmp_path, es=es, checks=checks), console=Console(file=io.StringIO()))
+    assert {"accuracy", "answered", "reward", "right"} <= found.after.measures.keys()
+    assert [scored.target for scored in found.after.completions] == ["#### 72", "#### 1,200"]
+
+
+@pytest.mark.slow
+def test_it_trains_by_grpo(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    asked = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "rollouts": "engine"}
+    checks = {"perplexity": False}
+    found = evoalign.grpo(run_of(tmp_path, grpo=asked, checks=checks), console=Console(file=io.StringIO()))
+    assert found.after.measures["accuracy"] == found.after.measures["reward"]
+    assert json.loads((found.path / "metrics.jsonl").read_text())["generation"] == 0
