@@ -18,7 +18,8 @@ SAME = [
     ("72", "72"), ("72.00", "72"), ("1,200", "1200"), ("\\$1{,}200", "1200"), ("\\frac{2400}{2}", "1200"), ("x=5", "5"),
     ("\\dfrac{1}{2}", "\\frac12"), ("0.5", "\\frac{1}{2}"), ("50\\%", "0.5"), ("\\text{Evelyn}", "Evelyn"),
     ("(x+1)^2", "x^2+2x+1"), ("\\sqrt{3}+2", "2 + \\sqrt{3}"), ("(3,\\pi/2)", "(3, \\frac{\\pi}{2})"),
-    ("(3,\\infty)\\cup(-\\infty,2)", "(-\\infty,2)\\cup(3,\\infty)"), ("3,2,1", "1,2,3"), ("2<x", "x>2"), ("1-i", "1 - i"),
+    ("(3,\\infty)\\cup(-\\infty,2)", "(-\\infty,2)\\cup(3,\\infty)"), ("3,2,1", "1,2,3"), ("2<x", "x>2"),
+    ("1-i", "1 - i"), ("e^{x^2}+1", "1+e^{x^2}"), ("(x^2+1)^{10}", "(1+x^2)^{10}"),
     ("\\frac{1}{\\sqrt{x+1}+\\sqrt{x}}", "\\sqrt{x+1}-\\sqrt{x}"), ("90^\\circ", "90"), ("2^{2004}", "4^{1002}"),
     ("\\begin{pmatrix} 1 \\\\ \\frac{4}{2} \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
     ("\\binom{10}{3}", "120"), ("5!", "120"), ("\\sum_{k=1}^{n} k^k", "\\sum_{k=1}^{n}k^k"),
@@ -43,6 +44,22 @@ BOMBS = {
     "trigonometry": "(\\sin^{60}(x)+\\cos^{60}(x)+3x)^{9}\\tan^{37}(x)", "minus": "-" * 250 + "1",
 }  # fmt: skip
 
+READ_AT_ONCE = (
+    "\\begin{vmatrix}%s&1\\\\1&%s\\end{vmatrix}", "(%s,1)", "[1,%s]", "\\sqrt[%s]{2}", "(-\\infty,%s)\\cup(1,2)",
+    "\\binom{x}{%s}", "x \\in [1,%s]", "\\begin{pmatrix}%s\\\\1\\end{pmatrix}", "\\{%s,1\\}", "\\log_{%s} 2", "%s,2,3",
+)  # fmt: skip
+"""Where a number is computed as it is read."""
+TOWERS = (
+    "9^{9^{9^9}}",
+    "9^{9^99}",
+    "9^{9999999}",
+    "(9^{9999})^{9999}",
+    "9^(9^9)",
+    "9^\\frac{9^9}{1}",
+    "(99!)!",
+    "9999!",
+)
+
 
 @pytest.mark.parametrize(("answer", "gold"), SAME)
 def test_the_same_answer_written_otherwise(answer: str, gold: str) -> None:
@@ -59,6 +76,12 @@ def test_bombs_are_wrong_and_go_off_nowhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert not answers.is_equal("9^{9^{9^9}}", "x^2+1")  # what is learnt at the first use is learnt
     monkeypatch.setattr(answers, "MOST_CALLS", answers.MOST_CALLS // 10)
     took = {name: _seconds(bomb, "2") for name, bomb in BOMBS.items()}
+    assert max(took.values()) < 2, took
+
+
+def test_nothing_large_is_computed_as_an_answer_is_read() -> None:
+    texts = [place.replace("%s", tower) for place in READ_AT_ONCE for tower in TOWERS]
+    took = {text: _seconds(text, "2") for text in texts}
     assert max(took.values()) < 2, took
 
 

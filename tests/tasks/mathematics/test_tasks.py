@@ -158,6 +158,7 @@ def test_what_kills_the_process_all_the_same_is_an_error_that_names_the_answer(
     """The bounds taken away, the tower hangs: no reward comes of that, and none of the other answers is blamed."""
     monkeypatch.setattr(answers, "MOST_BITS", float("inf"))
     monkeypatch.setattr(answers, "MOST_CALLS", 10**12)
+    monkeypatch.setattr(answers, "_is_readable", lambda text: True)
     answers.is_equal("1+1", "2")  # imported before the fork
     task = tasks.isolate(gsm8k(train_data=written(tmp_path / "rows.jsonl", GSM8K)), GraderConfig(timeout=1, retries=0))
     try:

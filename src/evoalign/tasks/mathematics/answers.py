@@ -30,6 +30,8 @@ MOST_CALLS = 3_000_000
 """Calls of functions and returns from them, while an answer is read and compared; usual ones take under a million."""
 MOST_CHOSEN_FROM = 10_000
 """In an answer with a binomial coefficient, which is computed as it is read: no number is larger."""
+MOST_POWERS = 10_000_000
+"""The largest exponents of an answer, multiplied: in the worst case they stand on each other."""
 _COMMANDS = """
 frac dfrac tfrac cfrac sqrt pi cdot times div pm mp left right big Big bigl bigr Bigl Bigr text textbf textit
 textrm mathrm mathbf mathbb mbox infty cup cap emptyset varnothing in notin setminus le leq leqslant ge geq
@@ -41,6 +43,8 @@ displaystyle space
 COMMANDS = frozenset(_COMMANDS.split())
 """LaTeX that an answer may hold. Sums, products, integrals and limits are none: they are still to be computed."""
 
+_BAR = re.compile(r"\||vert")
+_FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
@@ -102,10 +106,46 @@ def _tidy(text: str) -> str:
 
 
 def _is_readable(text: str) -> bool:
-    """Whether nothing in it is computed while it is read that could take long."""
-    if not COMMANDS.issuperset(_COMMAND.findall(text)):
+    """Whether it holds no more than `COMMANDS`, and nothing is computed as it is read that could take long.
+
+    Ends of intervals, determinants, binomials and roots are, and what stands at a place (`|_{x=..}`).
+    """
+    if not COMMANDS.issuperset(_COMMAND.findall(text)) or (_BAR.search(text) and "_" in text):
         return False
-    return "binom" not in text or all(int(digits) <= MOST_CHOSEN_FROM for digits in re.findall(r"\d+", text))
+    if "binom" in text and ("^" in text or "!" in text or _largest_in(text) > MOST_CHOSEN_FROM):
+        return False
+    return len(_FACTORIAL.findall(text)) == text.replace("\\!", "").count("!") and _has_small_powers(text)
+
+
+def _has_small_powers(text: str) -> bool:
+    """Whether no tower of powers stands there, but for one like `e^{x^2}`, and all powers together stay small."""
+    product = 1
+    for found in re.finditer(r"\^", text):
+        exponent = _exponent(text, found.end())
+        towers = exponent.count("^") + exponent.count("!")
+        digits = sum(map(str.isdigit, exponent))
+        if towers > 1 or digits > (2 if towers else 5) or (towers and _largest_in(text) > 3):
+            return False
+        product *= max(2, _largest_in(exponent))
+    return product <= MOST_POWERS
+
+
+def _exponent(text: str, start: int) -> str:
+    """What stands in the exponent that begins there: a group, a number, a letter; after a command, all that follows."""
+    rest = text[start:].lstrip()
+    if rest[:1] not in ("{", "("):
+        found = re.match(r"\\circ|\d+|[^\\]", rest)
+        return rest if found is None else found[0]
+    depth = 0
+    for end, letter in enumerate(rest):
+        depth += {"{": 1, "(": 1, "}": -1, ")": -1}.get(letter, 0)
+        if not depth:
+            return rest[:end]
+    return rest
+
+
+def _largest_in(text: str) -> int:
+    return max(map(int, re.findall(r"\d+", text)), default=0)
 
 
 def _is_verified(answer: str, gold: str) -> bool:
