@@ -172,10 +172,9 @@ class _EvolutionStrategies:
         self._check_canary(session.done)
 
     def _rounding(self) -> list[str]:
-        layout, dtype = self.parts.layout, self.parts.engine.dtype
-        return rounding.rounding_lines(
-            self.config, layout, dtype, rounding.weights_of_engine(self.parts.engine, layout)
-        )
+        layout, engine = self.parts.layout, self.parts.engine
+        weights = rounding.weights_of_engine(engine, layout)
+        return rounding.rounding_lines(self.config, layout, engine.dtype, weights)
 
     def facts(self) -> dict[str, Any]:
         task = {"name": self.task.name, "given_as": self.given}

@@ -104,10 +104,10 @@ def test_measures_tell_a_wrong_answer_from_none() -> None:
     ("task", "row", "said"),
     [
         (gsm8k, {"question": "q", "answer": "72"}, "line 1: it has no final answer; expected .*#### 72"),
-        (gsm8k, {"question": "q"}, "line 1: no text in answer; expected .*found the columns question"),
+        (gsm8k, {"question": "q"}, "line 1: expected .*#### 72.*question"),
         (gsm8k, {"question": 3, "answer": "#### 1"}, "line 1: no text in question"),
         (competition, {"problem": "p", "solution": "It is 3."}, "line 1: it has no final answer; expected .*boxed"),
-        (competition, {"question": "p", "answer": "3"}, "line 1: no text in problem; .*question, answer"),
+        (competition, {"question": "p", "answer": "3"}, "line 1: expected .*boxed.*question"),
     ],
 )
 def test_rows_of_another_form_are_named(task: Any, row: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_rows_of_another_form_are_named(task: Any, row: dict[str, Any], said: st
 def test_without_data_it_is_the_hubs_and_offline_says_what_to_do(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def offline(source: str) -> Any:
+    def offline(source: str, *more: Any) -> Any:
         asked.append(source)
         raise DataError(f"cannot load {source}: ConnectionError")
 
-    monkeypatch.setattr("evoalign.tasks.data.read", offline)
+    monkeypatch.setattr("evoalign.tasks.data.splits._rows", offline)
     with pytest.raises(DataError, match=r"cannot load hub:.*without a network, set task\.train_data and task\.test"):
         task().load_data(0)
     assert asked == [task.__globals__[task.__annotations__["return"]].source[0]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from evoalign.config import TaskConfig
-from evoalign.errors import ConfigError, DataError, cut, plain
+from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import data
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.mathematics import answers
@@ -24,6 +24,7 @@ class Questions(Task):
     max_reward = 1.0
     isolated = True
     per_call = 8
+    takes_system_prompt = True
     columns_read: ClassVar[tuple[str, ...]]
     """The columns that a row needs; the first one is the question."""
     source: ClassVar[tuple[str, str]]
@@ -65,7 +66,7 @@ class Questions(Task):
         question = example[self.columns_read[0]]
         if self.config.prompt == "raw":
             return self.raw.replace("{}", question, 1)
-        return [{"role": "user", "content": self.chat.replace("{}", question, 1)}]
+        return self.with_system([{"role": "user", "content": self.chat.replace("{}", question, 1)}])
 
     def compute_reward(self, text: str, example: Example) -> float:
         answer, right = self.final(text), self.right(example)
@@ -79,10 +80,11 @@ class Questions(Task):
         return {"accuracy": self.compute_reward(text, example), "answered": float(self.final(text) is not None)}
 
     def _check(self, where: str, row: dict[str, Any]) -> Example:
+        if not row.keys() >= set(self.columns_read):
+            raise data.lacking(where, row, self.config, f"expected {self.form}", *self.columns_read)
         for column in self.columns_read:
-            if not isinstance(row.get(column), str) or not row[column].strip():
-                found = plain(cut(", ".join(row), 200)) or "none"
-                raise DataError(f"{where}: no text in {column}; expected {self.form}, found the columns {found}")
+            if not isinstance(row[column], str) or not row[column].strip():
+                raise DataError(f"{where}: no text in {column}; expected {self.form}")
         if self.right(row) is None:
             raise DataError(f"{where}: it has no final answer; expected {self.form}")
         return row
