@@ -13,10 +13,12 @@ import pytest
 from rich.console import Console
 
 import evoalign
-from evoalign.config import Config, from_dict
+from evoalign.analysis.compare.groups import settings_of
+from evoalign.config import Config, from_dict, load
 from evoalign.errors import ConfigError, JournalError
 from evoalign.rundir import journal
 from evoalign.rundir.identity import identity
+from evoalign.sweeping import cells
 from evoalign.training import stopping
 from evoalign.training.train import dry_run
 
@@ -117,6 +119,15 @@ def test_it_replays_exports_and_is_shown(stopped: tuple[Path, str, dict[str, Any
     card = (tmp_path / "card/README.md").read_text()
     assert "The run ended after 7 of 9 generations, as its settings say." in card
     assert last_step(from_dict({**tree, "task": {**tree["task"], "rewards": ["a:b"]}}), run) == 7
+
+
+def test_a_sweep_takes_it_for_done_until_its_limit_is_another(stopped: tuple[Path, str, dict[str, Any]]) -> None:
+    run = stopped[0]
+    for patience, done in ((6, True), (7, False)):
+        settings = load([run / "config.yaml"], [f"stopping.patience={patience}"])
+        found = cells.Run(cells.Cell("cell", {}), 0, run, settings, "es").evaluation()
+        assert (found is not None) == done
+    assert "stopping.patience" in settings_of(load([run / "config.yaml"]), "es")
 
 
 @pytest.mark.parametrize("cut", ["update", "seal", "validation", "end"])
