@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,14 +23,18 @@ from evoalign.cost.share import share_lines
 from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
+from evoalign.rollouts import EARLY
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import COMMANDS, Method
+from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.training import saving, splits
-from evoalign.types import Example, Messages, text_of
+from evoalign.types import Example, Messages, Prompt, text_of
 from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
+LONGEST = 1000
+"""Prompts, of many, that are encoded to find the one with the most tokens: those with the most characters."""
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
@@ -138,21 +143,24 @@ def check_tokenizer(case: Case) -> Finding:
 def check_chat_template(case: Case) -> Finding:
     """Whether prompts of messages can be turned into text."""
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
-    chats = [p for p in map(task.prompt, _examples(case)) if not isinstance(p, str)]
-    if not chats:
+    first, count = None, 0
+    for prompt in map(task.prompt, _examples(case)):
+        if not isinstance(prompt, str):
+            first, count = first or prompt, count + 1
+    if first is None:
         return Finding("chat template", "ok", "not needed: the prompts are raw texts")
     if not tokens_.tokenizer.chat_template:
-        told = f"{len(chats)} prompts are messages and the tokenizer has no chat template"
-        detail = f"{told}: the model would read the bare text {text_of(chats[0])[:60]!r}"
+        told = f"{count} prompts are messages and the tokenizer has no chat template"
+        detail = f"{told}: the model would read the bare text {text_of(first)[:60]!r}"
         fix = "set task.prompt: raw, or choose a model that was trained to chat"
         return Finding("chat template", "failed", detail, fix)
-    tokens_.encode(chats[0])
-    between = _between(tokens_, chats[0])
+    tokens_.encode(first)
+    between = _between(tokens_, first)
     if between:
         detail = f"the template puts {shown(between)} between the assistant's turn and the answer that the task begins"
         fix = "the model would go on with another text than the task's; set task.prompt: chat, or take another model"
         return Finding("chat template", "warning", detail, fix)
-    return Finding("chat template", "ok", f"turns {len(chats)} prompts of messages into text")
+    return Finding("chat template", "ok", f"turns {count} prompts of messages into text")
 
 
 def _between(tokens_: Tokens, chat: Messages) -> str:
@@ -170,7 +178,7 @@ def _between(tokens_: Tokens, chat: Messages) -> str:
 def check_lengths(case: Case) -> Finding:
     """Whether the longest prompt and a whole completion fit the model."""
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
-    longest = max(len(tokens_.encode(task.prompt(example))) for example in _examples(case))
+    longest = max(len(tokens_.encode(prompt)) for prompt in _longest(task, _examples(case)))
     most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
     if case.config.sampling.max_tokens > most:
         most, setting = case.config.sampling.max_tokens, "sampling.max_tokens"
@@ -182,6 +190,14 @@ def check_lengths(case: Case) -> Finding:
         fix = f"lower {setting}, or shorten the prompts"
         return Finding("prompt length", "failed", f"{detail} exceed {whose}", fix)
     return Finding("prompt length", "ok", f"{detail} fit {whose}")
+
+
+def _longest(task: Task, examples: Sequence[Example]) -> Iterable[Prompt]:
+    """All prompts, or of many those with the most characters: to encode a million takes minutes."""
+    prompts = map(task.prompt, examples)
+    if len(examples) <= EARLY:
+        return prompts
+    return nlargest(LONGEST, prompts, key=lambda prompt: len(text_of(prompt)))
 
 
 def _limit(config: Config) -> tuple[int | None, str]:

@@ -133,6 +133,7 @@ def _elements(text: str, where: str) -> Iterator[object]:
         try:
             value, at = scan(text, at)
         except (ValueError, RecursionError):
+            at = 0
             break
         yield value
         at = _after_spaces(text, at)

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every form that data comes in, and what becomes of it: the rows that it loads as, or what is said."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from pydantic import ValidationError
+
+from evoalign.config import TaskConfig
+from evoalign.errors import ConfigError, DataError, EvoalignError
+from evoalign.tasks import Data, Task, create
+from evoalign.types import Example
+
+ROWS = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": 'a "b",\nc', "answer": "ü"}]
+ASKED = {"role": "user", "content": "Hi"}
+SAID = {"role": "assistant", "content": "Ho"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+Write = Callable[[Path], object]
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+# --- how each is written ---------------------------------------------------------------------------------------------
+
+
+def lines(rows: list[dict[str, Any]] = ROWS) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def table(rows: list[dict[str, Any]] = ROWS, delimiter: str = ",", index: bool = False) -> bytes:
+    """As the csv module quotes, with pandas' unnamed index or without."""
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter)
+    writer.writerow([""] * index + list(rows[0]))
+    writer.writerows([str(i)] * index + list(row.values()) for i, row in enumerate(rows))
+    return out.getvalue().encode()
+
+
+def packed(rows: list[dict[str, Any]] = ROWS) -> bytes:
+    out = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+def file(name: str, content: bytes) -> Write:
+    def write(folder: Path) -> str:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        return name
+
+    return write
+
+
+def jsonl(*rows: dict[str, Any]) -> Write:
+    return file("rows.jsonl", lines(list(rows)))
+
+
+def folder(name: str, **files: bytes) -> Write:
+    """A folder of files, whose names have `__` for a slash and `_` before the ending."""
+
+    def write(place: Path) -> str:
+        for file_name, content in files.items():
+            stem, _, suffix = file_name.replace("__", "/").partition("_")
+            file(f"set/{stem}.{suffix.replace('_', '.')}", content)(place)
+        (place / "set").mkdir(exist_ok=True)
+        return name
+
+    return write
+
+
+def saved(name: str, **parts: list[dict[str, Any]]) -> Write:
+    """What save_to_disk leaves: of several splits, or of one data set."""
+
+    def write(place: Path) -> str:
+        made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
+        (made["only"] if "only" in made else datasets.DatasetDict(made)).save_to_disk(str(place / "set"))
+        return name
+
+    return write
+
+
+CARD = b"""---
+configs:
+- {config_name: main, data_files: [{split: train, path: main/train.jsonl}, {split: test, path: main/test.jsonl}]}
+- {config_name: other, data_files: [{split: train, path: other.jsonl}]}
+---
+"""
+
+
+def hub(name: str, *, configs: bool = True) -> Write:
+    """A data set as the hub has it. The library takes a folder of the name for it, so that no network is needed."""
+
+    def write(place: Path) -> str:
+        there = place / "who"
+        if configs:
+            file("what/README.md", CARD)(there)
+            file("what/main/test.jsonl", lines(ROWS[1:]))(there)
+        file("what/main/train.jsonl", lines(ROWS))(there)
+        file("what/other.jsonl", lines(ROWS[:1]))(there)
+        return name
+
+    return write
+
+
+def script(place: Path) -> str:
+    file("who/what/what.py", b"from pathlib import Path\nPath('was_run').touch()\nimport datasets\n")(place)
+    file("who/what/rows.jsonl", lines())(place)
+    return "hub:who/what"
+
+
+# --- the table: name, how it is written, settings of the task, the rows or what is said -------------------------------
+
+QUESTIONS = [{"question": "2 + 2 =", "target": "4", "n": 1}]
+MAPPED = {"prompt": "question", "answer": "target"}
+Form = tuple[str, Write, dict[str, Any], list[dict[str, Any]] | str]
+FORMS: list[Form] = [
+    ("JSON lines", file("rows.jsonl", lines()), {}, ROWS),
+    ("with a mark, blank lines and CR LF", file("a", b"\xef\xbb\xbf\n" + lines().replace(b"\n", b"\r\n\n")), {}, ROWS),
+    ("a JSON list", file("rows.json", json.dumps(ROWS, indent=1).encode()), {}, ROWS),
+    ("gzip by content", file("rows.jsonl", gzip.compress(lines())), {}, ROWS),
+    ("a gzipped list", file("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())), {}, ROWS),
+    ("CSV", file("rows.csv", table()), {}, ROWS),
+    ("CSV is text", file("n.csv", b"prompt,answer\nHi,007\nHo,\n"), {},
+     [{"prompt": "Hi", "answer": "007"}, {"prompt": "Ho", "answer": ""}]),
+    ("gzipped CSV", file("rows.csv.gz", gzip.compress(table())), {}, ROWS),
+    ("TSV", file("rows.tsv", table(delimiter="\t")), {}, ROWS),
+    ("CSV with an index", file("i.csv", table(index=True)), {},
+     [{"Unnamed: 0": str(i), **row} for i, row in enumerate(ROWS)]),
+    ("parquet by content", file("rows.bin", packed()), {}, ROWS),
+    ("saved to disk", saved("set", only=ROWS), {}, ROWS),
+    ("saved splits", saved("set", train=ROWS, test=ROWS[:1]), {}, ROWS),
+    ("a saved split", saved("set:test", train=ROWS, test=ROWS[:1]), {}, ROWS[:1]),
+    ("shards", folder("set", b_parquet=packed(ROWS[1:]), a_parquet=packed(ROWS[:1])), {}, ROWS),
+    ("shards of a split", folder("set:test", data__train_jsonl=lines(ROWS[:1]), data__test_jsonl_gz=gzip.compress(
+        lines(ROWS[1:]))), {}, ROWS[1:]),
+    ("the train shards alone", folder("set", train_csv=table(ROWS[:1]), test_csv=table(), README_md=b"# Data"), {},
+     ROWS[:1]),
+    ("hub, config and split", hub("hub:who/what:main:test"), {}, ROWS[1:]),
+    ("hub, a part of a split", hub("hub:who/what:main:train[:1]"), {}, ROWS[:1]),
+    ("columns", jsonl(*QUESTIONS), {"columns": MAPPED}, [{"prompt": "2 + 2 =", "answer": "4", "n": 1}]),
+    ("columns that swap", jsonl({"prompt": "4", "answer": "2 + 2 ="}), {"columns": {"prompt": "answer",
+     "answer": "prompt"}}, [{"answer": "4", "prompt": "2 + 2 ="}]),
+    ("messages", jsonl({"messages": [SYSTEM, ASKED, SAID]}), {},
+     [{"messages": [SYSTEM, ASKED, SAID], "prompt": [SYSTEM, ASKED], "completion": "Ho"}]),
+    ("messages of several turns", jsonl({"messages": [ASKED, SAID, ASKED, SAID], "completion": "own"}), {},
+     [{"messages": [ASKED, SAID, ASKED, SAID], "completion": "own", "prompt": [ASKED, SAID, ASKED]}]),
+    ("messages that end with a question", jsonl({"messages": [ASKED, SAID, ASKED]}), {},
+     [{"messages": [ASKED, SAID, ASKED], "prompt": [ASKED, SAID, ASKED]}]),
+    ("a prompt beside messages", jsonl({"prompt": "Hi", "messages": [ASKED, SAID]}), {},
+     [{"prompt": "Hi", "messages": [ASKED, SAID]}]),
+    ("ShareGPT", jsonl({"conversations": TURNS}), {},
+     [{"conversations": TURNS, "prompt": [SYSTEM, ASKED], "completion": "Ho"}]),
+    ("messages under another name", jsonl({"chat": [ASKED]}), {"columns": {"messages": "chat"}},
+     [{"messages": [ASKED], "prompt": [ASKED]}]),
+    ("content in parts", jsonl({"prompt": [{"role": "user", "content": [{"type": "text", "text": t} for t in "Hi"]}]}),
+     {}, [{"prompt": [ASKED]}]),
+    # what is refused
+    ("no file", lambda _: "none.jsonl", {}, "no data file none.jsonl (looked from "),
+    ("an address", lambda _: "https://a.b/c", {}, "https://a.b/c: addresses are not read; download the file, or give"),
+    ("CSV by another name", file("rows.txt", table()), {}, "rows.txt, line 1: not JSON at column 1"),
+    ("CSV with a field too many", file("a.csv", b"prompt\nHi, you\n"), {},
+     "a.csv, line 2: 2 fields, but the first line names 1; quote the text"),
+    ("CSV that names a column twice", file("a.csv", b"a,a\n"), {},
+     "a.csv: the column 'a' stands twice in the first line; rename one"),
+    ("CSV with an open quote", file("a.csv", b'prompt\n"Hi\n'), {}, "a.csv, line 2: not CSV: unexpected end of data"),
+    ("CSV without rows", file("a.csv", b"prompt\n"), {}, "a.csv holds no rows"),
+    ("gzip that is cut", file("a.jsonl.gz", gzip.compress(lines())[:-12]), {}, "a.jsonl.gz is a damaged gzip file: "),
+    ("gzipped parquet", file("a.gz", gzip.compress(packed())), {}, "a.gz is a gzipped parquet file, which is packed"),
+    ("a list with a comma too many", file("a.json", b'[{"prompt": "Hi"},]'), {}, "a.json: not JSON at column "),
+    ("a list and more", file("a.json", b'[{"prompt": "Hi"}] 3'), {}, "a.json: not JSON at column 20: Extra data"),
+    ("a split that is not saved", saved("set:dev", train=ROWS, test=ROWS), {},
+     "set has no split dev; there are test, train: write set:test"),
+    ("a split of one data set", saved("set:dev", only=ROWS), {}, "set is one data set without splits; leave :dev out"),
+    ("a split without shards", folder("set:dev", train_jsonl=lines()), {},
+     "set has no split dev; there are train: write set:train"),
+    ("shards of several configs", folder("set", a__train_jsonl=lines(), b__train_jsonl=lines()), {},
+     "set holds files in several folders (a, b); name one of them"),
+    ("shards of several kinds", folder("set", a_jsonl=lines(), b_csv=table()), {},
+     "set holds files of several kinds (.csv, .jsonl); give one of them, or one kind"),
+    ("an empty folder", folder("set"), {}, "set holds no JSON, JSONL, CSV, TSV or parquet files; give a file, or"),
+    ("hub without a config", hub("hub:who/what"), {}, "cannot load hub:who/what: ValueError: Config name is missing"),
+    ("hub with too many names", lambda _: "hub:a:b:c:d", {},
+     "'hub:a:b:c:d' names no data set; write hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"),
+    ("hub with code", script, {}, "cannot load hub:who/what: RuntimeError: Dataset scripts are no longer supported"),
+    ("no prompt", jsonl(*QUESTIONS), {}, "rows.jsonl, line 1: no prompt; found question, target, n; set task.columns: "
+     "{prompt: question}"),
+    ("no prompt, and some named", jsonl({"Instruction": "Hi", "b": 1}), {"columns": {"answer": "b"}},
+     "rows.jsonl, line 1: no prompt; found Instruction, b; set task.columns: {answer: b, prompt: Instruction}"),
+    ("no prompt, a conversation", jsonl({"conversation": [ASKED]}), {},
+     "no prompt; found conversation; set task.columns: {messages: conversation}"),
+    ("no prompt, nothing like it", jsonl({"xyz": "Hi"}), {},
+     "no prompt; found xyz; set task.columns: {prompt: COLUMN}, with its name in place of COLUMN"),
+    ("an unknown column", jsonl(*QUESTIONS), {"columns": {"prompt": "questions"}}, "rows.jsonl, line 1: no column "
+     "'questions', which task.columns takes as prompt (did you mean question?); found question, target, n"),
+    ("an unknown column of a reward", jsonl(*QUESTIONS), {"columns": {"prompt": "question", "answer": "gold"}},
+     "rows.jsonl: no column 'gold', which task.columns takes as answer; found question, target, n"),
+    ("columns that collide", jsonl({"prompt": "Hi", "question": "Ho"}), {"columns": {"prompt": "question"}},
+     "line 1: task.columns calls 'question' prompt, and there is a column prompt too; name that one as well, as in "
+     "{prompt: question, own_prompt: prompt}"),
+    ("an answer alone", jsonl({"messages": [SAID]}), {}, "line 1: messages holds the assistant's answer alone; put"),
+    ("messages as text", jsonl({"messages": "Hi"}), {}, "line 1: messages is 'Hi'; expected a list of messages"),
+    ("ShareGPT's tools", jsonl({"conversations": [{"from": "function_call", "value": "f()"}]}), {},
+     "line 1: a turn is from 'function_call'; expected human, gpt or system"),
+    ("a picture", jsonl({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}), {},
+     "line 1: a message has a part of type 'image_url'; only parts of type 'text' are read"),
+    ("a system prompt of a raw text", jsonl(*ROWS), {"system_prompt": "Be brief."},
+     "line 1: prompt is a text, which goes to the model as it is, without task.system_prompt; set task.prompt: chat"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(("write", "settings", "outcome"), [f[1:] for f in FORMS], ids=[f[0] for f in FORMS])
+def test_forms(
+    write: Write,
+    settings: dict[str, Any],
+    outcome: list[dict[str, Any]] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = str(write(tmp_path))
+    task = create(TaskConfig(name="custom", train_data=source, test_data=source, **settings), [length])
+    if not isinstance(outcome, str):
+        assert list(task.load_data(0).train) == outcome
+        return
+    with pytest.raises(EvoalignError) as caught:
+        task.load_data(0)
+    assert outcome in str(caught.value) and str(caught.value).isprintable()
+    assert not (tmp_path / "was_run").exists()
+
+
+# --- columns and system prompts --------------------------------------------------------------------------------------
+
+
+def made(name: str = "custom", **settings: Any) -> Any:
+    return create(TaskConfig(name=name, **settings), *([[length]] if name == "custom" else []))
+
+
+def test_a_column_has_one_name() -> None:
+    with pytest.raises(ValidationError, match="prompt and question both take the column q; name it once"):
+        TaskConfig(columns={"prompt": "q", "question": "q"})
+    assert not {"columns", "system_prompt"} & TaskConfig().model_dump().keys()  # old configs are as they were
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "columns", "lacks"),
+    [
+        ("conciseness", {"Instruction": "Hi", "output": "Ho"}, {"prompt": "Instruction", "target": "output"}, ""),
+        ("conciseness", {"question": "Hi", "output": "Ho"}, {}, "{prompt: question, target: output}"),
+        ("countdown", {"nums": [1, 2], "target": 3}, {"numbers": "nums"}, ""),
+        ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
+    ],
+)
+def test_every_task_has_them(
+    name: str, row: dict[str, Any], columns: dict[str, str], lacks: str, tmp_path: Path
+) -> None:
+    settings = {"prompt": "chat", "columns": columns, "train_data": str(tmp_path / jsonl(row)(tmp_path))}
+    task = made(name, **settings, test_data=settings["train_data"])
+    if lacks:
+        with pytest.raises(DataError, match=re.escape(lacks)):
+            task.load_data(0)
+    else:
+        (found,) = task.load_data(0).test
+        assert list(found.values()) == list(row.values()) and task.prompt(found)[-1]["role"] == "user"
+
+
+def test_a_reward_that_wants_a_column_is_told_which_is_like_it(tmp_path: Path) -> None:
+    def right(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    path = str(tmp_path / jsonl({"prompt": "Hi", "target": "Ho"})(tmp_path))
+    task = create(TaskConfig(name="custom", train_data=path, test_data=path), [right])
+    with pytest.raises(DataError, match=r"columns: prompt, target\).*, or set task\.columns: \{answer: target\}"):
+        task.load_data(0)
+
+
+def test_the_answer_of_a_conversation_reaches_rewards(tmp_path: Path) -> None:
+    def right(completions: list[Any], completion: list[str]) -> list[float]:
+        return [float(c[0]["content"] == a) for c, a in zip(completions, completion, strict=True)]
+
+    path = str(tmp_path / jsonl({"messages": [ASKED, SAID]})(tmp_path))
+    task = create(TaskConfig(name="custom", train_data=path, test_data=path, gold="completion"), [right])
+    (row,) = task.load_data(0).test
+    assert task.rewards(["Ho", "Hu"], [row, row]) == [1.0, 0.0]
+    assert task.gold(row) == "Ho"
+
+
+def test_a_system_prompt_comes_first_where_there_is_none() -> None:
+    task, row = made(prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
+    assert task.prompt(row) == [SYSTEM, ASKED] and row == {"prompt": "Hi"}
+    chat = made(system_prompt="Be brief.")
+    assert chat.prompt({"prompt": [ASKED]}) == [SYSTEM, ASKED]
+    for role in ("system", "developer"):
+        own = [{"role": role, "content": "Be long."}, ASKED]
+        assert chat.prompt({"prompt": own}) == own
+    concise = made("conciseness", system_prompt="Be brief.")
+    assert concise.prompt({"prompt": "Hi", "target": "Ho"}) == [SYSTEM, ASKED]
+    found = made("countdown", prompt="chat_opened", system_prompt="Be brief.").prompt({"numbers": [1], "target": 1})
+    assert found[0] == SYSTEM and [m["role"] for m in found] == ["system", "user", "assistant"]
+
+
+def test_rewards_see_prompts_without_it() -> None:
+    seen: list[Any] = []
+
+    def spy(prompts: list[Any], completions: list[Any]) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    task = create(TaskConfig(name="custom", prompt="chat", system_prompt="Be brief."), [spy])
+    task.rewards(["a", "b"], [{"prompt": "Hi"}, {"prompt": [ASKED]}])
+    assert seen == ["Hi", [ASKED]]
+
+
+class Own(Task):
+    """A task of one's own, which makes its prompts as it likes."""
+
+    def load_data(self, seed: int) -> Data:
+        return Data([{}], [{}])
+
+    def prompt(self, example: Example) -> str:
+        return "Hi"
+
+    def compute_reward(self, text: str, example: Example) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("custom", {"prompt": "raw"}, "task.prompt: raw go to the model as they are, without messages"),
+        ("conciseness", {"prompt": "raw"}, "task.prompt: raw go to the model as they are"),
+        ("countdown", {"prompt": "short"}, "task.prompt: short go to the model as they are"),
+        ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
+        (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
+    ],
+)
+def test_where_there_are_no_messages_it_is_refused(name: str, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        made(name, system_prompt="Be brief.", **settings)
