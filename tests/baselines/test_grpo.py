@@ -109,6 +109,27 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("straight") / "run").path
 
 
+def test_it_asks_what_the_task_asks_one_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system prompt too; the prompts of rows that no batch has are not made."""
+    from evoalign.baselines.trainer import Trainer
+
+    asked: list[Any] = []
+    inner = Trainer._generate
+
+    def generated(trainer: Any, prompts: Sequence[Any]) -> Any:
+        asked.extend(prompts)
+        assert trainer.train_dataset.column_names == ["row"]
+        return inner(trainer, prompts)
+
+    monkeypatch.setattr(Trainer, "_generate", generated)
+    path = run(
+        tmp_path / "run", task={"system_prompt": "Be brief."}, grpo={"max_steps": 1}, evaluation={"every": 0}
+    ).path
+    assert asked and all([m["role"] for m in prompt] == ["system", "user"] for prompt in asked)
+    assert {prompt[0]["content"] for prompt in asked} == {"Be brief."}
+    assert {c["prompt"] for c in completions(path, 0)} == {f"Be brief.\n{prompt[1]['content']}" for prompt in asked}
+
+
 # --- what it leaves --------------------------------------------------------------------------------------------------
 
 
