@@ -116,6 +116,13 @@ class Encoded(dict[int, tuple[int, ...]]):
         return found
 
 
+def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[int]:
+    """Tokens of the prompts. Of many, one in every so many stands for those that follow: a million take minutes."""
+    step = -(-len(examples) // EARLY)
+    known = [len(tokens.encode(task.prompt(example))) for example in examples[::step]]
+    return [known[row // step] for row in range(len(examples))]
+
+
 def group_of(
     task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
 ) -> Group:

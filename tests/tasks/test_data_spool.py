@@ -19,7 +19,7 @@ from pyarrow import parquet
 from evoalign import rollouts
 from evoalign.config import GraderConfig, ModelConfig, TaskConfig
 from evoalign.errors import DataError, ModelError
-from evoalign.rollouts import Encoded
+from evoalign.rollouts import Encoded, lengths_of
 from evoalign.tasks import Data, Task, create, isolate
 from evoalign.tasks.data import spool
 from evoalign.testing import tasks as contract
@@ -164,6 +164,16 @@ def test_of_many_prompts_those_alone_are_encoded_that_are_asked(monkeypatch: pyt
     monkeypatch.setattr(rollouts, "EARLY", COUNT)
     with pytest.raises(ModelError, match="has no tokens"):  # of few, one that cannot be is told at once
         Encoded(task, tokens, ROWS)
+
+
+def test_of_many_prompts_some_are_measured_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, task = load(ModelConfig(name="tiny")), Counting()
+    whole = [len(tokens.encode(f"{i} is")) for i in range(COUNT - 1)]
+    assert lengths_of(task, tokens, ROWS[:-1]) == whole and len(set(whole)) > 1
+    monkeypatch.setattr(rollouts, "EARLY", 20)
+    task.asked.clear()
+    assert lengths_of(task, tokens, ROWS[:-1]) == [whole[i // 3 * 3] for i in range(COUNT - 1)]
+    assert task.asked == list(range(0, COUNT - 1, 3))
 
 
 def test_rows_that_are_not_used_are_not_read(tmp_path: Path) -> None:

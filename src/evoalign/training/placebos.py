@@ -24,6 +24,7 @@ from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report import watching
+from evoalign.rollouts import lengths_of
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import MEASURING, RunDir
 from evoalign.rundir.identity import differences
@@ -271,10 +272,7 @@ def count_of(parts: Parts, log: Log) -> int:
         return 0
     if wanted is not None:
         return wanted
-    lengths = [
-        [len(parts.tokens.encode(parts.task.prompt(example))) for example in split]
-        for split in (parts.data.train, parts.data.test)
-    ]
+    lengths = (lengths_of(parts.task, parts.tokens, split) for split in (parts.data.train, parts.data.test))
     return placebos_in_a_tenth(parts.config, parts.engine.specs(), parts.layout, *lengths)
 
 
