@@ -28,9 +28,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from evoalign import setup as parts
-from evoalign import tokens
 from evoalign.config import Config, from_dict
 from evoalign.exporting.export import export
+from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import saved_folders
 from evoalign.rundir.manifest import versions
@@ -84,7 +84,7 @@ def compare(form: str, config: Config, run: Path, output: Path) -> str:
     folder = export(run, output / f"export_{form}_{config.model.dtype}", merge=form == "merged")
     prompts, wanted = of_engine(config, run)
     settings = GenerationConfig.from_pretrained(folder, max_new_tokens=config.evaluation.max_tokens)
-    dtype, base = getattr(torch, config.model.dtype), tokens.model_path(config.model)
+    dtype, base = getattr(torch, config.model.dtype), model_path(config.model)
     start: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     device = "cuda" if config.engine.device.startswith("cuda") else "cpu"
     untrained = of_plain(start.to(device), settings, prompts)

@@ -30,6 +30,7 @@ import transformers
 from evoalign import engines, spaces, tasks, tokens
 from evoalign.config import Config, from_dict
 from evoalign.engines.transformers import TransformersEngine
+from evoalign.models.origin import model_path
 from evoalign.spaces import Space
 from evoalign.tokens import Tokens
 from evoalign.types import Layout, Plan, Request, Sampling, population
@@ -78,7 +79,7 @@ class Side:
 
 def plain(config: Config, device: torch.device) -> Any:
     """The model as transformers loads it, without a stop token."""
-    path = tokens.model_path(config.model)
+    path = model_path(config.model)
     dtype = getattr(torch, config.model.dtype)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)

@@ -40,6 +40,7 @@ from evoalign.engines.server import adapters
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.link import Link
 from evoalign.errors import EvoalignError
+from evoalign.models.origin import model_path
 
 FAULTS, PLACES = ("kill", "hang", "refuse", "garbage"), ("launched", "attached")
 KEY = "EVOALIGN_FAULTS_KEY"
@@ -120,7 +121,7 @@ class Server:
     def begin(self) -> None:
         """Have it serve the base model's weights, which a run over it may have moved."""
         client = self.engine._there()
-        body = {"model_path": str(tokens.model_path(self.engine._config.model)), "flush_cache": True}
+        body = {"model_path": str(model_path(self.engine._config.model)), "flush_cache": True}
         client.call(client.post("/update_weights_from_disk", body, seconds=60.0))
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from evoalign.engines.base import ABSENT
 from evoalign.engines.server import client
 from evoalign.engines.server.base import PROBES
 from evoalign.errors import EvoalignError, ModelError
+from evoalign.models.origin import model_path
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Sampling, Update, population
 from faulty_server import Answer, Body, Forward, between
 
@@ -100,7 +101,7 @@ def test_a_server_that_had_the_mean_already_is_not_accused() -> None:
             wrong = [_with(output_ids=[])]
             now.change = lambda body, right: wrong.pop()(body, right) if wrong else right
             assert said() == moved and not wrong and engine._link._losses == 1
-            base = {"model_path": str(tokens.model_path(settings.model)), "flush_cache": True}
+            base = {"model_path": str(model_path(settings.model)), "flush_cache": True}
             own._there().call(own._there().post("/update_weights_from_disk", base, seconds=60.0))
             assert said() == moved and engine._link._losses == 1
 

@@ -24,6 +24,7 @@ from evoalign.exporting import export as exporting
 from evoalign.rundir import checkpoint, files, journal, parquet
 from evoalign.spaces.lora import Lora
 from evoalign.training import replay as replaying
+from evoalign.training import saving
 from evoalign.types import Layout
 from families import build, make_config
 
@@ -99,9 +100,7 @@ def test_weights_in_pickle_form_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="convert it to safetensors"):
         exporting._load(str(folder))  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        checkpoint.save(
-            tmp_path / "saved", MARK, config, served.layout, str(folder), served.engine.state, adapter=False
-        )
+        saving.save(served, tmp_path / "saved", MARK)
     served.close()
 
 

@@ -20,6 +20,7 @@ from evoalign.config import Config, SpaceConfig
 from evoalign.cost.estimate import gib, second_copy_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
+from evoalign.models import origin
 from evoalign.rewards.objective import Objective
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
@@ -70,6 +71,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     known = [*splits.lines(config, task, data), *default_lines(config)]
     lines = [*standing, *refusals, *known, *step_lines(config), *work_lines(config)]
     try:
+        lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
         return [*lines, "memory: not estimated", f"refused as it stands: {error}"]

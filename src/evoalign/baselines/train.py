@@ -28,6 +28,7 @@ from evoalign.config.reading import read_object
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
+from evoalign.models import origin
 from evoalign.report.figures import GRPO_WORDS
 from evoalign.report.rows import Row
 from evoalign.rundir.directory import RunDir
@@ -192,7 +193,7 @@ class _Grpo:
         note = [self.policy.note] if self.policy.note and session.is_new else []
         known = splits.lines(self.config, self.task, self.data)
         lines = [*gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
-        for line in [*lines, *planning.step_lines(self.config), *note]:
+        for line in [*origin.lines(self.config.model), *lines, *planning.step_lines(self.config), *note]:
             session.tell(line)
 
     def facts(self) -> dict[str, Any]:
@@ -203,6 +204,7 @@ class _Grpo:
             "given_as": self.given,
             "data_hash": saving.data_hash(self.data),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
+            **origin.record(self.config.model),
         }
 
     def begin(self, session: Session) -> None:

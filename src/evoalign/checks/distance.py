@@ -22,9 +22,10 @@ from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, ModelError
+from evoalign.models.files import INDEX, MODEL, find, refuse_pickles
+from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
 from evoalign.setup import Served
-from evoalign.tokens import model_path, refuse_pickles
 from evoalign.types import MEAN, MEAN_PLAN
 
 BLOCK = 1 << 24
@@ -178,21 +179,14 @@ class _Files(Mapping[str, torch.Tensor]):
 
 def _files(path: str, revision: str | None) -> list[Path]:
     """The safetensors of a model, in a folder or in the hub's cache. Raises ModelError."""
-    from transformers.utils.hub import cached_file
-
-    def find(name: str) -> Path | None:
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        found = cached_file(path, name, revision=revision, **quiet)
-        return None if found is None else Path(found)
-
-    single, index = find("model.safetensors"), find("model.safetensors.index.json")
+    single, index = find(path, MODEL, revision), find(path, INDEX, revision)
     if single is not None:
         return [single]
     try:
         names = set(map(str, read_object(index)["weight_map"].values())) if index is not None else set[str]()
     except (DataError, KeyError, AttributeError) as error:
         raise ModelError(f"model {path}: {index} is damaged ({type(error).__name__}); fetch it again") from error
-    found = [file for name in sorted(names) if (file := find(name)) is not None]
+    found = [file for name in sorted(names) if (file := find(path, name, revision)) is not None]
     if not found or len(found) < len(names):
         raise ModelError(f"model {path} has no safetensors that are whole")
     return found

@@ -6,17 +6,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from evoalign.config.base import Section
 from evoalign.errors import ConfigError
 
 
 class ModelConfig(Section):
-    """A folder, a hub name, or `tiny`: the small base model that comes with the package."""
+    """A folder, a hub name, or `tiny`: the small base model that comes with the package.
+
+    The folder may hold a model, a PEFT adapter, an export, a run or a saved mean of one: adapters are merged into their
+    base, and the run starts from that.
+    """
 
     name: str = "tiny"
     revision: str | None = None
+    base: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    """Of an adapter, or a run that made one: where its base is, if not where its own files say."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, bfloat16 on a GPU."""
 

@@ -20,8 +20,8 @@ from evoalign import spaces
 from evoalign.config import Config, ModelConfig
 from evoalign.engines import Engine
 from evoalign.engines.base import sampled_places
+from evoalign.models.origin import described
 from evoalign.spaces import Space
-from evoalign.tokens import model_path
 from evoalign.types import Layout, Member, Plan, Slices
 
 LEAST_CORRELATION = 0.9
@@ -120,10 +120,10 @@ def _folder(config: ModelConfig) -> Path | None:
     """Where a model's files are: its folder, or that of a hub's model in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    path = model_path(config)
+    path, revision = described(config)  # of an adapter, its base: weights of the same size
     if Path(path).is_dir():
         return Path(path)
-    found = try_to_load_from_cache(path, "config.json", revision=config.revision)
+    found = try_to_load_from_cache(path, "config.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -15,7 +15,8 @@ from torch import nn
 from evoalign.config import Config
 from evoalign.errors import ModelError
 from evoalign.models import experts
-from evoalign.tokens import model_path, refuse_hooks, why_not
+from evoalign.models.files import refuse_hooks, why_not
+from evoalign.models.origin import described
 from evoalign.types import TensorKind, TensorSpec
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -25,10 +26,10 @@ def model_config(config: Config) -> Any:
     """The model's own configuration as transformers has it. Raises ModelError."""
     from transformers import AutoConfig
 
-    path = model_path(config.model)
-    refuse_hooks(path, config.model.revision)
+    path, revision = described(config.model)
+    refuse_hooks(path, revision)
     try:
-        return AutoConfig.from_pretrained(path, revision=config.model.revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:  # of a file that may say anything
         raise ModelError(f"model {config.model.name}: {why_not(error)}") from error
 

@@ -34,6 +34,8 @@ from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelEr
 from evoalign.exporting import card
 from evoalign.exporting.public import private_paths, public
 from evoalign.models.experts import tensors_of
+from evoalign.models.files import refuse_pickles, why_not
+from evoalign.models.origin import elsewhere, model_path
 from evoalign.rundir import checkpoint, files, journal, sealing
 from evoalign.rundir.checkpoint import ADAPTER, Mark
 from evoalign.rundir.directory import again_if_pruned, generation_of, saved_folders
@@ -159,7 +161,7 @@ def _source(run: Path, to: Path, generation: int | None, model: str | None) -> G
         with files.scratch(_scratch(to)):  # of an export that was killed
             pass
     own, manifest = load([run / "config.yaml"]), _read_json(run / "manifest.json") or {}
-    base = own.model if model is None else own.model.model_copy(update={"name": model, "revision": None})
+    base = own.model if model is None else elsewhere(own.model, model)
     saved = saved_folders(run)
     if method_of(run) == "grpo":
         folder = _saved_policy(run, saved, generation)
@@ -214,7 +216,7 @@ def _recorded(log: Log, generation: int) -> str | None:
 
 def _fill(folder: Path, source: _Source, to: Path, merge: bool, push: str | None, shard_size: str) -> None:
     adapter = source.is_adapter and not merge
-    base = tokens.model_path(source.model)
+    base = model_path(source.model)
     tokens_ = tokens.load(source.model if source.is_adapter else ModelConfig(name=str(source.folder)))
     generation_config = _generation_config(source.config, tokens_)
     if adapter:
@@ -268,12 +270,12 @@ def _load(path: str, revision: str | None = None, dtype: str = "auto") -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        tokens.refuse_pickles(path, revision)
+        refuse_pickles(path, revision)
         return AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model {path} does not load: {tokens.why_not(error)}") from error
+        raise ModelError(f"model {path} does not load: {why_not(error)}") from error
 
 
 def _check_base(model: Any, source: _Source) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that ship with the package, and what is to be known of others: templates, and experts that are fused."""
+"""The model that ships with the package, what else `model.name` may stand for, and what is to be known of models."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import check_regular, parse, read_bytes
 from evoalign.errors import CheckpointError, DataError, ModelError
-from evoalign.models.experts import tensors_of
 from evoalign.rundir.files import digest_of, filled
 from evoalign.types import Layout
 
@@ -95,18 +94,20 @@ def save(
     state: Callable[[], State],
     optimizer: State = (),
     *,
-    adapter: bool,
+    whole: Callable[[Path, State], None] | None = None,
     replace: bool = True,
 ) -> None:
     """Save the mean that `state` gives. `base` is the folder or hub name of the model it started from.
 
+    `whole` writes that model with the evolved tensors in place, and its tokenizer; None of an adapter.
+
     `replace` takes the place of a folder that is there; otherwise that has to be empty.
     """
     with filled(folder, replace=replace) as temporary:
-        if adapter:
+        if whole is None:
             _write_adapter(temporary, config, layout, base, state())
         else:
-            _write_model(temporary, config, layout, base, state())
+            whole(temporary, state())
             if not _is_exact(temporary, layout):
                 _write_mean(temporary, state())
         if mark.counterfactual:
@@ -228,23 +229,6 @@ def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, stat
     )
     peft_config.save_pretrained(str(folder))
     _save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in state}, folder / ADAPTER)
-
-
-def _write_model(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
-    """The base model with the evolved tensors in place, in the served dtype, with its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    revision = config.model.revision
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        base, revision=revision, dtype=layout.torch_dtype, trust_remote_code=False, use_safetensors=True
-    )
-    parameters = tensors_of(model)
-    with torch.no_grad():
-        for name, tensor in state:
-            parameters[name].copy_(tensor)
-    tokenizer: Any = AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=False)
-    model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
-    tokenizer.save_pretrained(folder)
 
 
 def _is_exact(folder: Path, layout: Layout) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evoalign import tokens
 from evoalign.models.experts import tensors_of
+from evoalign.models.origin import model_path
 from evoalign.types import Member, Plan, Request, Rollout
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plain_model(bench: Bench) -> Any:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        tokens.model_path(bench.config.model), revision=bench.config.model.revision, dtype=bench.engine.dtype,
+        model_path(bench.config.model), revision=bench.config.model.revision, dtype=bench.engine.dtype,
         trust_remote_code=False,
     )  # fmt: skip
     return model.eval().requires_grad_(False)

@@ -385,5 +385,5 @@ def _config(path: Path, log: Log, config: ConfigLike | None, model: str | None, 
     if odd:
         raise ResumeError(f"{path} was made with other settings: {'; '.join(odd)}")
     section: dict[str, Any] = {"dtype": log.header.dtype}
-    section |= {} if model is None else {"name": model, "revision": None}
+    section |= {} if model is None else {"name": model, "revision": None, "base": None}
     return found.model_copy(update={"model": found.model.model_copy(update=section)})

@@ -189,7 +189,8 @@ def config_of(log: Log, model: str | None = None) -> Config:
     except ConfigError as error:
         wrong = "; ".join(str(error).splitlines())
         raise JournalError(f"{log.path}, line 1 holds a config that cannot be: {wrong}") from error
-    tree["model"] |= {"dtype": log.header.dtype} | ({} if model is None else {"name": model, "revision": None})
+    tree["model"] |= {} if model is None else {"name": model, "revision": None, "base": None}
+    tree["model"] |= {"dtype": log.header.dtype}
     tree["engine"] = _engine(log.header)
     config = from_dict(tree)
     if config.space.names_code:

@@ -16,6 +16,7 @@ from evoalign.config.reading import read_object
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.evaluation import Evaluation
+from evoalign.models.files import place
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
@@ -110,11 +111,13 @@ def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Confi
     weights.check_folder(path)
     if (path / "adapter_config.json").is_file():
         peft = _peft_config(path / "adapter_config.json")
+        if peft is None or not _is_here(base := own.model.base or peft["base_model_name_or_path"]):
+            return _with_model(own, str(target)), None  # merged, or the reason why it cannot be
         layers = peft.get("layers_to_transform")
         lora = {"rank": peft["r"], "alpha": peft["lora_alpha"], "target_modules": sorted(peft["target_modules"]),
                 "target_layers": [layers] if isinstance(layers, int) else layers}  # fmt: skip
         tree = {**own.model_dump(), "space": {"name": "lora"}, "lora": lora}
-        model = {"name": peft["base_model_name_or_path"], "revision": peft.get("revision"), "dtype": own.model.dtype}
+        model = {"name": base, "revision": peft.get("revision"), "dtype": own.model.dtype}
         return from_dict({**tree, "model": model}, needs_es=False), path
     return _with_model(own, str(target)), None
 
@@ -163,8 +166,19 @@ def last_saved(path: Path) -> Path:
     return found[-1]
 
 
-def _peft_config(file: Path) -> dict[str, Any]:
-    """A plain LoRA's settings. Raises ModelError for a form of PEFT that would be read wrongly."""
+def _is_here(base: object) -> bool:
+    """Whether an adapter's base is a folder that is there, or a name of a hub."""
+    try:
+        return isinstance(base, str) and bool(base) and bool(place(base))
+    except ModelError:
+        return False
+
+
+def _peft_config(file: Path) -> dict[str, Any] | None:
+    """A plain LoRA's settings; None of a form of PEFT that would be read wrongly.
+
+    Raises ModelError for a damaged file.
+    """
     try:
         peft = read_object(file)
         plain = (
@@ -176,14 +190,12 @@ def _peft_config(file: Path) -> dict[str, Any]:
         odd = [name for name in NOT_PLAIN if peft.get(name)]
     except (DataError, KeyError, TypeError) as error:
         raise ModelError(f"{file} is not an adapter's config: {type(error).__name__}: {error}") from error
-    if not plain or odd or peft.get("bias", "none") != "none":
-        raise ModelError(f"{file} is not a plain LoRA ({', '.join(odd) or 'peft_type, target_modules or bias'}); "
-                         "merge it into the model and give the model's folder")  # fmt: skip
-    return peft
+    return peft if plain and not odd and peft.get("bias", "none") == "none" else None
 
 
 def _with_model(config: Config, name: str | Path) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(name)})})
+    base = config.model.base if (Path(name) / "adapter_config.json").is_file() else None
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(name), "base": base})})
 
 
 def checked_adapter(adapter: Path, layout: Layout) -> dict[str, torch.Tensor]:

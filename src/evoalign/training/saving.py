@@ -7,15 +7,18 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evoalign import noise, spaces, tokens
+from evoalign import noise, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
 from evoalign.errors import CheckpointError, MachineError, ResumeError
+from evoalign.models.files import write_whole
+from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir, saved_folders
@@ -89,15 +92,16 @@ def every(config: Config, summation: Summation = "ordered") -> int:
 
 def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> Path:
     """Save the engine's mean in the form that belongs to the space."""
+    base, dtype = model_path(served.config.model), served.layout.torch_dtype
     checkpoint.save(
         folder,
         mark,
         served.config,
         served.layout,
-        tokens.model_path(served.config.model),
+        base,
         served.engine.state,
         served.engine.optimizer_state(),
-        adapter=not served.space.evolves_model,
+        whole=partial(write_whole, base, served.config.model.revision, dtype) if served.space.evolves_model else None,
         replace=replace,
     )
     return folder

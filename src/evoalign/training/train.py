@@ -29,6 +29,7 @@ from evoalign.engines.base import metrics_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
+from evoalign.models import origin
 from evoalign.report import completions
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
@@ -103,7 +104,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         work.insert(0, f"resumes after generation {len(log.generations)} of {config.es.num_generations}")
     dtype = estimate.served_dtype(config)
     try:
-        specs = specs_of_config(config)
+        work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
     except ModelError as error:
         return [*estimate.step_lines(config, None), *work, "memory: not estimated", f"refused as it stands: {error}"]
     layout = layout_of(spaces.create(config), specs, dtype)
@@ -163,7 +164,7 @@ class _EvolutionStrategies:
     def open(self, session: Session) -> None:
         """Say what is going to run, and ask the canary."""
         parts = self.parts
-        note = share_lines(self.config, parts.engine.specs(), parts.layout)
+        note = [*origin.lines(self.config.model), *share_lines(self.config, parts.engine.specs(), parts.layout)]
         note += [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
         known = [*splits.lines(self.config, self.task, self.data), *stopping.lines(self.config)]
         step = [*estimate.step_lines(self.config, parts.layout), *self._rounding()]
@@ -178,7 +179,7 @@ class _EvolutionStrategies:
 
     def facts(self) -> dict[str, Any]:
         task = {"name": self.task.name, "given_as": self.given}
-        return {"engine": dataclasses.asdict(self.parts.facts), "task": task}
+        return {"engine": dataclasses.asdict(self.parts.facts), "task": task, **origin.record(self.config.model)}
 
     def begin(self, session: Session) -> None:
         self._journal = Journal(session.run.journal, saving.header(self.parts, self.given))

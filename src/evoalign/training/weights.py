@@ -20,10 +20,11 @@ from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, EvoalignError, ModelError
 from evoalign.models.experts import tensors_of
+from evoalign.models.files import load_whole
+from evoalign.models.origin import elsewhere
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
 from evoalign.setup import layout_of
-from evoalign.tokens import refuse_pickles
 
 Row = tuple[str, tuple[int, ...], int]
 MODEL = "model*.safetensors"
@@ -85,7 +86,7 @@ def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Con
         return True
     if config is None:
         return True
-    here = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder), "revision": None})})
+    here = config.model_copy(update={"model": elsewhere(config.model, str(folder))})
     specs = specs_of_config(here)
     try:
         layout = layout_of(spaces.create(config), specs, torch.float32)
@@ -100,15 +101,10 @@ def _is_checkpoint_of(folder: Path, rows: Sequence[Row], mark: Mark, config: Con
 
 
 def _hash_of_model(folder: Path) -> str:
-    from transformers import AutoModelForCausalLM
-
     try:
-        refuse_pickles(str(folder), None)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ModelError) as error:
-        raise CheckpointError(f"{folder} does not load: {str(error).strip().splitlines()[0]}") from error
+        model = load_whole(str(folder), None, "auto", str(folder))
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
     return weights_hash(tensors_of(model).items())
 
 

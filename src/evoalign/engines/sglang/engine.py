@@ -25,11 +25,12 @@ from evoalign.engines.sglang.dialect import SglangDialect, packed
 from evoalign.engines.sglang.settings import SglangConfig
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import ModelError
+from evoalign.models.origin import model_path
 from evoalign.optimizer import Optimizer
 from evoalign.rundir.files import as_os_errors
 from evoalign.spaces.base import Space
 from evoalign.spaces.targets import module_of
-from evoalign.tokens import Tokens, model_path
+from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
 CPU_TOKENS = 65_536

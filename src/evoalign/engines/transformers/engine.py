@@ -8,7 +8,7 @@ over the served weights from the float32 master. The mean is that master: restor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,11 +24,13 @@ from evoalign.engines.specs import check_layers, mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
-from evoalign.errors import DataError, EvoalignError, ModelError
+from evoalign.errors import DataError, ModelError
 from evoalign.models.experts import tensors_of
+from evoalign.models.files import load_whole
+from evoalign.models.origin import model_path
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, before_stop, model_path, refuse_pickles, why_not
+from evoalign.tokens import Tokens, before_stop
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
 
 Asked: TypeAlias = Sequence[tuple[Member, Request]]
@@ -271,37 +273,6 @@ def dtype_on(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
     """A whole model on the CPU, for inference: from safetensors alone, without code of others. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
-    path = model_path(config)
-    try:
-        refuse_pickles(path, config.revision)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=config.revision,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, with the tensor's name
-        )
-    except EvoalignError:
-        raise
-    except Exception as error:  # the library has a score of kinds for files that may say anything
-        raise ModelError(f"model {config.name} does not load: {why_not(error)}") from error
-    model, info = loaded
+    model = load_whole(model_path(config), config.revision, dtype, config.name)
     check_layers(config.name, model.config)
-    _check_whole(config.name, info)
-    return model.eval().requires_grad_(False)
-
-
-def _check_whole(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError where a tensor is not in the files: the library would start it at random and go on."""
-    if info["missing_keys"]:
-        raise ModelError(f"model {name} does not load: its files lack {min(info['missing_keys'])}; fetch it again")
-    if info["mismatched_keys"]:
-        tensor, found, wanted = min(info["mismatched_keys"])
-        raise ModelError(
-            f"model {name} does not load: {tensor} is {tuple(found)} in its files, and {tuple(wanted)} by its "
-            "config.json; fetch it again"
-        )
+    return model

@@ -24,9 +24,10 @@ from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.adapters import KERNEL_RANK, rank, room, settings, slots
 from evoalign.engines.vllm.insides import check_version
 from evoalign.errors import DataError, EvoalignError, ModelError
+from evoalign.models.files import why_not
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tokens import Tokens, before_stop, why_not
+from evoalign.tokens import Tokens, before_stop
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 FILE = "in-memory"

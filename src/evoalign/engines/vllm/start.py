@@ -17,8 +17,9 @@ from evoalign.engines.specs import model_config, specs_of_config
 from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.models.files import refuse_pickles, why_not
+from evoalign.models.origin import model_path
 from evoalign.spaces.targets import module_of
-from evoalign.tokens import model_path, refuse_pickles, why_not
 from evoalign.types import TensorSpec
 
 VOCABULARY = 64

@@ -15,8 +15,9 @@ from evoalign.engines.vllm.adapters import slot_rank
 from evoalign.engines.vllm_server.dialect import VllmDialect
 from evoalign.engines.vllm_server.settings import VllmServerConfig
 from evoalign.errors import ConfigError
+from evoalign.models.origin import model_path
 from evoalign.spaces.targets import module_of
-from evoalign.tokens import Tokens, model_path
+from evoalign.tokens import Tokens
 from evoalign.types import TensorSpec
 
 CPU_CACHE = 1.0
