@@ -81,7 +81,8 @@ def of_plain(model: Any, settings: GenerationConfig, prompts: Sequence[Ids]) -> 
 
 def compare(form: str, config: Config, run: Path, output: Path) -> str:
     """One row of the table."""
-    folder = export(run, output / f"export_{form}_{config.model.dtype}", merge=form == "merged")
+    merge = {"merge": True, "dtype": config.model.dtype} if form == "merged" else {}
+    folder = export(run, output / f"export_{form}_{config.model.dtype}", **merge)
     prompts, wanted = of_engine(config, run)
     settings = GenerationConfig.from_pretrained(folder, max_new_tokens=config.evaluation.max_tokens)
     dtype, base = getattr(torch, config.model.dtype), model_path(config.model)

@@ -8,6 +8,7 @@ import yaml
 
 from evoalign.config import from_dict
 from evoalign.exporting.card import DataFile, Facts, card
+from evoalign.exporting.excerpts import Sample
 from evoalign.exporting.public import private_paths, public
 
 EVALUATION = {
@@ -52,6 +53,39 @@ def test_metadata_as_the_hub_reads_it() -> None:
     whole = metadata(card(facts(kind="model")))
     assert whole["library_name"] == "transformers" and whole["base_model_relation"] == "finetune"
     assert "lora" not in whole["tags"] and "datasets" not in whole
+
+
+def test_the_hubs_listing_has_no_number_that_the_card_warns_of() -> None:
+    (index,) = metadata(card(facts()))["model-index"]
+    (result,) = index["results"]
+    assert [(m["type"], m["value"], m["verified"]) for m in result["metrics"]] == [
+        ("reward", -1.25, False), ("accuracy", 0.375, False)
+    ]  # fmt: skip
+    hub = {"task": {"name": "custom", "train_data": "hub:org/rows:train", "test_data": "hub:org/rows:test"}}
+    (of_hub,) = metadata(card(facts(hub)))["model-index"][0]["results"]
+    assert of_hub["dataset"] == {"name": "org/rows", "type": "org/rows", "split": "test"} and index["name"] == "model"
+    infinite = {**EVALUATION, "after": {"reward": float("nan"), "accuracy": 0.5}}
+    (left,) = metadata(card(facts(evaluation=infinite)))["model-index"][0]["results"][0]["metrics"]
+    assert left["type"] == "accuracy"
+    alarmed = {**EVALUATION, "alarms": {"verdict": "hacked", "reasons": ["all empty"]}}
+    for found in (None, {**EVALUATION, "sealed": False}, alarmed):
+        assert "model-index" not in metadata(card(facts(evaluation=found)))
+
+
+def test_samples_end_nothing_of_the_page_and_paint_nothing() -> None:
+    hostile = "```\n# A title\n<script>x</script>\x1b[31m\u202e ````"
+    text = card(facts(samples=[Sample("What?", hostile, -1.0, "y" * 500, 0.5)], figure=True))
+    block = text.split("*before, reward -1*\n\n")[1].split("\n\n*after, reward 0.5*")[0]
+    lines = block.split("\n")
+    assert lines[0] == "`````text" and lines[-1] == "`````" and "# A title" in lines
+    assert "\x1b" not in text and "\u202e" not in text
+    assert "y" * 396 + " ..." in text and "y" * 397 not in text
+    assert "](evolution.png)" in text and "evolution.png" not in card(facts())
+
+
+def test_a_start_that_was_merged_is_named() -> None:
+    text = card(facts(base="mine", base_on_hub=False, over="org/base-1b", kind="merged"))
+    assert "`mine`, a fine-tuned adapter, merged into `org/base-1b`" in text
 
 
 def test_intervals_are_called_what_they_are() -> None:

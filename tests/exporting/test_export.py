@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import evoalign
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
-from evoalign.exporting import export as export_module
-from evoalign.exporting.export import export
+from evoalign.exporting import facts
+from evoalign.exporting.export import dtype_in, export
 from evoalign.models import tiny
-from evoalign.rundir import checkpoint, journal
+from evoalign.report.tables import visible
+from evoalign.rundir import checkpoint, journal, parquet
 from evoalign.rundir.directory import saved_folders
 from evoalign.types import MEAN_PLAN, Request, Sampling
 from families import Bench
@@ -110,7 +111,8 @@ def of_plain(model: Any, folder: Path, prompts: Sequence[tuple[int, ...]]) -> li
 @pytest.mark.parametrize("form", ["adapter", "merged", "lowrank", "full"])
 def test_greedy_tokens_equal_those_of_the_run(form: str, runs: dict[str, Path], base: Path, tmp_path: Path) -> None:
     run = runs["lora" if form in ("adapter", "merged") else form]
-    folder = export(run, tmp_path / "out", merge=form == "merged")
+    merge = {"merge": True, "dtype": "float32"} if form == "merged" else {}
+    folder = export(run, tmp_path / "out", **merge)
     prompts, wanted = of_engine(run)
     model = plain(folder, base if form == "adapter" else None)
     assert of_plain(model, folder, prompts) == wanted
@@ -148,11 +150,42 @@ def test_a_merge_rounds_once_to_the_served_dtype(base: Path, tmp_path: Path) -> 
     assert odd < 1e-4 * total
 
 
+def dtypes(folder: Path) -> set[torch.dtype]:
+    return {p.dtype for p in AutoModelForCausalLM.from_pretrained(folder, dtype="auto").parameters()}
+
+
+def test_a_merge_keeps_the_dtype_of_its_base_and_another_is_asked_for(lora: Path, tmp_path: Path) -> None:
+    """The tiny model is in bfloat16, and the run served it in float32."""
+    whole = export(lora, tmp_path / "float32", merge=True, dtype="float32")
+    parts = dict(plain(whole).named_parameters())
+    for dtype in (None, "bfloat16", "float16"):
+        folder = export(lora, tmp_path / str(dtype), merge=True, dtype=dtype)
+        said = dtype or "bfloat16"
+        assert dtypes(folder) == {getattr(torch, said)} and dtype_in(folder) == said
+        assert json.loads((folder / "config.json").read_text())["dtype"] == said
+        text = (folder / "README.md").read_text()
+        assert f"rounded once to {said}" in text and f"from_pretrained(here, dtype='{said}')" in text
+        assert f"weights served in float32; saved here in {said}" in text
+        rounded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+        assert all(torch.equal(rounded[n], p.to(rounded[n].dtype)) for n, p in parts.items())
+    assert dtypes(whole) == {torch.float32} and "saved here" not in (whole / "README.md").read_text()
+
+
+def test_a_checkpoint_in_another_dtype_is_rounded_from_its_float32_mean(base: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", str(base), "lowrank", model={"dtype": "bfloat16"})
+    mean = checkpoint.mean_of(saved_folders(run)[-1])
+    folder = export(run, tmp_path / "out", dtype="float32")
+    found = dict(plain(folder).named_parameters())
+    assert mean and all(torch.equal(found[name], tensor) for name, tensor in mean.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in mean.values())
+    assert dtypes(export(run, tmp_path / "same")) == {torch.bfloat16}
+
+
 # --- forms and files ------------------------------------------------------------------------------------------------
 
 
 def test_the_files_of_an_export(runs: dict[str, Path], tmp_path: Path) -> None:
-    both = {"README.md", "generation_config.json", "run/config.yaml", "run/journal.jsonl"}
+    both = {"README.md", "evolution.png", "generation_config.json", "run/config.yaml", "run/journal.jsonl"}
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     for space in SPACES:
         folder = export(runs[space], tmp_path / space)
@@ -168,8 +201,9 @@ def test_the_files_of_an_export(runs: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["merged", "lowrank"])
 def test_shards_have_an_index_and_load(form: str, runs: dict[str, Path], tmp_path: Path) -> None:
     run = runs["lora" if form == "merged" else form]
-    whole = plain(export(run, tmp_path / "whole", merge=form == "merged")).state_dict()
-    folder = export(run, tmp_path / "shards", merge=form == "merged", shard_size="500KB")
+    merge = {"merge": True, "dtype": "float32"} if form == "merged" else {}
+    whole = plain(export(run, tmp_path / "whole", **merge)).state_dict()
+    folder = export(run, tmp_path / "shards", **merge, shard_size="500KB")
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 3 and all(shard.stat().st_size < 520_000 for shard in shards)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -259,6 +293,8 @@ def test_refusals_are_one_line_and_leave_nothing(lora: Path, runs: dict[str, Pat
         (ConfigError, "--push a/b/c: Repo id must be", {"push": "a/b/c"}),
         (ConfigError, "--push what ever/x: Repo id must", {"push": "what ever/x"}),
         (ConfigError, "--push name: expected USER/NAME", {"push": "name"}),
+        (ConfigError, "--dtype int8: expected one of float32, bfloat16, float16", {"merge": True, "dtype": "int8"}),
+        (ConfigError, "--dtype float16 is of a model's weights", {"dtype": "float16"}),
         (JournalError, "generation -1 is not among them", {"generation": -1}),
     ]
     for error, message, changes in cases:
@@ -307,8 +343,9 @@ def test_a_merge_refuses_another_base(lora: Path, base: Path, tmp_path: Path) ->
         export(lora, tmp_path / "out", merge=True, model=str(other))
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
     moved = shutil.copytree(base, tmp_path / "moved")
-    folder = export(lora, tmp_path / "out", merge=True, model=str(moved))
-    assert tensors(folder, "model") == tensors(export(lora, tmp_path / "again", merge=True), "model")
+    folder = export(lora, tmp_path / "out", merge=True, model=str(moved), dtype="float32")
+    again = export(lora, tmp_path / "again", merge=True, dtype="float32")
+    assert tensors(folder, "model") == tensors(again, "model")
 
 
 @pytest.mark.slow
@@ -402,7 +439,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
     def found(**sections: Any) -> tuple[tuple[int, int, int] | None, bool]:
-        return export_module._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
+        return facts._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
 
     counts, _ = found()
     assert counts is not None and min(counts[:2]) > 0 and counts[2] == 0
@@ -429,7 +466,9 @@ def test_push_leaves_paths_of_this_machine_behind(lora: Path, base: Path, hub: A
     done = push(lora, tmp_path / "out", hub, "--public")
     assert done.returncode == 0, done.stderr
     assert hub.made["visibility"] == "public"
-    assert set(hub.files) == {"README.md", "adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
+    assert set(hub.files) == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "evolution.png", "generation_config.json",
+    }  # fmt: skip
     assert str(base.parent).encode() not in b"".join((tmp_path / "out" / f).read_bytes() for f in hub.files)
     assert "so they are not here" in (tmp_path / "out/README.md").read_text()
 
@@ -483,6 +522,23 @@ def test_the_card_says_what_the_run_was(tiny_run: Path, tmp_path: Path) -> None:
     assert f"| {before:.4g} | {after:.4g} | {mean:+.4g} | {low:+.4g} to {high:+.4g} |" in text
     assert "2 training examples, 8 test examples" in text
     assert str(journal.read(tiny_run / "journal.jsonl").generations[-1].weights_hash) in text
+    assert found["alarms"]["verdict"] and "model-index" not in metadata, "a listing has no room for the warning"
+
+
+def test_the_card_shows_the_figure_and_what_the_model_said(tiny_run: Path, tmp_path: Path) -> None:
+    text = (export(tiny_run, tmp_path / "out") / "README.md").read_text()
+    figure = (tiny_run / "figures/evolution.png").read_bytes()
+    assert (tmp_path / "out/evolution.png").read_bytes() == figure and "](evolution.png)" in text
+    said = {name: parquet.read(tiny_run / f"results/completions/{name}.parquet") for name in ("before", "after")}
+    for name, rows in said.items():
+        for row in rows[:3]:
+            assert f"*{name}, reward {row['reward']:.4g}*" in text
+            assert row["prompt"].split("\n")[0] in text and visible(row["text"].split("\n")[0][:100]) in text
+    assert text.count("*after, reward ") == 3
+    none = (export(tiny_run, tmp_path / "none", samples=0) / "README.md").read_text()
+    assert "*prompt*" not in none and "of the test split, whatever" not in none
+    early = (export(tiny_run, tmp_path / "early", generation=1) / "README.md").read_text()
+    assert "*prompt*" not in early and "model-index" not in early, "it is of another mean"
     assert torch.__version__ in text
 
 

@@ -22,13 +22,20 @@ def export(
     public: Annotated[bool, typer.Option("--public", help="Whom a new repository is for; default: you alone.")] = False,
     shard_size: Annotated[str, typer.Option(help="Largest file of a checkpoint.")] = "5GB",
     model: Annotated[str | None, typer.Option(help="Where the base model is now.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of merged or whole weights: float32, bfloat16 or float16.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, max=99, help="Completions that the card shows, before and after.")] = 3,
     debug: Debug = False,
 ) -> None:
     """Write a run's mean as PEFT and transformers load it, with a model card."""
     quiet()
+    from evoalign.exporting.export import dtype_in
     from evoalign.exporting.export import export as write
 
     folder = write(
-        run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model
-    )
-    typer.echo(f"exported to {folder}" + (f" and to {push}" if push else ""))
+        run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model,
+        dtype=dtype, samples=samples,
+    )  # fmt: skip
+    why = " (the base's own, or narrower as the run served it; --dtype for another)" if merge and dtype is None else ""
+    typer.echo(f"exported to {folder}" + (f" and to {push}" if push else "") + f", weights in {dtype_in(folder)}{why}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,12 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Literal
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from evoalign.checks.placebo import Split, beyond_drift, of_file, sentence
 from evoalign.checks.placebo_file import with_most
 from evoalign.config import Config, to_yaml
+from evoalign.exporting.excerpts import Sample, excerpts
 from evoalign.report.tables import visible
 from evoalign.rundir.method import Method
 
@@ -77,6 +79,13 @@ class Facts:
     data: Sequence[DataFile] = ()
     sizes: tuple[int, int, int] | None = None
     """Examples to train and to test on."""
+    saved: str | None = None
+    """Of the weights in the folder, where that is another dtype than the run's."""
+    over: str | None = None
+    """What an adapter that the run started from was merged into; None where it started from a model."""
+    samples: Sequence[Sample] = ()
+    figure: bool = False
+    """Whether FIGURE lies beside the card."""
 
 
 def card(facts: Facts) -> str:
@@ -85,7 +94,7 @@ def card(facts: Facts) -> str:
     text = to_yaml(config).rstrip()
     drawn, longest_run = config.evaluation, max(map(len, re.findall("`+", text)), default=0)
     merged = (
-        f"- The merged weights are W + (alpha / r) B A in float32, rounded once to {facts.dtype}: in half precision, "
+        f"- The merged weights are W + (alpha / r) B A in float32, rounded once to {_saved(facts)}: in half precision, "
         "tokens can differ from those of base and adapter apart.\n"
     )
     template = files("evoalign.exporting").joinpath("card.md").read_text(encoding="utf-8")
@@ -98,13 +107,14 @@ def card(facts: Facts) -> str:
         how=_how(facts),
         unfinished=_unfinished(facts),
         change=_change(facts),
+        excerpts="\n".join(excerpts(facts.samples, figure=facts.figure)),
         load="\n".join(_load(facts)),
         stop=", ".join(map(str, facts.stop_ids)),
         data="\n".join(_data(facts)),
         work=_es(facts) if facts.method == "es" else _grpo(facts),
         seeds=f"{config.seed}{f'; evaluation {_listed(drawn.seeds)}' if drawn.temperature > 0 else ''}",
         served="served" if facts.method == "es" else "trained",
-        dtype=facts.dtype,
+        dtype=facts.dtype + (f"; saved here in {_saved(facts)}" if _whole_in_another(facts) else ""),
         versions=_text(", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()) or "not recorded"),
         hardware=_text(_hardware(manifest.get("hardware", {}))),
         place=_place(facts),
@@ -131,7 +141,39 @@ def _metadata(facts: Facts) -> str:
         tags=["evoalign", *TAGS[facts.method], *(["lora"] if facts.kind != "model" else [])],
         datasets=sorted(set(hub)) or None,
         base_model_relation=("adapter" if adapter else "finetune") if facts.base_on_hub else None,
+        **_model_index(facts),
     ).to_yaml()
+
+
+def _model_index(facts: Facts) -> dict[str, Any]:
+    """The measures after training, as the hub lists them.
+
+    A listing shows a number without the words beside it, so those that the card has to warn of are left out: what is
+    not sealed, and what alarmed.
+    """
+    found = facts.evaluation
+    if found is None or not found.get("sealed", True) or (found.get("alarms") or {}).get("verdict"):
+        return {}
+    task, split = facts.config.task, str(found["split"])
+    source = next((f.split(":")[1] for f in task.files if f and f.startswith("hub:")), None)
+    results = [
+        EvalResult(
+            task_type="text-generation", dataset_type=source or task.name, dataset_name=source or task.name,
+            dataset_split=split, metric_type=name, metric_name=f"{name}, {split} split", metric_value=float(value),
+            verified=False,
+        )
+        for name, value in found["after"].items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]  # fmt: skip
+    return {"model_name": facts.name.rsplit("/", 1)[-1], "eval_results": results} if results else {}
+
+
+def _saved(facts: Facts) -> str:
+    return facts.saved or facts.dtype
+
+
+def _whole_in_another(facts: Facts) -> bool:
+    return facts.kind != "adapter" and _saved(facts) != facts.dtype
 
 
 def _unfinished(facts: Facts) -> str:
@@ -170,6 +212,8 @@ def _version(facts: Facts, library: str = "evoalign") -> str:
 
 def _base(facts: Facts) -> str:
     revision = facts.config.model.revision
+    if facts.over is not None:
+        return f"`{_code(facts.base)}`, a fine-tuned adapter, merged into `{_code(facts.over)}`"
     if facts.base == "tiny":
         return "`tiny`, the small model that comes with evoalign"
     where = f"`{_code(facts.base)}`" if facts.base_on_hub else f"a local model in a folder named `{_code(facts.base)}`"
@@ -236,6 +280,7 @@ def _row(found: Mapping[str, Any], name: str) -> str:
 def _load(facts: Facts) -> list[str]:
     adapter, pinned = facts.kind == "adapter", facts.config.model.revision
     tiny = adapter and facts.base == "tiny"
+    dtype = facts.dtype if adapter else _saved(facts)
     comment = "" if tiny or facts.base_on_hub else "  # the folder of the base model"
     source = "here" if not adapter else f"base, revision={pinned!r}" if pinned else "base"
     return [
@@ -246,7 +291,7 @@ def _load(facts: Facts) -> list[str]:
         f"here = {facts.name!r}",
         *([f"base = {'str(tiny())' if tiny else repr(facts.base)}{comment}"] if adapter else []),
         f"tokenizer = AutoTokenizer.from_pretrained({source})",
-        f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={facts.dtype!r})",
+        f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={dtype!r})",
         *(["model = PeftModel.from_pretrained(model, here)"] if adapter else []),
         f"settings = GenerationConfig.from_pretrained(here, max_new_tokens={facts.config.evaluation.max_tokens})",
         "",

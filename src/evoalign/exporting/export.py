@@ -4,12 +4,13 @@
     DIR/adapter_config.json, adapter_model.safetensors      of a `lora` run, and of GRPO with `grpo.tune: lora`
     DIR/config.json, model*.safetensors, tokenizer files    of all others, and with `merge`
     DIR/generation_config.json                              decoding and stop tokens of the run
-    DIR/README.md                                           the model card
+    DIR/README.md, evolution.png                            the model card and its figure
     DIR/run/config.yaml, journal.jsonl                      what `evoalign replay` needs; a run of GRPO has no journal
 
 Plain transformers or PEFT gives the greedy tokens of the run itself (benchmarks/export_parity.py). Weights keep the
-dtype that the run served, or GRPO trained. A merged weight is W + (alpha / r) B A in float32, rounded once to that
-dtype; in half precision this can change tokens, since base and adapter apart keep more bits.
+dtype that the run served, or GRPO trained; `dtype` asks for another. A merged weight is W + (alpha / r) B A in float32,
+rounded once, to the base's own dtype (or the served one, where that is narrower): in half precision this can change
+tokens, since base and adapter apart keep more bits.
 """
 
 from __future__ import annotations
@@ -17,67 +18,38 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evoalign import tokens
-from evoalign.checks import placebo_file
-from evoalign.config import Config, ModelConfig, load, reading, to_yaml
-from evoalign.config.shipped import locate
-from evoalign.engines import weights_hash
-from evoalign.errors import CheckpointError, ConfigError, EvoalignError, ModelError, RunExistsError
-from evoalign.exporting import card
-from evoalign.exporting.public import private_paths, public
-from evoalign.models.experts import tensors_of
-from evoalign.models.files import refuse_pickles, why_not
-from evoalign.models.origin import elsewhere, model_path
-from evoalign.rundir import checkpoint, files, journal, sealing
-from evoalign.rundir.checkpoint import ADAPTER, Mark
-from evoalign.rundir.directory import again_if_pruned, generation_of, saved_folders
-from evoalign.rundir.journal import Log
+from evoalign.config import Config, ModelConfig, reading, to_yaml
+from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
+from evoalign.exporting import card, facts, weights
+from evoalign.exporting.excerpts import FIGURE
+from evoalign.exporting.public import private_paths
+from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, shown_name
+from evoalign.models.origin import origin
+from evoalign.rundir import files
+from evoalign.rundir.checkpoint import ADAPTER
+from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
-from evoalign.setup import task_and_data
-from evoalign.tasks.data import HUB
 from evoalign.tokens import Tokens
-from evoalign.training import weights
-from evoalign.training.replay import replay
 
-ADAPTER_CONFIG = "adapter_config.json"
+DTYPES = ("float32", "bfloat16", "float16")
 SHARD_SIZE = "5GB"
+SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """What is exported. `config` is the run's, `model` its base, `folder` the saved mean; of GRPO, `log` is None."""
+class _Asked:
+    """What is to be made of the mean."""
 
-    run: Path
-    config: Config
-    model: ModelConfig
-    log: Log | None
-    folder: Path
-    mark: Mark
-    manifest: Mapping[str, Any]
-
-    @property
-    def dtype(self) -> str:
-        """Of the weights: served in, or trained."""
-        return self.log.header.dtype if self.log is not None else self.config.model.trained_dtype
-
-    @property
-    def model_hash(self) -> str | None:
-        """Of the base; None where a run of GRPO did not write it down."""
-        if self.log is not None:
-            return self.log.header.model_hash
-        return (self.manifest.get("engine") or {}).get("model_hash")
-
-    @property
-    def is_adapter(self) -> bool:
-        return (self.folder / ADAPTER_CONFIG).is_file()
+    merge: bool
+    push: str | None
+    shard_size: str
+    dtype: str | None
+    samples: int
 
 
 def export(
@@ -90,14 +62,18 @@ def export(
     private: bool = True,
     shard_size: str = SHARD_SIZE,
     model: str | None = None,
+    dtype: str | None = None,
+    samples: int = SAMPLES,
 ) -> Path:
     """Write the mean of a run, finished or not, into the new folder `to`, and return that.
 
     `generation`: the mean after so many generations, saved or rebuilt from the journal; None is the latest saved. Of a
     run of GRPO, which has no journal, one that was saved.
     `merge` puts a `lora` run's adapter into its base. `push` uploads the folder as USER/NAME of the Hugging Face hub.
-    `model` is where the base model is, if that has moved; `private` is for a repository that is made. No code that the
-    run's config names is imported.
+    `model` is where the base model is, if that has moved; `private` is for a repository that is made. `dtype` (float32,
+    bfloat16 or float16) is that of the weights of a merge or a checkpoint; None keeps the base's own, or the run's. The
+    card shows the first `samples` completions of the test split, before and after. No code that the run's config names
+    is imported.
 
     A path of this machine is left in adapter_config.json alone (`base_model_name_or_path`, for a base in a folder).
     With `push` its last part has to do there, and config and journal stay behind if they name files by such paths.
@@ -105,24 +81,21 @@ def export(
     Raises a subclass of EvoalignError; `to` is then not there, except where only the upload failed.
     """
     run, to = Path(run), Path(to).absolute()
-    _refuse(run, to, push, shard_size)
-    again_if_pruned(run, lambda: _write(run, to, generation, merge, push, shard_size, model))
+    _refuse(run, to, push, shard_size, dtype)
+    asked = _Asked(merge, push, shard_size, dtype, samples)
+    again_if_pruned(run, lambda: _write(run, to, generation, model, asked))
     if push is not None:
         _push(to, push, private)
     return to
 
 
-def _write(
-    run: Path, to: Path, generation: int | None, merge: bool, push: str | None, shard_size: str, model: str | None
-) -> None:
+def _write(run: Path, to: Path, generation: int | None, model: str | None, asked: _Asked) -> None:
     """All of the folder, or nothing."""
-    with _source(run, to, generation, model) as source:
-        if merge and not source.is_adapter:
-            how = f"space {source.config.space.name}" if source.log is not None else "grpo.tune full"
-            raise ConfigError(f"{run} trained the model itself ({how}): leave out --merge")
+    with opened(run, to, generation, model) as source:
+        _refuse_form(source, asked)
         try:
             with files.filled(to, replace=False) as folder:
-                _fill(folder, source, to, merge, push, shard_size)
+                _fill(folder, source, to, asked)
         except EvoalignError:
             raise
         except OSError as error:
@@ -134,8 +107,27 @@ def _write(
             ) from error
 
 
-def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
+def _refuse_form(source: Source, asked: _Asked) -> None:
+    """Raise ConfigError for what cannot be made of this run."""
+    if asked.merge and not source.is_adapter:
+        how = f"space {source.config.space.name}" if source.log is not None else "grpo.tune full"
+        raise ConfigError(f"{source.run} trained the model itself ({how}): leave out --merge")
+    if source.is_adapter and not asked.merge:
+        if asked.dtype is not None:
+            raise ConfigError(
+                f"--dtype {asked.dtype} is of a model's weights, and {source.run} has an adapter; add --merge"
+            )
+        if origin(source.model).adapters:
+            raise ConfigError(
+                f"{source.run} started from {source.model.name}, merged into its base, and an adapter is of no use "
+                "to those who do not have the merge; add --merge"
+            )
+
+
+def _refuse(run: Path, to: Path, push: str | None, shard_size: str, dtype: str | None) -> None:
     """What can be reported without reading a weight."""
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if not (run / "config.yaml").is_file() or method_of(run) is None:
         raise ConfigError(f"{run} is no run directory: it has no config.yaml and journal.jsonl or manifest.json")
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
@@ -154,88 +146,26 @@ def _refuse(run: Path, to: Path, push: str | None, shard_size: str) -> None:
         raise ConfigError(f"--push {push}: expected USER/NAME")
 
 
-@contextmanager
-def _source(run: Path, to: Path, generation: int | None, model: str | None) -> Generator[_Source, None, None]:
-    """The saved mean, checked, or one that is rebuilt beside `to` for the time being."""
-    if _scratch(to).is_dir():
-        with files.scratch(_scratch(to)):  # of an export that was killed
-            pass
-    own, manifest = load([run / "config.yaml"]), _read_json(run / "manifest.json") or {}
-    base = own.model if model is None else elsewhere(own.model, model)
-    saved = saved_folders(run)
-    if method_of(run) == "grpo":
-        folder = _saved_policy(run, saved, generation)
-        yield _Source(
-            run, own, base, None, folder, weights.without_code(folder, checkpoint.verify_policy(folder), own), manifest
-        )
-        return
-    if generation is None and not saved:
-        raise ModelError(f"{run} saved no weights yet; name a generation of its journal with --generation")
-    folder = saved[-1] if generation is None else next((f for f in saved if generation_of(f) == generation), None)
-    count = generation if folder is None else generation_of(folder)
-    log = journal.read(run / "journal.jsonl").whole(count)
-    if folder is not None:
-        yield _Source(run, own, base, log, folder, weights.without_code(folder, _verified(folder, log), own), manifest)
-        return
-    with files.scratch(_scratch(to)) as temporary:
-        rebuilt = temporary / "mean"
-        replay(run, generation=generation, to=rebuilt, model=model)
-        yield _Source(run, own, base, log, rebuilt, _verified(rebuilt, log), manifest)
-
-
-def _scratch(to: Path) -> Path:
-    """Where a mean is rebuilt."""
-    return to.with_name(f".{to.name}.rebuilt.tmp")
-
-
-def _saved_policy(run: Path, saved: Sequence[Path], generation: int | None) -> Path:
-    """Of GRPO only what was saved is there: no journal rebuilds the others. Raises ModelError."""
-    if not saved:
-        raise ModelError(f"{run} saved no weights yet, and a run of GRPO has no journal to rebuild them from")
-    found = saved[-1:] if generation is None else [f for f in saved if generation_of(f) == generation]
-    if not found:
-        steps = ", ".join(str(generation_of(folder)) for folder in saved)
-        raise ModelError(
-            f"{run} saved no weights after step {generation}, and a run of GRPO has no journal to rebuild them from; "
-            f"--generation takes {steps}"
-        )
-    return found[0]
-
-
-def _verified(folder: Path, log: Log) -> Mark:
-    """A saved mean that is whole and of this journal. Raises CheckpointError."""
-    mark = checkpoint.verify(folder)
-    if mark.generation > log.sealed or mark.weights_hash != _recorded(log, mark.generation):
-        raise CheckpointError(f"{folder} is not the mean that {log.path} records for generation {mark.generation}")
-    return mark
-
-
-def _recorded(log: Log, generation: int) -> str | None:
-    return log.generations[generation - 1].weights_hash if generation else log.header.weights_hash
-
-
-def _fill(folder: Path, source: _Source, to: Path, merge: bool, push: str | None, shard_size: str) -> None:
-    adapter = source.is_adapter and not merge
-    base = model_path(source.model)
+def _fill(folder: Path, source: Source, to: Path, asked: _Asked) -> None:
+    adapter, dtype = source.is_adapter and not asked.merge, weights.dtype_of(source, asked.dtype, merge=asked.merge)
     tokens_ = tokens.load(source.model if source.is_adapter else ModelConfig(name=str(source.folder)))
     generation_config = _generation_config(source.config, tokens_)
     if adapter:
-        _copy_adapter(source, folder, base if push is None else _shown(source.model))
+        _copy_adapter(source, folder, origin(source.model).base if asked.push is None else shown_name(source.model))
         generation_config.save_pretrained(folder)
     else:
-        model = _load(base, source.model.revision, source.dtype) if merge else _load(str(source.folder))
-        if merge:
-            _check_base(model, source)
-            _merge(model, source.folder)
+        model = weights.whole(source, dtype, merge=asked.merge)
         model.generation_config = generation_config
-        model.save_pretrained(folder, max_shard_size=shard_size)
+        model.save_pretrained(folder, max_shard_size=asked.shard_size)
         tokens_.tokenizer.save_pretrained(folder)
-    records = push is None or not private_paths(source.config)
+    records = asked.push is None or not private_paths(source.config)
     if records:
         _copy_records(source, folder / card.RECORDS)
-    kind = "adapter" if adapter else "merged" if merge else "model"
-    facts = _facts(source, tokens_, kind, push or to.name, base, records)
-    (folder / "README.md").write_text(card.card(facts), encoding="utf-8")
+    kind = "adapter" if adapter else "merged" if asked.merge else "model"
+    told = facts.gather(source, tokens_, kind, asked.push or to.name, dtype, records, asked.samples)
+    if told.figure:
+        (folder / FIGURE).write_bytes(facts.figure(source.run))
+    (folder / "README.md").write_text(card.card(told), encoding="utf-8")
 
 
 def _generation_config(config: Config, tokens_: Tokens) -> Any:
@@ -257,51 +187,14 @@ def _generation_config(config: Config, tokens_: Tokens) -> Any:
     )
 
 
-def _copy_adapter(source: _Source, folder: Path, base: str) -> None:
+def _copy_adapter(source: Source, folder: Path, base: str) -> None:
     settings = reading.read_object(source.folder / ADAPTER_CONFIG)
     settings |= {"base_model_name_or_path": base, "revision": source.model.revision}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(source.folder / ADAPTER, folder / ADAPTER)
 
 
-def _load(path: str, revision: str | None = None, dtype: str = "auto") -> Any:
-    """A model in host memory, where it is held once. Raises ModelError."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    try:
-        refuse_pickles(path, revision)
-        return AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"model {path} does not load: {why_not(error)}") from error
-
-
-def _check_base(model: Any, source: _Source) -> None:
-    """Raise ModelError where the base is not the one that was trained: a merge with another gives nonsense."""
-    known = source.model_hash
-    if known is not None and weights_hash(model.named_parameters()) != known:
-        raise ModelError(
-            f"model.name {source.model.name} has other weights than the base of {source.run}; say where that is with "
-            "--model FOLDER"
-        )
-
-
-@torch.no_grad()
-def _merge(model: Any, folder: Path) -> None:
-    """W + (alpha / r) B A in float32, rounded once to the dtype of W; one matrix at a time, in place."""
-    settings, parameters = reading.read_object(folder / ADAPTER_CONFIG), tensors_of(model)
-    scaling, state = settings["lora_alpha"] / settings["r"], checkpoint.load_adapter(folder)
-    for name, a in state.items():
-        module, found, _ = name.partition(".lora_A.")
-        if found:
-            weight = parameters[f"{module}.weight"]
-            delta = (state[f"{module}.lora_B.weight"] @ a).mul_(scaling)
-            weight.copy_(delta.add_(weight))
-
-
-def _copy_records(source: _Source, folder: Path) -> None:
+def _copy_records(source: Source, folder: Path) -> None:
     """Config and journal, if any, the lines that are whole; where the run was on this machine is nobody's business."""
     folder.mkdir()
     config = source.config.model_copy(update={"output_dir": Path(source.config.output_dir).name})
@@ -310,73 +203,11 @@ def _copy_records(source: _Source, folder: Path) -> None:
         (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])
 
 
-def _facts(source: _Source, tokens_: Tokens, kind: card.Kind, name: str, base: str, with_records: bool) -> card.Facts:
-    config, mark = source.config, source.mark
-    sizes, messages = _task_of(config)
-    return card.Facts(
-        name=name,
-        kind=kind,
-        method="es" if source.log is not None else "grpo",
-        config=public(config.model_copy(update={"model": source.model})),
-        base=_shown(source.model),
-        base_on_hub=base == source.model.name and not Path(base).is_dir(),
-        generation=mark.generation,
-        dtype=source.dtype,
-        model_hash=source.model_hash,
-        weights_hash=mark.weights_hash,
-        stop_ids=tokens_.stop_ids,
-        chat=messages and bool(tokens_.tokenizer.chat_template),
-        with_records=with_records,
-        evaluation=_evaluation(source),
-        placebo=placebo_file.read(source.run, source.config),
-        manifest=source.manifest,
-        data=_data(config),
-        sizes=sizes,
-    )
-
-
-def _evaluation(source: _Source) -> dict[str, Any] | None:
-    """The comparison of this very mean; a run that went on has one of another mean."""
-    found = _read_json(source.run / sealing.EVALUATION)
-    if found is None or found.get("weights_hash") != source.mark.weights_hash:
-        return None
-    return {**found, "sealed": sealing.is_sealed(source.run, sealing.EVALUATION)}
-
-
-def _shown(model: ModelConfig) -> str:
-    """A hub name, or the last part of a folder's path."""
-    return Path(model.name).name if Path(model.name).expanduser().is_dir() else model.name
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        return reading.read_object(file, mend="delete it to export without it")
-    except reading.MissingError:
-        return None
-
-
-def _data(config: Config) -> list[card.DataFile]:
-    shown = public(config).task
-    named = zip(("training", "test", "validation"), config.task.files, shown.files, strict=True)
-    return [card.DataFile(role, str(name), _sha256(source)) for role, source, name in named if source is not None]
-
-
-def _sha256(source: str) -> str | None:
-    file = locate(source)
-    return files.digest_of(file) if not source.startswith(HUB) and file.is_file() else None
-
-
-def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool]:
-    """Sizes of training, test and validation where that takes no network and no code but ours; whether it chats."""
-    chosen = config.task
-    named = (chosen.name, *chosen.rewards, chosen.objective.name if chosen.objective else "")
-    if any(":" in name for name in named) or any((file or "").startswith(HUB) for file in chosen.files):
-        return None, chosen.prompt != "raw"
-    try:
-        task, data = task_and_data(config, None, None)
-        return data.sizes, not isinstance(task.prompt(data.test[0]), str)
-    except EvoalignError:  # the data has moved since; the card does without
-        return None, chosen.prompt != "raw"
+def dtype_in(folder: Path) -> str:
+    """Of the weights in an exported folder: float32 of an adapter, in which it evolved."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return "float32"
+    return str(reading.read_object(folder / "config.json")["dtype"])
 
 
 def _push(folder: Path, name: str, private: bool) -> None:

@@ -12,7 +12,7 @@ from evoalign.config import Config
 def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
     task = config.task
-    found = [config.model.name, task.name, *task.files, *task.rewards, config.space.name]
+    found = [config.model.name, config.model.base, task.name, *task.files, *task.rewards, config.space.name]
     objective = task.objective.model_dump() if task.objective else {}
     own = (task.options, config.space.options, config.grpo.trl, objective, config.engine.model_dump())
     found += [*_texts(list(own)), *config.tracking.backends]
@@ -33,7 +33,8 @@ def public(config: Config) -> Config:
             and config.task.objective.model_copy(update=_cut(config.task.objective.model_dump())),
         }
     )
-    model = config.model.model_copy(update={"name": _short(config.model.name)})
+    base = config.model.base and _short(config.model.base)
+    model = config.model.model_copy(update={"name": _short(config.model.name), "base": base})
     space = config.space.model_copy(update={"name": _short(config.space.name), **_cut(config.space.options)})
     grpo = config.grpo.model_copy(update={"trl": _cut(config.grpo.trl)})
     engine = config.engine.model_copy(update=_cut(config.engine.model_dump()))

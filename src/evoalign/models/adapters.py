@@ -18,6 +18,7 @@ from torch import nn
 
 from evoalign.config.reading import check_regular, read_object
 from evoalign.errors import DataError, ModelError, plain, shown
+from evoalign.models.experts import tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -63,6 +64,10 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
     settings, state = _settings(folder / ADAPTER_CONFIG), _load(weights_of(folder))
     try:
         config = _lora_config(settings, state)
+        if any(".experts." in key for key in state) and _is_plain(settings):
+            named = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
+            add(model, named, settings["lora_alpha"] / settings["r"])
+            return model
         _untie(model, state)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of names it guessed, and of a config without a base's name
@@ -84,6 +89,20 @@ def put_into(model: nn.Module, folder: Path, name: str) -> nn.Module:
         raise ModelError(f"adapter {folder} has weights that are not finite numbers") from error
 
 
+@torch.no_grad()
+def add(model: nn.Module, state: Mapping[str, torch.Tensor], scaling: float) -> None:
+    """W + scaling B A in place, in the dtype of W, of each matrix that has factors, one expert's among them.
+
+    `state` has `MODULE.lora_A.weight` [r, in] and `MODULE.lora_B.weight` [out, r] under the model's own names. Raises
+    KeyError for a matrix that the model does not have.
+    """
+    weights = tensors_of(model)
+    for name, a in state.items():
+        module, found, _ = name.partition(".lora_A.")
+        if found:
+            weights[f"{module}.weight"].add_((state[f"{module}.lora_B.weight"] @ a).mul_(scaling))
+
+
 def _settings(file: Path) -> Mapping[str, Any]:
     """adapter_config.json, of a LoRA that can be merged. Raises ModelError naming what cannot."""
     try:
@@ -103,6 +122,14 @@ def _settings(file: Path) -> Mapping[str, Any]:
     if odd:
         raise ModelError(f"{file} sets {odd[0]}, which is not merged here; {MERGE_FIRST}")
     return found
+
+
+def _is_plain(settings: Mapping[str, Any]) -> bool:
+    """Whether an adapter is nothing but (alpha / r) B A, as evoalign writes it; PEFT has experts otherwise."""
+    usual = {"r", "lora_alpha", "target_modules", "layers_to_transform", "layers_pattern", "task_type", "bias"}
+    return settings.get("bias", "none") == "none" and not any(
+        settings.get(name) for name in MERGED if name not in usual
+    )
 
 
 def _lora_config(settings: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> Any:

@@ -212,6 +212,11 @@ def load_adapter(folder: Path) -> dict[str, torch.Tensor]:
         raise ModelError(str(error)) from error
 
 
+def mean_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The float32 mean beside a checkpoint that has rounded it, by name; empty where there is none."""
+    return {name: tensor for file in sorted(folder.glob(MEAN)) for name, tensor in _load_file(file).items()}
+
+
 def _write_adapter(folder: Path, config: Config, layout: Layout, base: str, state: State) -> None:
     """A plain PEFT adapter in float32, as `PeftModel.from_pretrained` loads it."""
     from peft import LoraConfig, TaskType
