@@ -409,3 +409,67 @@ def test_a_mean_that_does_not_fit_is_refused(folder: Path) -> None:
         assert bench.engine.fingerprint() != hashed
         bench.engine.load(state)
         assert bench.engine.fingerprint() == hashed
+
+
+# --- what is no model -------------------------------------------------------------------------------------------------
+
+FILES = {
+    "q4.gguf": "is a file of GGUF, the form of llama.cpp",
+    "model.safetensors": "is one file of a model; give model.name its folder",
+    "pytorch_model.bin": "is a pickle, which is not read",
+    "weights.pth": "is a pickle, which is not read",
+    "model.onnx": "is an ONNX graph",
+    "notes.txt": "is a file; give model.name the folder",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_in_the_place_of_a_model_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    for given in (str(tmp_path / name), name):
+        with pytest.raises(ModelError, match=FILES[name]) as caught:
+            tokens.load(ModelConfig(name=given))
+        assert "\n" not in str(caught.value)
+
+
+FOLDERS = {
+    "gguf": (["model-q4.gguf", "README.md"], r"'model-q4\.gguf' is a file of GGUF"),
+    "diffusers": (["model_index.json"], "is a pipeline of diffusers"),
+    "onnx": (["model.onnx"], r"'model\.onnx' is an ONNX graph"),
+    "pickle": (["config.json", "pytorch_model.bin"], r"in 'pytorch_model\.bin', a pickle, which is not read"),
+    "flax": (["config.json", "flax_model.msgpack"], "weights of Flax"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_another_form_is_named(name: str, tmp_path: Path) -> None:
+    files, message = FOLDERS[name]
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ModelError, match=message) as caught:
+        tokens.load(ModelConfig(name=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+KINDS = {
+    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"is quantised \(bitsandbytes\)"),
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\)"),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, r"is quantised \(awq\)"),
+    "compressed": ({"quantization_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
+    "unsaid": ({"quantization_config": {"bits": 4}}, r"is quantised \(quantization_config in its config\.json\)"),
+    "pictures": ({"vision_config": {"depth": 1}}, r"takes pictures or sound too \(vision_config"),
+    "encoder": ({"architectures": ["BertForMaskedLM"]}, "says BertForMaskedLM, an encoder"),
+    "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier"),
+    "headless": ({"architectures": ["LlamaModel"]}, "a model without a head that writes"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_that_cannot_be_trained_is_named(name: str, folder: Path) -> None:
+    settings, message = KINDS[name]
+    set_in(folder / "config.json", **settings)
+    for load_it in (load, lambda path: specs_of_config(make_config(path))):
+        with pytest.raises(ModelError, match=message) as caught:
+            load_it(folder)
+        assert "\n" not in str(caught.value)

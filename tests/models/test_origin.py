@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import evoalign
-from evoalign.config import ModelConfig
+from evoalign.config import ModelConfig, from_dict
+from evoalign.engines import weights_hash
+from evoalign.errors import CheckpointError, ConfigError, ModelError, ResumeError
+from evoalign.exporting.export import export
 from evoalign.models import origin, tiny
+from evoalign.rundir import journal
+from evoalign.rundir.directory import saved_folders
+from evoalign.setup import serve
+from evoalign.training.replay import replay
+from evoalign.training.resolve import evaluate
+from evoalign.training.train import dry_run
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 990, 44]])
 
@@ -65,7 +76,7 @@ def config(output: Path, model: Mapping[str, Any] | str, space: str = "lora", **
     return {
         "output_dir": str(output), "seed": 1, "space": space, "model": named, "es": es, "evaluation": {"max_tokens": 4},
         "task": {"name": "conciseness", "train_size": 1, "test_size": 2}, "checkpoint": {"every": 1, "keep_last": 2},
-        "checks": {"control_every": 0, "placebos": 0}, **sections,
+        "checks": {"control_every": 0, "placebo": 1}, **sections,
     }  # fmt: skip
 
 
@@ -109,3 +120,194 @@ def test_what_a_run_starts_from_is_what_peft_makes_of_it(form: str, tmp_path: Pa
     merged = AutoModelForCausalLM.from_pretrained(origin.model_path(ModelConfig(name=str(folder))), dtype="auto")
     assert merged.dtype == torch.float32
     assert torch.allclose(logits(merged), wanted, atol=2e-4)
+
+
+def test_the_weights_are_kept_in_the_dtype_that_is_asked_for_rounded_once(plain: Path) -> None:
+    parts = {
+        dtype: dict(AutoModelForCausalLM.from_pretrained(path, dtype="auto").named_parameters())
+        for dtype in ("float32", "bfloat16")
+        if (path := origin.model_path(ModelConfig(name=str(plain), dtype=dtype)))
+    }
+    for name, whole in parts["float32"].items():
+        assert torch.equal(parts["bfloat16"][name], whole.bfloat16())
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in parts["float32"].values())
+
+
+def test_an_adapter_that_changes_is_merged_anew(plain: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(plain, tmp_path / "mine"))
+    first = origin.model_path(ModelConfig(name=str(mine)))
+    assert first == origin.model_path(ModelConfig(name=str(plain))), "the same bytes, the same model"
+    adapter(mine, lora_alpha=3)
+    assert origin.model_path(ModelConfig(name=str(mine))) != first
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_where_it_starts_and_its_journal_has_the_merged_weights(run: tuple[Path, str], plain: Path) -> None:
+    path, said = run
+    (line,) = [line for line in said.split("\n") if line.startswith("start: ")]
+    assert f"adapter {plain} (LORA, rank 4)" in line and f"merged into {tiny()}" in line
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, str(plain)).merge_and_unload()
+    header = journal.read(path / "journal.jsonl").header
+    assert header.model_hash == weights_hash(merged.named_parameters())
+    assert header.model_hash != weights_hash(base_model().named_parameters())
+    start = json.loads((path / "manifest.json").read_text())["start"]
+    assert start["base"] == str(tiny()) and start["merged"] == [f"adapter {plain} (LORA, rank 4)"]
+
+
+def test_such_a_run_resumes_replays_and_is_scored(run: tuple[Path, str], plain: Path, tmp_path: Path) -> None:
+    path, _ = run
+    mine = Path(shutil.copytree(path, tmp_path / "run"))
+    found = replay(path)
+    assert found == journal.read(path / "journal.jsonl").generations[-1].weights_hash
+    tree = config(mine, str(plain))
+    train({**tree, "es": {**tree["es"], "num_generations": 3}}, resume=True)
+    assert len(journal.read(mine / "journal.jsonl").generations) == 3 and replay(mine, generation=2) == found
+    ours = json.loads((path / "results/evaluation.json").read_text())["after"]["reward"]
+    assert evaluate(path).measures["reward"] == ours
+    assert evaluate(saved_folders(path)[-1], config=config(tmp_path / "x", "tiny")).measures["reward"] == ours
+    assert replay(path, model=str(Path(shutil.copytree(plain, tmp_path / "moved")))) == found
+    with pytest.raises(ResumeError, match="other base weights"):
+        replay(path, model="tiny")
+
+
+def test_the_finished_run_has_its_placebo(run: tuple[Path, str]) -> None:
+    found = json.loads((run[0] / "results/evaluation.json").read_text())
+    assert len(found["placebo"]["reward"]["placebos"]) == 1
+
+
+def test_what_such_a_run_hands_out_is_whole(run: tuple[Path, str], plain: Path, tmp_path: Path) -> None:
+    path, _ = run
+    with pytest.raises(ConfigError, match=r"merged into its base, and an adapter .* add --merge"):
+        export(path, tmp_path / "adapter")
+    folder = export(path, tmp_path / "out", merge=True, dtype="float32")
+    start: Any = PeftModel.from_pretrained(base_model(), str(plain)).merge_and_unload()
+    wanted = logits(PeftModel.from_pretrained(start, str(saved_folders(path)[-1])))
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert torch.allclose(logits(exported), wanted, atol=2e-4)
+    assert (wanted - of_peft(plain)).abs().max() > 1e-2
+    assert dict(exported.named_parameters()).keys() == dict(base_model().named_parameters()).keys()
+    text = (folder / "README.md").read_text()
+    assert "a fine-tuned adapter, merged into `tiny`" in text
+    # And that is again a model to start from.
+    with_it = serve(from_dict(config(tmp_path / "x", str(folder))))
+    assert with_it.facts.model_hash == weights_hash(exported.named_parameters())
+    with_it.close()
+
+
+@pytest.mark.parametrize("space", ["lora", "full"])
+def test_a_run_starts_from_the_mean_of_another(space: str, run: tuple[Path, str], tmp_path: Path) -> None:
+    first = run[0] if space == "lora" else train(config(tmp_path / "first", "tiny", "full"))[0]
+    saved = saved_folders(first)
+    with_it = serve(from_dict(config(tmp_path / "x", str(first))))
+    again = serve(from_dict(config(tmp_path / "x", str(saved[-1]))))
+    earlier = serve(from_dict(config(tmp_path / "x", str(saved[0]), "full")))
+    hashes = [served.facts.model_hash for served in (with_it, again, earlier)]
+    assert hashes[0] == hashes[1] != hashes[2]
+    if space == "full":
+        assert hashes[0] == journal.read(first / "journal.jsonl").generations[-1].weights_hash
+    (line,) = origin.lines(ModelConfig(name=str(first)))
+    assert f"run {first}, after generation 2" in line
+    for served in (with_it, again, earlier):
+        served.close()
+
+
+def test_a_dry_run_merges_nothing(cache: Path, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter", r=3)
+    before = set((cache / "merged").iterdir())
+    lines = dry_run(config(tmp_path / "run", str(folder)))
+    assert any(line.startswith("start: adapter") for line in lines) and set((cache / "merged").iterdir()) == before
+
+
+def test_the_base_may_be_elsewhere(plain: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(plain, tmp_path / "mine"))
+    settings = json.loads((mine / "adapter_config.json").read_text())
+    (mine / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "/not/here/base"}))
+    with pytest.raises(ModelError, match=r"over '/not/here/base', by its adapter_config\.json.*model\.base") as caught:
+        origin.model_path(ModelConfig(name=str(mine)))
+    assert "\n" not in str(caught.value)
+    found = ModelConfig(name=str(mine), base="tiny")
+    assert "model.base tiny is not used" in origin.lines(ModelConfig(name="tiny", base="tiny"))[0]
+    state = [AutoModelForCausalLM.from_pretrained(origin.model_path(m), dtype="auto").state_dict()
+             for m in (found, ModelConfig(name=str(plain)))]  # fmt: skip
+    assert all(torch.equal(state[0][name], state[1][name]) for name in state[1])
+    assert "base" not in ModelConfig(name="x").model_dump(), "configs of before stay as they are"
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def changed(**settings: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def with_model(folder: Path) -> None:
+    shutil.copy(tiny() / "model.safetensors", folder)
+
+
+def circle(folder: Path) -> None:
+    changed(base_model_name_or_path=str(folder))(folder)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "not LoRA": (changed(peft_type="PROMPT_TUNING"), r"peft_type 'PROMPT_TUNING' is no LoRA; merge it with PEFT"),
+    "code": (changed(megatron_config={"a": 1}, megatron_core="os"), "sets megatron_config, which is not merged here"),
+    "unknown": (changed(use_warp_drive=True), "sets use_warp_drive, which is not merged here"),
+    "layers": (changed(layer_replication=[[0, 2]]), "sets layer_replication"),
+    "pissa": (changed(init_lora_weights="pissa_niter_4"), "init_lora_weights 'pissa_niter_4' took its factors out"),
+    "other rank": (changed(r=5), "does not fit model .*size mismatch"),
+    "other modules": (changed(target_modules=["q_proj"]), "has no place for its 'base_model.model.*down_proj"),
+    "more modules": (
+        changed(target_modules=["q_proj", "down_proj", "up_proj"]),
+        "would have '.*up_proj.*, which it lacks",
+    ),
+    "no base": (changed(base_model_name_or_path=None), "names no base; say which with model.base"),
+    "circle": (circle, "more than 16 deep, or in a circle"),
+    "pickle": (pickled, "its weights are a pickle, which is not read"),
+    "no weights": (without_weights, "has no adapter_model.safetensors"),
+    "a model too": (with_model, "holds a model and an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_adapter_that_cannot_be_merged_is_refused_by_name(name: str, plain: Path, tmp_path: Path) -> None:
+    spoil, message = REFUSED[name]
+    folder = Path(shutil.copytree(plain, tmp_path / "adapter"))
+    spoil(folder)
+    with pytest.raises(ModelError, match=message) as caught:
+        origin.model_path(ModelConfig(name=str(folder)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_saved_nothing_or_was_altered_is_none_to_start_from(run: tuple[Path, str], tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(run[0], tmp_path / "run"))
+    weights = saved_folders(mine)[-1] / "adapter_model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="was altered"):
+        origin.model_path(ModelConfig(name=str(mine)))
+    shutil.rmtree(mine / "loras")
+    with pytest.raises(ModelError, match="is a run that saved no weights yet"):
+        origin.model_path(ModelConfig(name=str(mine)))
+
+
+def test_a_run_from_elsewhere_does_not_say_what_is_imported(run: tuple[Path, str], tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(run[0], tmp_path / "run"))
+    text = (mine / "config.yaml").read_text()
+    (mine / "config.yaml").write_text(text.replace("name: conciseness", "name: no_such_package.module:Task"))
+    assert origin.origin(ModelConfig(name=str(mine))).adapters[-1] == saved_folders(mine)[-1]
