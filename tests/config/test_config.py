@@ -224,7 +224,7 @@ def test_a_setting_of_the_lora_population_code_is_told_its_name_here(section: st
 
 
 def test_an_unknown_key_far_from_all_gets_the_list() -> None:
-    assert error(model={"xyzzy": 1}).startswith("unknown setting model.xyzzy; known here: dtype, name")
+    assert error(model={"xyzzy": 1}).startswith("unknown setting model.xyzzy; known here: base, dtype, name")
 
 
 def test_a_section_that_is_not_used_is_checked_all_the_same() -> None:

@@ -20,7 +20,7 @@ from calling import Run, caller
 from evoalign import engines, tokens
 from evoalign import setup as parts
 from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
-from evoalign.exporting import export as exporting
+from evoalign.models.files import load_whole
 from evoalign.rundir import checkpoint, files, journal, parquet
 from evoalign.spaces.lora import Lora
 from evoalign.training import replay as replaying
@@ -94,11 +94,12 @@ def test_weights_in_pickle_form_are_not_read(tmp_path: Path) -> None:
     served = parts.serve(config)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"does not load: it has no model\.safetensors.*convert it") as caught:
+    with pytest.raises(ModelError, match=r"in 'pytorch_model\.bin', a pickle, which is not read") as caught:
         engines.create(config, tokens.load(config.model))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ModelError, match="convert it to safetensors"):
-        exporting._load(str(folder))  # pyright: ignore[reportPrivateUsage]
+    (folder / "pytorch_model.bin").rename(folder / "weights.bin")
+    with pytest.raises(ModelError, match=r"it has no model\.safetensors.*convert it to safetensors"):
+        load_whole(str(folder), None, torch.float32, "mine")
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         saving.save(served, tmp_path / "saved", MARK)
     served.close()
@@ -116,7 +117,7 @@ def test_an_index_that_names_pickles(index: str | None, message: str, tmp_path: 
     with pytest.raises(ModelError, match=message):
         engines.create(config, tokens.load(config.model))
     with pytest.raises(ModelError, match=message):
-        exporting._load(str(folder))  # pyright: ignore[reportPrivateUsage]
+        load_whole(str(folder), None, torch.float32, "mine")
 
 
 # --- journals whose chain was made anew -----------------------------------------------------------------------------
