@@ -311,3 +311,19 @@ def test_a_run_from_elsewhere_does_not_say_what_is_imported(run: tuple[Path, str
     text = (mine / "config.yaml").read_text()
     (mine / "config.yaml").write_text(text.replace("name: conciseness", "name: no_such_package.module:Task"))
     assert origin.origin(ModelConfig(name=str(mine))).adapters[-1] == saved_folders(mine)[-1]
+
+
+@pytest.mark.slow
+def test_grpo_starts_from_the_same_weights_and_es_from_what_it_made(plain: Path, tmp_path: Path) -> None:
+    grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "tune": "lora"}
+    tree = {
+        name: value for name, value in config(tmp_path / "grpo", str(plain)).items() if name not in ("es", "checks")
+    }
+    tree["task"] = {**tree["task"], "train_size": 2}
+    said = io.StringIO()
+    run = evoalign.grpo({**tree, "grpo": grpo}, console=Console(file=said, width=2000)).path
+    assert f"start: adapter {plain} (LORA, rank 4)" in said.getvalue()
+    with_it = serve(from_dict(config(tmp_path / "x", str(run))))
+    exported = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out", merge=True, dtype="float32"))
+    assert torch.allclose(logits(with_it.engine.model), logits(exported.float()), atol=2e-4)
+    with_it.close()

@@ -88,7 +88,7 @@ def lines(config: ModelConfig) -> list[str]:
         return [f"start: {'; '.join(found.told)}"] if found.told else []
     return [
         f"start: {'; '.join(found.told)}: merged into {found.base} in float32 and kept in "
-        f"{merging.folder_of(found, config.dtype)}; the run moves the merged model, with nothing of it left to undo"
+        f"{merging.folder_of(found, config.dtype)}; the run trains the merged model, not the adapter itself"
     ]
 
 
