@@ -22,12 +22,13 @@ from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, ModelError, ResumeError
 from evoalign.exporting.export import export
 from evoalign.models import origin, tiny
-from evoalign.rundir import journal
+from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
 from evoalign.training.replay import replay
 from evoalign.training.resolve import evaluate
 from evoalign.training.train import dry_run
+from families import build
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 990, 44]])
 
@@ -212,6 +213,17 @@ def test_a_run_starts_from_the_mean_of_another(space: str, run: tuple[Path, str]
     assert f"run {first}, after generation 2" in line
     for served in (with_it, again, earlier):
         served.close()
+
+
+def test_adapters_of_experts_are_merged_into_each_experts_own_matrix(tmp_path: Path) -> None:
+    base = build("qwen3_moe", tmp_path / "base")
+    path, _ = train(config(tmp_path / "run", str(base), lora={"rank": 2}))
+    saved = saved_folders(path)[-1]
+    merged = AutoModelForCausalLM.from_pretrained(origin.model_path(ModelConfig(name=str(path))), dtype="auto")
+    assert torch.allclose(logits(merged), of_peft(saved, base), atol=2e-4)
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert (logits(merged) - logits(plain)).abs().max() > 1e-2
+    assert any(".experts." in name for name in checkpoint.load_adapter(saved))
 
 
 def test_a_dry_run_merges_nothing(cache: Path, tmp_path: Path) -> None:

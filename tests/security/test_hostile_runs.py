@@ -20,11 +20,10 @@ from calling import Run, caller
 from evoalign import engines, tokens
 from evoalign import setup as parts
 from evoalign.errors import CheckpointError, EvoalignError, JournalError, ModelError
-from evoalign.models.files import load_whole
+from evoalign.models.files import load_whole, write_whole
 from evoalign.rundir import checkpoint, files, journal, parquet
 from evoalign.spaces.lora import Lora
 from evoalign.training import replay as replaying
-from evoalign.training import saving
 from evoalign.types import Layout
 from families import build, make_config
 
@@ -101,7 +100,7 @@ def test_weights_in_pickle_form_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"it has no model\.safetensors.*convert it to safetensors"):
         load_whole(str(folder), None, torch.float32, "mine")
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        saving.save(served, tmp_path / "saved", MARK)
+        write_whole(str(folder), None, torch.float32, tmp_path / "saved", served.engine.state())
     served.close()
 
 
