@@ -37,6 +37,8 @@ def html_of(cell: Any) -> str:
 def test_every_cell_runs_and_shows_what_it_says(ran: tuple[Any, Path]) -> None:
     book, folder = ran
     assert {path.name for path in (folder / "runs").iterdir()} == {"quickstart", "sums"}
+    assert "generation 2/2" in html_of(book.cells[1])  # drawn in place, not line after line
+    assert "Loading weights" not in str([cell.get("outputs") for cell in book.cells])
     shown = html_of(book.cells[2])
     assert "runs/quickstart: reward" in shown and "on 245 test examples" in shown and "data:image/png;base64," in shown
     frame = html_of(book.cells[3])

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
@@ -75,15 +75,16 @@ def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["au
 
     try:
         refuse_pickles(path, revision)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=revision,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, with the tensor's name
-        )
+        with _without_bar(path):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                revision=revision,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, with the tensor's name
+            )
     except EvoalignError:
         raise
     except Exception as error:  # the library has a score of kinds for files that may say anything
@@ -99,9 +100,10 @@ def write_whole(
     """A model with the tensors of `state` in place, in `dtype`, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        base, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
-    )
+    with _without_bar(base):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            base, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
     parameters = tensors_of(model)
     with torch.no_grad():
         for name, tensor in state:
@@ -109,6 +111,21 @@ def write_whole(
     tokenizer: Any = AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=False)
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _without_bar(path: str) -> Generator[None]:
+    """No bar of the library for a model that lies here, of which a run loads several; a download keeps its own."""
+    from transformers.utils import logging
+
+    if not Path(path).is_dir() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _check_whole(name: str, info: Mapping[str, Any]) -> None:
