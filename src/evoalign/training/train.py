@@ -174,8 +174,7 @@ class _EvolutionStrategies:
 
     def _rounding(self) -> list[str]:
         layout, engine = self.parts.layout, self.parts.engine
-        weights = rounding.weights_of_engine(engine, layout)
-        return rounding.rounding_lines(self.config, layout, engine.dtype, weights)
+        return rounding.rounding_lines(self.config, layout, engine.dtype, rounding.weights_of_engine(engine, layout))
 
     def facts(self) -> dict[str, Any]:
         task = {"name": self.task.name, "given_as": self.given}
