@@ -134,6 +134,17 @@ def test_the_weights_are_kept_in_the_dtype_that_is_asked_for_rounded_once(plain:
     assert any(not torch.equal(p, p.bfloat16().float()) for p in parts["float32"].values())
 
 
+def test_an_adapter_of_any_form_is_scored(tmp_path: Path) -> None:
+    """evoalign's own space holds a plain one; another is merged for it."""
+    folder, tree = adapter(tmp_path / "adapter", use_rslora=True, lora_alpha=60), config(tmp_path / "x", "tiny")
+    PeftModel.from_pretrained(base_model(), str(folder)).merge_and_unload().save_pretrained(tmp_path / "merged")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (tiny() / file).is_file():
+            shutil.copy(tiny() / file, tmp_path / "merged")
+    found, wanted, base = (evaluate(f, config=tree) for f in (folder, tmp_path / "merged", tiny()))
+    assert found.completions == wanted.completions != base.completions
+
+
 def test_an_adapter_that_changes_is_merged_anew(plain: Path, tmp_path: Path) -> None:
     mine = Path(shutil.copytree(plain, tmp_path / "mine"))
     first = origin.model_path(ModelConfig(name=str(mine)))

@@ -92,8 +92,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    known = [*splits.lines(config, task, data), *stopping.lines(config)]
-    work = [*known, *estimate.work_lines(config, len(data.train))]
+    work = [*splits.lines(config, task, data), *stopping.lines(config), *estimate.work_lines(config, len(data.train))]
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
