@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import logging
 import os
@@ -17,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from evoalign import tracking
 from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
+from evoalign.report import figures
+from evoalign.report.tables import visible
 from evoalign.tracking import Tracker
 from evoalign.tracking.base import step_and_values, values
 from evoalign.version import install
@@ -33,10 +38,15 @@ ROWS: list[dict[str, Any]] = [
     }
     for i in range(4)
 ]  # fmt: skip
-TOLD = {"mean", "zero_variance", "tokens", "seconds/rollout", "seconds/score", "evaluation/reward",
-        "diagnosis/noise/floor"}  # fmt: skip
-SUMMARY = {"before/reward": -4.0, "after/reward": -1.0}
-STEPS = {"mean": [0, 1, 2, 3], "tokens": [1, 2, 3], "evaluation/reward": [2]}
+TOLD = {"train/mean", "train/zero_variance", "train/tokens", "train/seconds/rollout", "train/seconds/score",
+        "eval/reward", "diagnosis/noise/floor"}  # fmt: skip
+SUMMARY = {"before": {"reward": -4.0}, "after": {"reward": -1.0}}
+FINAL = {"eval/before/reward": -4.0, "eval/after/reward": -1.0, "eval/reward": -1.0}
+STEPS = {"train/mean": [0, 1, 2, 3], "train/tokens": [1, 2, 3], "eval/reward": [2, 4]}
+HOSTILE = (
+    "<script>alert(1)</script> | a `b` [c](javascript:d) ![e](http://f/g.png) *h* $i$\n# j\x1b[31m \\| &lt;k&gt; é"
+)
+ANSWERS = [tracking.Answer("What is 1 + 1?", "2", 1.0), tracking.Answer("Say nothing", HOSTILE, -0.25)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +86,9 @@ def changed(row: Mapping[str, Any], mean: float) -> dict[str, Any]:
 def test_a_row_becomes_numbers_under_joined_names() -> None:
     step, numbers = step_and_values(ROWS[2])
     assert step == 2
-    assert numbers == {"mean": -2.0, "zero_variance": 0.0, "tokens": 102.0, "seconds/rollout": 1.5,
-                       "seconds/score": 0.5, "evaluation/reward": -2.5, "diagnosis/noise/floor": 0.125}  # fmt: skip
+    assert numbers == {"train/mean": -2.0, "train/zero_variance": 0.0, "train/tokens": 102.0,
+                       "train/seconds/rollout": 1.5, "train/seconds/score": 0.5, "eval/reward": -2.5,
+                       "diagnosis/noise/floor": 0.125}  # fmt: skip
     assert all(type(number) is float for number in numbers.values())
 
 
@@ -86,7 +97,11 @@ def test_null_text_and_lists_are_left_out_and_booleans_are_numbers() -> None:
         "d": 1.0,
         "f/g/h": 3.0,
     }
-    assert step_and_values({"generation": 7, "x": {"generation": 1}}) == (7, {"x/generation": 1.0})
+    assert step_and_values({"generation": 7, "x": {"generation": 1}}) == (7, {"train/x/generation": 1.0})
+    both = {"generation": 1, "validation": {"reward": 2}, "divergence": {"exact": 3.0}, "grpo": {"loss": 4}}
+    assert step_and_values(both)[1] == {
+        "eval/validation/reward": 2.0, "diagnosis/divergence/exact": 3.0, "train/grpo/loss": 4.0
+    }  # fmt: skip
 
 
 # --- what was reported is there ------------------------------------------------------------------------------------
@@ -125,18 +140,18 @@ def trackio(run: Path) -> list[dict[str, Any]]:
 def test_tensorboard_reads_back(tmp_path: Path) -> None:
     tell(tmp_path / "run", "tensorboard", ROWS)
     scalars = tensorboard(tmp_path / "run")
-    assert scalars.keys() == TOLD | SUMMARY.keys()
-    assert scalars["mean"] == [(0, -4.0), (1, -3.0), (2, -2.0), (3, -1.0)]
-    assert scalars["zero_variance"] == [(0, 0.0), (1, 1.0), (2, 0.0), (3, 0.0)]
+    assert scalars.keys() == TOLD | FINAL.keys()
+    assert scalars["train/mean"] == [(0, -4.0), (1, -3.0), (2, -2.0), (3, -1.0)]
+    assert scalars["train/zero_variance"] == [(0, 0.0), (1, 1.0), (2, 0.0), (3, 0.0)]
     assert {name: [step for step, _ in scalars[name]] for name in STEPS} == STEPS
-    assert (scalars["before/reward"], scalars["after/reward"]) == ([(4, -4.0)], [(4, -1.0)])
+    assert (scalars["eval/before/reward"], scalars["eval/reward"]) == ([(4, -4.0)], [(2, -2.5), (4, -1.0)])
 
 
 def test_a_row_is_in_the_event_file_before_the_next_one(tmp_path: Path) -> None:
     (tracker,) = tracking.create(config(tmp_path / "run", "tensorboard"), tmp_path / "run")
     for count, row in enumerate(ROWS, 1):
         tracker.log(row)
-        assert len(tensorboard(tmp_path / "run")["mean"]) == count
+        assert len(tensorboard(tmp_path / "run")["train/mean"]) == count
     tracker.close()
 
 
@@ -159,11 +174,12 @@ def test_wandb_reads_back(tmp_path: Path) -> None:
     expected = config(run, "wandb").model_dump(mode="json")
     assert {name: told["config"].get(name) for name in expected} == expected
     history = {row["_step"]: row for row in told["history"]}
-    assert len(told["history"]) == 4 and list(history) == [0, 1, 2, 3]
+    assert len(told["history"]) == 5 and list(history) == [0, 1, 2, 3, 4]
     for row in ROWS:
         step, numbers = step_and_values(row)
         assert {name: value for name, value in history[step].items() if not name.startswith("_")} == numbers
-    assert {name: told["summary"][name] for name in SUMMARY} == SUMMARY
+    assert {name: value for name, value in history[4].items() if not name.startswith("_")} == FINAL
+    assert {name: told["summary"][name] for name in FINAL} == FINAL
 
 
 def test_trackio_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +191,69 @@ def test_trackio_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     expected = config(run, "trackio").model_dump(mode="json")
     assert {name: told["config"].get(name) for name in expected} == expected
     logs = [{k: v for k, v in row.items() if k != "timestamp"} for row in told["logs"]]
-    assert logs == [*({**step_and_values(row)[1], "step": row["generation"]} for row in ROWS), {**SUMMARY, "step": 4}]
+    assert logs == [*({**step_and_values(row)[1], "step": row["generation"]} for row in ROWS), {**FINAL, "step": 4}]
+
+
+# --- completions and figures ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("drawn") / "evolution.png"
+    figures.evolution([], file)
+    return file
+
+
+def show(run: Path, backend: str, drawn: Path) -> None:
+    (tracker,) = tracking.create(config(run, backend), run)
+    tracker.show(0, ANSWERS[:1], {})
+    for row in ROWS:
+        tracker.log(row)
+    tracker.show(4, ANSWERS, {"evolution": drawn})
+    tracker.finish(SUMMARY)
+    tracker.close()
+
+
+def test_tensorboard_shows_completions_as_they_are_and_figures(tmp_path: Path, drawn: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    show(tmp_path / "run", "tensorboard", drawn)
+    events = EventAccumulator(str(tmp_path / "run/logs/tensorboard"))
+    events.Reload()
+    first, last = events.Tensors("eval/completions/text_summary")
+    assert (first.step, last.step) == (0, 4)
+    page = markdown_to_safe_html(last.tensor_proto.string_val[0])
+    assert re.findall(r"<[a-z]+[^>]*>", page) == ["<table>", "<thead>", *["<tr>", *["<th>"] * 3], "<tbody>",
+                                                *["<tr>", *["<td>"] * 3] * 2]  # fmt: skip
+    (shown,) = re.findall(r"<tr>\s*<td>Say nothing</td>\s*<td>(.*?)</td>\s*<td>-0.25</td>", page)
+    assert html.unescape(shown) == visible(HOSTILE), "character by character"
+    (image,) = events.Images("figures/evolution")
+    assert image.step == 4
+    assert (imread(io.BytesIO(image.encoded_image_string)) == imread(drawn)).all()
+
+
+def test_wandb_has_completions_and_figures(tmp_path: Path, drawn: Path) -> None:
+    show(tmp_path / "run", "wandb", drawn)
+    (told,) = wandb(tmp_path / "run")
+    history = {row["_step"]: row for row in told["history"]}
+    assert list(history) == [0, 1, 2, 3, 4] and history[0]["train/mean"] == -4.0
+    assert [row["eval/completions/nrows"] for row in (history[0], history[4])] == [1, 2]
+    files = next((tmp_path / "run/logs/wandb").glob("offline-run-*")) / "files"
+    table = json.loads((files / history[4]["eval/completions/path"]).read_text())
+    assert table["columns"] == ["prompt", "completion", "reward"]
+    assert table["data"] == [["What is 1 + 1?", "2", 1.0], ["Say nothing", visible(HOSTILE), -0.25]]
+    assert (files / history[4]["figures/evolution/path"]).read_bytes() == drawn.read_bytes()
+
+
+def test_trackio_has_completions_and_figures(tmp_path: Path, drawn: Path) -> None:
+    show(tmp_path / "run", "trackio", drawn)
+    (told,) = trackio(tmp_path / "run")
+    tables = {row["step"]: row["eval/completions"] for row in told["logs"] if "eval/completions" in row}
+    assert {step: len(table["_value"]) for step, table in tables.items()} == {0: 1, 4: 2}
+    assert tables[4]["_value"][1] == {"prompt": "Say nothing", "completion": visible(HOSTILE), "reward": -0.25}
+    (image,) = (row["figures/evolution"] for row in told["logs"] if "figures/evolution" in row)
+    assert (tmp_path / "run/logs/trackio/media" / image["file_path"]).read_bytes() == drawn.read_bytes()
 
 
 def test_a_run_that_was_cut_short_is_a_failed_one_to_wandb(tmp_path: Path) -> None:
@@ -201,7 +279,7 @@ def test_tensorboard_shows_steps_that_were_done_again_once(tmp_path: Path) -> No
     tell(run, "tensorboard", ROWS[:3], whole=False)
     tell(run, "tensorboard", [changed(row, 7.0) for row in ROWS[1:]], resumed_at=1)
     assert len(list((run / "logs/tensorboard").iterdir())) == 2
-    assert tensorboard(run)["mean"] == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
+    assert tensorboard(run)["train/mean"] == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
 
 
 def test_trackio_goes_on_with_its_run_and_has_steps_that_were_done_again_once(tmp_path: Path) -> None:
@@ -209,7 +287,7 @@ def test_trackio_goes_on_with_its_run_and_has_steps_that_were_done_again_once(tm
     tell(run, "trackio", ROWS[:3], whole=False)
     tell(run, "trackio", [changed(row, 7.0) for row in ROWS[1:]], resumed_at=1)
     (told,) = trackio(run)
-    steps = [(row["step"], row["mean"]) for row in told["logs"] if "mean" in row]
+    steps = [(row["step"], row["train/mean"]) for row in told["logs"] if "train/mean" in row]
     assert steps == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
 
 
@@ -220,7 +298,7 @@ def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
     first, second = wandb(run)
     assert first["id"] == second["id"]
     assert [row["_step"] for row in first["history"]] == [0, 1]
-    assert [row["_step"] for row in second["history"]] == [2, 3]
+    assert [row["_step"] for row in second["history"]] == [2, 3, 4]
 
 
 def test_a_run_that_begins_anew_has_an_id_of_its_own(tmp_path: Path) -> None:
@@ -235,9 +313,9 @@ def test_a_run_that_begins_anew_has_an_id_of_its_own(tmp_path: Path) -> None:
 def test_a_tracker_chosen_only_at_the_resume_starts(tmp_path: Path, backend: str) -> None:
     tell(tmp_path / "run", backend, ROWS[2:], resumed_at=2)
     means = {
-        "tensorboard": lambda run: [value for _, value in tensorboard(run)["mean"]],
-        "wandb": lambda run: [row["mean"] for row in wandb(run)[0]["history"]],
-        "trackio": lambda run: [row["mean"] for row in trackio(run)[0]["logs"] if "mean" in row],
+        "tensorboard": lambda run: [value for _, value in tensorboard(run)["train/mean"]],
+        "wandb": lambda run: [r["train/mean"] for r in wandb(run)[0]["history"] if "train/mean" in r],
+        "trackio": lambda run: [r["train/mean"] for r in trackio(run)[0]["logs"] if "train/mean" in r],
     }
     assert means[backend](tmp_path / "run") == [-2.0, -1.0]
 
@@ -353,7 +431,7 @@ def test_wandb_whose_process_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFi
     tracker.close()
     assert [message.partition(" failed")[0] for message in caplog.messages if "left out" in message] == ["wandb"]
     tell(tmp_path / "next", "wandb", ROWS)
-    assert len(wandb(tmp_path / "next")[0]["history"]) == 4
+    assert len(wandb(tmp_path / "next")[0]["history"]) == 5
 
 
 # --- what is not installed, and what does not start -----------------------------------------------------------------
@@ -441,9 +519,11 @@ config = from_dict({"output_dir": str(run), "es": {"sigma": 0.01, "num_generatio
 before = dict(os.environ)
 trackers = tracking.create(config, run)
 for tracker in trackers:
+    tracker.show(0, [tracking.Answer("a", "b", 1.0)], {})
     for generation in range(2):
         tracker.log({"generation": generation, "mean": 1.0})
-    tracker.finish({"after/reward": 1.0})
+    tracker.show(2, [tracking.Answer("a", "b", 1.0)], {"drawn": Path(sys.argv[2])})
+    tracker.finish({"after": {"reward": 1.0}})
 for tracker in trackers:
     tracker.close()
 alive = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
@@ -455,11 +535,11 @@ print(json.dumps({"threads": alive, "children": names, "environment": dict(os.en
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks into /proc")
-def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path) -> None:
+def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path, drawn: Path) -> None:
     run = folders / "run"
     secret = "a-secret-that-nobody-may-write-down"
     told = {**os.environ, "EVOALIGN_SECRET": secret, "HF_TOKEN": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", ALL_THREE, str(run)], cwd=folders / "work", env=told,
+    done = subprocess.run([sys.executable, "-c", ALL_THREE, str(run), str(drawn)], cwd=folders / "work", env=told,
                           capture_output=True, text=True, check=True, timeout=120)  # fmt: skip
     assert json.loads(done.stdout) == {"threads": [], "children": [], "environment": True}
     outside = [p for p in folders.rglob("*") if p.is_file() and run not in p.parents]
@@ -493,7 +573,7 @@ def test_a_run_of_wandb_that_the_user_has_open_goes_on(tmp_path: Path) -> None:
         own.finish()
         library.teardown()
     (told,) = wandb(tmp_path / "run")
-    assert len(told["history"]) == 4
+    assert len(told["history"]) == 5
     from offline_wandb import read
 
     (file,) = (tmp_path / "own/wandb").glob("offline-run-*/*.wandb")

@@ -13,10 +13,10 @@ from evoalign.config import Config
 from evoalign.config.run import TRACKERS
 from evoalign.errors import ConfigError
 from evoalign.plugins import FAILURES, load_object
-from evoalign.tracking.base import Guarded, Ready, Tracker
+from evoalign.tracking.base import Answer, Guarded, Ready, Tracker
 from evoalign.version import install
 
-__all__ = ["Ready", "Tracker", "check", "create", "is_installed", "load", "missing"]
+__all__ = ["Answer", "Ready", "Tracker", "check", "create", "is_installed", "load", "missing"]
 
 
 def is_installed(library: str) -> bool:

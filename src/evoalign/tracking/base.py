@@ -7,7 +7,7 @@ import logging
 import numbers
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -29,6 +29,14 @@ class Ready(NamedTuple):
     fix: str = ""
 
 
+class Answer(NamedTuple):
+    """One of a handful of completions. What a model says is data: a tracker shows it as it is."""
+
+    prompt: str
+    completion: str
+    reward: float
+
+
 class Tracker(ABC):
     """Told of a run as it goes. `log` may raise: a run goes on without the tracker then."""
 
@@ -40,6 +48,10 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, row: Mapping[str, Any]) -> None:
         """One row of metrics.jsonl; its step is `row["generation"]`."""
+
+    def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:  # noqa: B027
+        """Some completions of the test split, before the first row and after the last one, the same examples each time;
+        `figures` by name as PNG files, after the last one."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: B027  (not all have an end)
         """The run is complete: measures before and after training."""
@@ -63,6 +75,10 @@ class Guarded(Tracker):
     def log(self, row: Mapping[str, Any]) -> None:
         """As the tracker's own, or nothing once it failed."""
         self._attempt(lambda tracker: tracker.log(row))
+
+    def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
+        """As the tracker's own, or nothing once it failed."""
+        self._attempt(lambda tracker: tracker.show(step, answers, figures))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """As the tracker's own, or nothing once it failed."""
@@ -98,9 +114,23 @@ def values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
+GROUPS = {
+    "evaluation": "eval", "validation": "eval/validation",
+    "diagnosis": "diagnosis", "divergence": "diagnosis/divergence",
+}  # fmt: skip
+"""What the parts of a row are called in a tracker; all else of it is of training. Trackers make a section of each."""
+COMPLETIONS = "eval/completions"
+
+
 def step_and_values(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """The step of a metrics row, and its other numbers."""
-    return row["generation"], values({key: value for key, value in row.items() if key != "generation"})
+    """The step of a metrics row, and its other numbers, as `train/mean`, `eval/reward`, `diagnosis/spread`."""
+    named = {GROUPS.get(key, f"train/{key}"): value for key, value in row.items() if key != "generation"}
+    return row["generation"], values(named)
+
+
+def final_values(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The measures before and after training; those after it also end the curves of those on the way."""
+    return values({"eval": {**summary.get("after", {}), **summary}})
 
 
 def run_name(config: Config, run: Path) -> str:

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evoalign.config import Config, to_yaml
-from evoalign.tracking.base import Tracker, last_step, step_and_values, values
+from evoalign.report.markdown import table
+from evoalign.report.tables import visible
+from evoalign.tracking.base import COMPLETIONS, Answer, Tracker, final_values, last_step, step_and_values
 
 
 class TensorBoard(Tracker):
-    """A scalar for each number of a row, and the config as text."""
+    """A scalar for each number of a row, the config and completions as text, the figures as images."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -29,9 +34,17 @@ class TensorBoard(Tracker):
         """One row; on disk when this returns, so that a curve is never behind the run."""
         self._add(*step_and_values(row))
 
+    def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
+        """A table of Markdown, and images."""
+        rows = ((_as_it_is(a.prompt), _as_it_is(a.completion), f"{a.reward:.4g}") for a in answers)
+        self._writer.add_text(COMPLETIONS, "\n".join(table(Answer._fields, rows, words=2)), step)
+        for name, file in figures.items():
+            self._writer.add_image(f"figures/{name}", _pixels(file), step, dataformats="HWC")
+        self._writer.flush()
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The measures, at the step after the last generation."""
-        self._add(self._last_step(), values(summary))
+        self._add(self._last_step(), final_values(summary))
 
     def close(self) -> None:
         """Close the event file."""
@@ -41,3 +54,19 @@ class TensorBoard(Tracker):
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+
+def _as_it_is(text: str) -> str:
+    """A cell of a table that TensorBoard's Markdown and its HTML leave as it is, on one line.
+
+    All punctuation is a character reference: its Markdown knows a backslash before some characters only.
+    """
+    return re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", visible(text))
+
+
+def _pixels(file: Path) -> Any:
+    """uint8 [height, width, channels]."""
+    from PIL import Image  # which TensorBoard's writer needs for images in any case
+
+    with Image.open(file) as image:
+        return np.asarray(image)

@@ -10,14 +10,24 @@ from __future__ import annotations
 import io
 import sqlite3
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config
-from evoalign.tracking.base import Tracker, environment, last_step, run_name, step_and_values, values
+from evoalign.report.tables import visible
+from evoalign.tracking.base import (
+    COMPLETIONS,
+    Answer,
+    Tracker,
+    environment,
+    final_values,
+    last_step,
+    run_name,
+    step_and_values,
+)
 
 
 class Trackio(Tracker):
@@ -52,9 +62,17 @@ class Trackio(Tracker):
         step, scalars = step_and_values(row)
         self._run.log(scalars, step=step)
 
+    def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
+        """A table and images, on its page Media; its cells are plain text."""
+        import trackio
+
+        rows = [[visible(a.prompt), visible(a.completion), a.reward] for a in answers]
+        images = {f"figures/{name}": trackio.Image(file) for name, file in figures.items()}
+        self._run.log({COMPLETIONS: trackio.Table([*Answer._fields], rows), **images}, step=step)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The measures, at the step after the last generation."""
-        self._run.log(values(summary), step=self._last_step())
+        self._run.log(final_values(summary), step=self._last_step())
 
     def close(self) -> None:
         """Write what is left and end the thread."""
@@ -66,10 +84,12 @@ class Trackio(Tracker):
 
 
 def _point(folder: Path) -> None:
-    """Let trackio write into a folder: it reads TRACKIO_DIR once, and each of its modules has a copy."""
+    """Let trackio write into a folder: it reads TRACKIO_DIR once, and each of its modules has a copy of it, or of the
+    place of images in it."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
-            setattr(module, "TRACKIO_DIR", folder)  # noqa: B010  # pyright knows no such attribute of a module
+        for copy, place in (("TRACKIO_DIR", folder), ("MEDIA_DIR", folder / "media")):
+            if name.partition(".")[0] == "trackio" and hasattr(module, copy):
+                setattr(module, copy, place)
 
 
 def _forget(database: Path, generation: int) -> None:

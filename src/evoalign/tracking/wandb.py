@@ -10,15 +10,27 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config
+from evoalign.report.tables import visible
 from evoalign.rundir.files import write_text
-from evoalign.tracking.base import Ready, Tracker, environment, run_name, step_and_values, values
+from evoalign.tracking.base import (
+    COMPLETIONS,
+    Answer,
+    Ready,
+    Tracker,
+    environment,
+    final_values,
+    last_step,
+    run_name,
+    step_and_values,
+)
 
-CACHE = "WANDB_CACHE_DIR"
+CACHE, DATA = "WANDB_CACHE_DIR", "WANDB_DATA_DIR"
 
 
 class WeightsAndBiases(Tracker):
@@ -27,8 +39,8 @@ class WeightsAndBiases(Tracker):
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         import wandb
 
-        logs = run / "logs"
-        self._wandb = wandb
+        self._logs = logs = run / "logs"
+        self._wandb, self._last_step = wandb, partial(last_step, config, run)
         # A run that the user has open shares wandb's process with ours, and goes on after it.
         self._alone = wandb.run is None
         cache = os.environ.get(CACHE) or (str(logs.absolute() / "wandb" / "cache") if self._alone else None)
@@ -50,9 +62,17 @@ class WeightsAndBiases(Tracker):
         step, scalars = step_and_values(row)
         self._run.log(scalars, step=step, commit=True)
 
+    def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
+        """A table, whose cells are plain text, and images; sent with the row of that step."""
+        rows = [[visible(a.prompt), visible(a.completion), a.reward] for a in answers]
+        images = {f"figures/{name}": self._wandb.Image(str(file)) for name, file in figures.items()}
+        told: dict[str, Any] = {COMPLETIONS: self._wandb.Table(columns=[*Answer._fields], data=rows), **images}
+        with environment(DATA, os.environ.get(DATA) or str((self._logs / "wandb" / "cache").absolute())):
+            self._run.log(told, step=step, commit=False)  # which puts the table there before it sends it
+
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The measures, in the run's summary."""
-        self._run.summary.update(values(summary))
+        """The measures, at the step after the last generation, and so in the run's summary."""
+        self._run.log(final_values(summary), step=self._last_step(), commit=True)
         self._exit_code = 0
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +23,7 @@ from evoalign.report import figures
 from evoalign.report.figures import ES_WORDS, Ends, Words
 from evoalign.report.progress import Display
 from evoalign.report.rows import Row
-from evoalign.report.tables import visible
+from evoalign.report.tables import shorten, visible
 from evoalign.report.terminal import print_line
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
@@ -30,6 +32,8 @@ from evoalign.tasks import Split
 
 DRAW_SHARE = 10
 """Figures are drawn again once so many times the last drawing's duration has passed, and at the end."""
+SHOWN, LONGEST = 8, 1000
+"""Completions that trackers get at the start and at the end, and characters of each."""
 FIRST_DRAWING = 1.0
 """Seconds that the first one is taken to last, since it imports what draws."""
 
@@ -114,8 +118,19 @@ class Recorder:
             self._draw_reward()
             if divergence is not None:
                 self._draw_divergence((divergence["exact"], after.measures["reward"]))
+        names = (figure.stem for figure in sorted(self.run.figures.glob("*.png")))
+        self.show(len(self.run.rows), after, {name: self.run.figures / f"{name}.png" for name in names})
         for tracker in self.trackers:
             tracker.finish({"before": before.measures, "after": after.measures})
+
+    def show(self, step: int, found: Evaluation, drawn: Mapping[str, Path] = MappingProxyType({})) -> None:
+        """Completions of an evaluation to the trackers: the same examples whenever it is called."""
+        if self.trackers:
+            said = found.completions
+            some = [said[i * len(said) // SHOWN] for i in range(SHOWN)] if len(said) > SHOWN else said
+            answers = [tracking.Answer(shorten(c.prompt, LONGEST), shorten(c.text, LONGEST), c.reward) for c in some]
+            for tracker in self.trackers:
+                tracker.show(step, answers, drawn)
 
     def close(self) -> None:
         """Let the trackers go."""

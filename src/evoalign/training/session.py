@@ -258,6 +258,7 @@ class Session:
         write_completions(self.run, "before", before)
         if self._validated is not None:
             write_completions(self.run, BEFORE_VALIDATION, self._validated)
+        self.recorder.show(0, before)
         self.algorithm.begin(self)
         return before
 
