@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,8 +56,19 @@ def test_help_imports_nothing_heavy(words: Sequence[str], tmp_path: Path) -> Non
 def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path: Path) -> None:
     done = run("train", ROOT / f"configs/{config}.yaml", "--dry-run")
     assert (done.code, done.err) == (0, "")
-    resolved, _, told = done.out.partition("\neta ")
+    resolved, _, lines = done.out.partition("\n\n")
+    head, _, told = lines.partition("\neta ")
+    assert (
+        head.startswith("model tiny of 0.5 M parameters; task co") and "completions (" in head and " evolve: " in head
+    )
     tree = yaml.safe_load(resolved)
+    unused = {"grpo", "lora", "lowrank", "full"} - {tree["space"]["name"]}
+    assert not unused & tree.keys() and "# not used here, and shown with --all: " in resolved
+    everything = yaml.safe_load(
+        run("train", ROOT / f"configs/{config}.yaml", "--dry-run", "--all").out.split("\n\n")[0]
+    )
+    assert everything.keys() - tree.keys() == unused
+    assert {name: everything[name] for name in tree} == tree
     es = tree["es"]
     assert tree["es"]["population_size"] > 1 and tree["evaluation"]["top_p"] == 1.0, "defaults are written out"
     assert float(told.split()[0]) == pytest.approx(es["learning_rate"] / es["sigma"], rel=1e-3)
@@ -123,12 +135,20 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     trained = command("train", "config.yaml", *SMALL, cwd=folder)
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == "", "the model library is quiet"
-    for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "saved runs/my_task/"):
+    for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "model tiny of "):
         assert word in trained.stdout
+    where, _, commands = trained.stdout.partition("to go on:\n")
+    lines = [line.split() for line in where.splitlines()[-5:]]
+    assert [name for name, *_ in lines] == ["results", "completions", "figures", "adapter", "run"]
+    assert all((folder / place).exists() for _, place, *_ in lines)
+    next_ones = [shlex.split(line, comments=True)[1:] for line in commands.splitlines()]
+    assert [words[0] for words in next_ones] == ["placebo", "eval", "export"]
     manifest = json.loads((folder / "runs/my_task/manifest.json").read_text())
     assert manifest["command"][1:3] == ["train", "config.yaml"]
 
     monkeypatch.chdir(folder)
+    for words in next_ones[1:]:
+        assert run(*words).code == 0, "as it was printed"
     unasked = run("eval", "runs/my_task")
     assert unasked.code == 2 and "names code of its own (reward.py:right, reward.py:brief)" in unasked.err
     assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
@@ -177,7 +197,7 @@ def test_data_countdown(run: Run, tmp_path: Path) -> None:
 def test_later_configs_and_settings_win(run: Run, tmp_path: Path) -> None:
     (tmp_path / "more.yaml").write_text("es: {population_size: 8, num_generations: 7}\nseed: 9\n")
     done = run("train", QUICKSTART, "-c", "more.yaml", "--set", "seed=10", "--dry-run")
-    tree = yaml.safe_load(done.out.partition("\neta ")[0])
+    tree = yaml.safe_load(done.out.partition("\n\n")[0])
     assert (tree["seed"], tree["es"]["population_size"], tree["es"]["num_generations"]) == (10, 8, 7)
 
 

@@ -26,7 +26,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
 from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
 from evoalign.spaces import create as create_space
-from evoalign.training import splits
+from evoalign.training import heading, splits
 from evoalign.types import TensorSpec
 from evoalign.version import install
 
@@ -69,13 +69,14 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     task.close()
     refusals = _refusals(config, len(data.train), task.objective())
     known = [*splits.lines(config, task, data), *default_lines(config)]
-    lines = [*standing, *refusals, *known, *step_lines(config), *work_lines(config)]
+    lines = [*known, *step_lines(config), *work_lines(config)]
     try:
         lines = [*origin.lines(config.model), *lines]
         specs = specs_of_config(config)
     except ModelError as error:
-        return [*lines, "memory: not estimated", f"refused as it stands: {error}"]
-    return [*lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
+        return [*standing, *refusals, *lines, "memory: not estimated", f"refused as it stands: {error}"]
+    head = heading.subject(config, task, data, specs)
+    return [*standing, *refusals, head, *lines, *memory_lines(config, specs), *rate_lines(config, parameters(specs))]
 
 
 def parameters(specs: Sequence[TensorSpec]) -> int:

@@ -26,6 +26,7 @@ from evoalign.checks.fluency import Fluency
 from evoalign.config import Config
 from evoalign.config.reading import read_object
 from evoalign.cost.budget import Cost
+from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, DataError, EvoalignError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
@@ -35,7 +36,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
 from evoalign.tasks import Data, Split, Task
-from evoalign.training import saving, splits
+from evoalign.training import heading, saving, splits
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
 from evoalign.training.session import Session, locked, object_given, place
@@ -123,7 +124,8 @@ class _Past:
         tell(console, f"{shown(run.path)} is done: all {self.config.grpo.max_steps} steps, nothing is left to do")
         verdict = judged_again(run, before, after)
         show(before, after, verdict, console, lambda line: tell(console, line))
-        tell(console, f"saved {shown(saved)}\nrun   {shown(run.path)}")
+        for line in heading.last_lines(run, saved, self.config, "grpo", self.given, 0):
+            tell(console, line)
         return Result(run.path, saved, before, after, verdict)
 
     def state(self, console: Console) -> tuple[Path, int] | None:
@@ -192,8 +194,13 @@ class _Grpo:
         """Say what is going to run."""
         note = [self.policy.note] if self.policy.note and session.is_new else []
         known = splits.lines(self.config, self.task, self.data)
+        head = [
+            heading.subject(self.config, self.task, self.data, specs_of_config(self.config)),
+            *planning.step_lines(self.config),
+            *planning.work_lines(self.config)[:1],
+        ]
         lines = [*gold_lines(self.task, self.data), *known, *planning.default_lines(self.config)]
-        for line in [*origin.lines(self.config.model), *lines, *planning.step_lines(self.config), *note]:
+        for line in [*origin.lines(self.config.model), *head, *note, *lines]:
             session.tell(line)
 
     def facts(self) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, DryRun, Given, More, Overwrite, Resume, Sets, quiet
+from evoalign.cli.options import All, Debug, DryRun, Given, More, Overwrite, Resume, Sets, quiet
 from evoalign.cli.resolving import resolved
+from evoalign.cli.showing import show_plan
 
 
 def grpo(
@@ -21,18 +22,17 @@ def grpo(
         int | None, typer.Option(min=0, help="Evaluate the policy each so many steps; 0: never.")
     ] = None,
     dry_run: DryRun = False,
+    all_: All = False,
     debug: Debug = False,
 ) -> None:
     """Train the GRPO baseline on the same task, and compare the test split before and after."""
-    from evoalign.config import to_yaml
-
     found = resolved("grpo", config, more or [], set_ or [], evaluate_every, resume=resume, overwrite=overwrite)
     quiet()
     if dry_run:
         from evoalign.baselines import planning
 
         lines = planning.dry_run(found, overwrite=overwrite, resume=resume)
-        typer.echo(to_yaml(found) + "\n" + "\n".join(lines))
+        show_plan(found, "grpo", lines, everything=all_)
         return
     from evoalign.baselines import train as baseline
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, DryRun, Given, More, Overwrite, Resume, Sets, quiet
+from evoalign.cli.options import All, Debug, DryRun, Given, More, Overwrite, Resume, Sets, quiet
 from evoalign.cli.resolving import resolved
+from evoalign.cli.showing import show_plan
 
 
 def train(
@@ -21,17 +22,16 @@ def train(
         int | None, typer.Option(min=0, help="Evaluate the mean each so many generations; 0: never.")
     ] = None,
     dry_run: DryRun = False,
+    all_: All = False,
     debug: Debug = False,
 ) -> None:
     """Train, and compare the test split before and after."""
-    from evoalign.config import to_yaml
-
     found = resolved("es", config, more or [], set_ or [], evaluate_every, resume=resume, overwrite=overwrite)
     quiet()
     from evoalign.training import train as training
 
     if dry_run:
         lines = training.dry_run(found, overwrite=overwrite, resume=resume)
-        typer.echo(to_yaml(found) + "\n" + "\n".join(lines))
+        show_plan(found, "es", lines, everything=all_)
         return
     training.train(found, overwrite=overwrite, resume=resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, cast
@@ -107,9 +107,9 @@ def _at(tree: object, place: Sequence[str | int]) -> bool:
     return True
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved config, all defaults written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, without: Iterable[str] = ()) -> str:
+    """The resolved config, all defaults written out, but for the sections `without`."""
+    return yaml.safe_dump(config.model_dump(mode="json", exclude={*without}), sort_keys=False, allow_unicode=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -37,13 +37,12 @@ from evoalign.rundir.journal import Ending
 from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
 from evoalign.tasks import Data, Split, Task
-from evoalign.training import ending, saving, stopping
+from evoalign.training import ending, heading, saving, stopping
 from evoalign.training.recorder import Labels, Recorder
 from evoalign.training.result import (
     Result,
     conclude,
     read_completions,
-    shown,
     validation_line,
     validation_of,
     write_completions,
@@ -339,7 +338,9 @@ class Session:
             self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
-        self.tell(f"saved {shown(saved)}\nrun   {shown(self.run.path)}")
+        done = 0 if placebos is None else len(placebos.seeds)
+        for line in heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, done):
+            self.tell(line)
         return Result(self.run.path, saved, before, after, verdict)
 
     def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:

@@ -24,7 +24,6 @@ from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
-from evoalign.cost.share import share_lines
 from evoalign.engines.base import metrics_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
@@ -40,9 +39,9 @@ from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
 from evoalign.tasks import Split, Task
-from evoalign.training import placebos, saving, splits, stopping
+from evoalign.training import heading, placebos, saving, splits, stopping
 from evoalign.training.recorder import Labels
-from evoalign.training.result import Result, gold_lines
+from evoalign.training.result import Result
 from evoalign.training.resuming import log_to_resume
 from evoalign.training.session import Session, locked, object_given, place
 from evoalign.training.stop import Stop
@@ -92,26 +91,28 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     run = _place(config, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    work = [*splits.lines(config, task, data), *stopping.lines(config), *estimate.work_lines(config, len(data.train))]
+    known = [*splits.lines(config, task, data), *stopping.lines(config)]
+    standing, work = [], [*known, *estimate.work_lines(config, len(data.train))]
     log = log_to_resume(run, config, None) if resume else None
     if log is None:
         try:
             run.refuse(overwrite=overwrite)
         except RunExistsError as error:
-            work.insert(0, f"refused as it stands: {error}")
+            standing = [f"refused as it stands: {error}"]
     else:
-        work.insert(0, f"resumes after generation {len(log.generations)} of {config.es.num_generations}")
+        standing = [f"resumes after generation {len(log.generations)} of {config.es.num_generations}"]
     dtype = estimate.served_dtype(config)
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)
     except ModelError as error:
-        return [*estimate.step_lines(config, None), *work, "memory: not estimated", f"refused as it stands: {error}"]
+        refused = f"refused as it stands: {error}"
+        return [*standing, *estimate.step_lines(config, None), *work, "memory: not estimated", refused]
     layout = layout_of(spaces.create(config), specs, dtype)
     known = layout if config.es.sigma is not None else None  # mean |W| needs the weights
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
-    rounded = rounding.rounding_lines(config, layout, dtype, weights)
-    step = [*estimate.step_lines(config, known), *share_lines(config, specs, layout), *rounded]
-    return [*step, *work, *estimate.memory_lines(config, specs, layout, dtype)]
+    step = [*estimate.step_lines(config, known), *rounding.rounding_lines(config, layout, dtype, weights)]
+    head = heading.of_es(config, task, data, specs, layout)
+    return [*standing, *head, *step, *work, *estimate.memory_lines(config, specs, layout, dtype)]
 
 
 def _place(config: Config, *, resume: bool) -> RunDir:
@@ -162,18 +163,9 @@ class _EvolutionStrategies:
 
     def open(self, session: Session) -> None:
         """Say what is going to run, and ask the canary."""
-        parts = self.parts
-        note = [*origin.lines(self.config.model), *share_lines(self.config, parts.engine.specs(), parts.layout)]
-        note += [f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []
-        known = [*splits.lines(self.config, self.task, self.data), *stopping.lines(self.config)]
-        step = [*estimate.step_lines(self.config, parts.layout), *self._rounding()]
-        for line in [*note, *gold_lines(self.task, self.data), *known, *step]:
+        for line in heading.opening(self.parts):
             session.tell(line)
         self._check_canary(session.done)
-
-    def _rounding(self) -> list[str]:
-        layout, engine = self.parts.layout, self.parts.engine
-        return rounding.rounding_lines(self.config, layout, engine.dtype, rounding.weights_of_engine(engine, layout))
 
     def facts(self) -> dict[str, Any]:
         task = {"name": self.task.name, "given_as": self.given}

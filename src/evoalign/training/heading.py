@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first lines of a run and the last ones: what it is, and where what it made is and what can be done with that."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from evoalign.config import Config, code_of
+from evoalign.cost import estimate, rounding
+from evoalign.cost.share import share_lines
+from evoalign.models import origin
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.method import Method
+from evoalign.setup import Parts
+from evoalign.tasks import Data, Task
+from evoalign.training import splits, stopping
+from evoalign.training.result import gold_lines, shown
+from evoalign.types import Layout, TensorSpec
+
+
+def subject(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec]) -> str:
+    """Model and task, for whoever reads nothing else."""
+    parameters = sum(math.prod(spec.shape) for spec in specs)
+    splits = {"training": data.train, "validation": data.validation, "test": data.test}
+    counts = [f"{len(examples):,} {name}" for name, examples in splits.items() if examples]
+    return (
+        f"model {config.model.name} of {parameters / 1e6:,.1f} M parameters; task {task.name}: "
+        f"{', '.join(counts[:-1])} and {counts[-1]} examples"
+    )
+
+
+def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
+    """What a run of ES is: model and task, what evolves, how much it asks."""
+    es, rows = config.es, min(config.task.batch_size or len(data.train), len(data.train))
+    share, *warnings = share_lines(config, specs, layout)
+    return [
+        subject(config, task, data, specs),
+        f"space {config.space.name}: {layout.parameters:,} numbers evolve; {share}",
+        f"{es.num_generations:,} generations of {es.population_size * rows:,} completions ({es.population_size} members "
+        f"x {rows} prompts) of at most {config.sampling.max_tokens:,} tokens; the first one shows how long they take",
+        *warnings,
+    ]
+
+
+def opening(parts: Parts) -> list[str]:
+    """The same of a run whose model is loaded, with its step and what is to be known of engine and data."""
+    config, layout = parts.config, parts.layout
+    weights = rounding.weights_of_engine(parts.engine, layout)
+    return [
+        *of_es(config, parts.task, parts.data, parts.engine.specs(), layout),
+        *estimate.step_lines(config, layout),
+        *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
+        *origin.lines(config.model),
+        *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
+        *gold_lines(parts.task, parts.data),
+        *splits.lines(config, parts.task, parts.data),
+        *stopping.lines(config),
+    ]
+
+
+def last_lines(run: RunDir, saved: Path, config: Config, method: Method, given: str | None, placebos: int) -> list[str]:
+    """Where what a run made is, and commands that go on from there, which need nothing but the run.
+
+    `given`: what it was handed as a Python object, which no command has; `placebos`: how many were measured.
+    """
+    figures = ", ".join(sorted(file.stem for file in run.figures.glob("*.png")))
+    where = {
+        "results": run.results / "evaluation.json",
+        "completions": run.results / "completions",
+        "figures": f"{shown(run.figures)} ({figures})" if figures else run.figures,
+        "adapter" if (saved / "adapter_config.json").is_file() else "model": saved,
+        "run": run.path,
+    }
+    lines = [f"{name:<12} {shown(place) if isinstance(place, Path) else place}" for name, place in where.items()]
+    return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, method, given, placebos))]
+
+
+def commands(run: RunDir, config: Config, method: Method, given: str | None, placebos: int) -> list[str]:
+    """Three, each with what it is for."""
+    path, code = shlex.quote(str(shown(run.path))), code_of(config)
+    # A run does not say what is imported; a config that is named does.
+    own = f" --config {shlex.quote(str(shown(run.config)))}" if code else ""
+    sampled = " --samples 4 --temperature 0.7" if config.evaluation.temperature == 0 else " --split train"
+    signal = {f"placebo {path}{own}": "how much of the gain is signal: the same noise, shuffled coefficients"}
+    asked = {f"eval {path}{own}{sampled}": "the test split, sampled" if "samples" in sampled else "the training split"}
+    handed = {
+        f"export {path} --to {shlex.quote(f'{run.path.resolve().name}_export')}": "to hand it on, with a model card"
+    }
+    looked = {f"journal {path}": "each generation as a row"} if method == "es" else {}
+    moved = {f"analyze distance {path}": "how far the weights went, by layer"}
+    wanted = {} if given is not None else {**(signal if method == "es" and placebos < 20 else {}), **asked}
+    found = list({**wanted, **handed, **looked, **moved}.items())[:3]
+    width = max(len(command) for command, _ in found)
+    return [f"evoalign {command:<{width}}  # {why}" for command, why in found]
