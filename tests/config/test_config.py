@@ -403,3 +403,23 @@ def test_pairs_of_ab_never_learn():
     with pytest.raises(ConfigError, match="can never learn"):
         from_dict(tree)
     assert from_dict({**tree, "space": "lowrank"}).lora.evolve == "ab"
+
+
+@pytest.mark.parametrize(
+    ("tree", "es", "grpo"),
+    [
+        ({}, {"lowrank", "full", "grpo"}, {"lora", "lowrank", "full", "space", "es"}),
+        ({"grpo": {"tune": "lora"}}, {"lowrank", "full", "grpo"}, {"lowrank", "full", "space", "es"}),
+        (
+            {"space": "lowrank", "grpo": {"rollouts": "es"}},
+            {"lora", "full", "grpo"},
+            {"lora", "full"},
+        ),
+        ({"space": "my.module:Space"}, {"grpo"}, {"lora", "lowrank", "full", "space", "es"}),
+    ],
+)
+def test_sections_that_a_method_does_not_read(tree: dict[str, Any], es: set[str], grpo: set[str]) -> None:
+    config = from_dict({"es": {"sigma": 0.01}, **tree})
+    assert (set(config.unused(grpo=False)), set(config.unused(grpo=True))) == (es, grpo)
+    again = yaml.safe_load(to_yaml(config, without=config.unused(grpo=False)))
+    assert from_dict(again) == config.model_copy(update={"grpo": from_dict(again).grpo})

@@ -156,6 +156,15 @@ class Config(Section):
         sections: dict[str, SpaceSection] = {name: getattr(self, name) for name in SECTIONS}
         return sections.get(self.space.name, SpaceSection())
 
+    def unused(self, *, grpo: bool) -> list[str]:
+        """Sections that a run of GRPO, or else of ES, does not read. A space of one's own may read any of the spaces'."""
+        has_members = not grpo or self.grpo.rollouts == "es"
+        own = has_members and type(self.section) is SpaceSection
+        adapter = [self.lora] if grpo and self.grpo.tune == "lora" else []
+        used = [*([self.section] if has_members else []), *adapter]
+        spaces = [name for name in SECTIONS if not own and not any(getattr(self, name) is section for section in used)]
+        return [*spaces, *([] if has_members else ["space", "es"]), *([] if grpo else ["grpo"])]
+
     def as_policy(self, *, adapter: bool, own_engine: bool = True) -> Config:
         """As a run of GRPO evaluates itself: in the dtype it trains in, and by its own engine.
 
