@@ -157,7 +157,7 @@ class Config(Section):
         return sections.get(self.space.name, SpaceSection())
 
     def unused(self, *, grpo: bool) -> list[str]:
-        """Sections that a run of GRPO, or else of ES, does not read. A space of one's own may read any of the spaces'."""
+        """Sections that a run of GRPO, or else of ES, does not read. A space of one's own may read those of all."""
         has_members = not grpo or self.grpo.rollouts == "es"
         own = has_members and type(self.section) is SpaceSection
         adapter = [self.lora] if grpo and self.grpo.tune == "lora" else []

@@ -101,6 +101,9 @@ def _own_words(own: Held) -> str:
     return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 
+TIME = "time is not estimated where no weights are loaded: evoalign doctor CONFIG times a piece of a generation"
+
+
 def work_lines(config: Config, examples: int | None) -> list[str]:
     """Rollouts and tokens, in words."""
     es = config.es
@@ -113,6 +116,7 @@ def work_lines(config: Config, examples: int | None) -> list[str]:
         f"rollouts {rollouts:,} a generation ({es.population_size} members x {prompts} prompts), "
         f"{rollouts * es.num_generations:,} in all",
         f"tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all",
+        TIME,
     ]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from evoalign import engines, evaluation, tracking
@@ -11,14 +12,17 @@ from evoalign.baselines import planning, settings
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import specs_of_config
-from evoalign.preflight import plan
+from evoalign.preflight import pace, plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import generated, seconds_text, tried
-from evoalign.rollouts import collect, rewards_of
+from evoalign.rollouts import batch, collect, rewards_of
 from evoalign.rundir.manifest import versions
 from evoalign.training import splits
-from evoalign.types import MEAN_PLAN, Request, Sampling
+from evoalign.types import MEAN_PLAN, Member, Request, Rollout, Sampling
 from evoalign.version import install
+
+PASS = 3
+"""A pass forward and one backward take about three times as long as one forward: twice the products backward."""
 
 
 def check_config(case: Case) -> Finding:
@@ -103,7 +107,10 @@ def check_canary(case: Case) -> Finding:
 
 
 def check_generation(case: Case) -> Finding:
-    """A group of completions of one prompt, scored by the task; and some of what a run evaluates at its start."""
+    """A group of completions of one prompt, scored by the task; and some of what a run evaluates at its start.
+
+    A step's completions are timed as a generation of ES is; its passes by one that only reads, as `PASS` says.
+    """
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
     failed = tried(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
@@ -113,9 +120,31 @@ def check_generation(case: Case) -> Finding:
     sampling = Sampling(settings.longest(config), grpo.temperature, grpo.top_p)
     began = time.perf_counter()
     rollouts = collect(engine, MEAN_PLAN, [Request(i, prompt, sampling, i) for i in range(grpo.num_generations)])
+    answered = time.perf_counter()
     rewards = rewards_of(task, [r.text for r in rollouts], [data.train[0]] * len(rollouts))
+    took, scoring = time.perf_counter() - began, time.perf_counter() - answered
+    size = settings.round_size(grpo) * settings.rounds(grpo)
+    rows = batch(len(data.train), size // grpo.num_generations, config.seed, 0)
+    prompts = [tokens_.encode(task.prompt(data.train[row])) for row in rows]
+    asked = [Request(i, prompts[i // grpo.num_generations % len(prompts)], sampling, i) for i in range(size)]
+    lengths = [len(r.token_ids) for r in rollouts]
+
+    def ask(members: Sequence[Member], some: Sequence[Request]) -> list[Rollout]:
+        return collect(engine, MEAN_PLAN, some)
+
+    found, steps = pace.answering(ask, MEAN_PLAN.members, asked, lengths), settings.cycle(grpo)
+    said = [(*prompts[i % len(prompts)], *r.token_ids) for i, r in enumerate(rollouts)]
+    # Another first token for each row: an engine reads what all begin with once, and training does not.
+    micro = [(i % 64, *said[i % len(said)][1:]) for i in range(grpo.per_device_train_batch_size)]
+    passed = time.perf_counter()
+    collect(engine, MEAN_PLAN, [Request(i, ids, Sampling(1), i) for i, ids in enumerate(micro)])
+    rest = PASS * (time.perf_counter() - passed) * grpo.gradient_accumulation_steps
+    rest += scoring * size / len(rewards) / steps
     detail = (
-        f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in "
-        f"{seconds_text(time.perf_counter() - began)}; what a step of training takes beyond that was not tried"
+        f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in {seconds_text(took)}; a "
+        f"step takes about {seconds_text(found.usual / steps + rest)} where answers get as long as these "
+        f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about "
+        f"{seconds_text(found.most / steps + rest)} where all have {sampling.max_tokens:,}, if a step's passes take "
+        f"{PASS} times as long as one that only reads; there are {grpo.max_steps:,}, and evaluations beside"
     )
     return generated(detail, rollouts)

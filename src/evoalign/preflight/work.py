@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.cost import rounding
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError
+from evoalign.preflight import pace
 from evoalign.preflight.case import Case, Finding, need
 from evoalign.rewards.objective import score
-from evoalign.rollouts import collect, group_of
+from evoalign.rollouts import batch, collect, group_of
 from evoalign.tasks import Data
-from evoalign.types import Example, Layout, Plan, Rollout, population
+from evoalign.types import Example, Layout, Member, Plan, Request, Rollout, population
 
 PROMPT = "Solve: 3 + 5 ="
 """What the canary asks where there is no task."""
-TRIED_PROMPTS = 2
+TRIED_PROMPTS, SAMPLED_PROMPTS = 2, 4
+UPDATED_MEMBERS = 8
+"""Whose noise an update is timed with; the others' counts in proportion."""
 
 
 def check_engine(case: Case) -> Finding:
@@ -67,34 +71,58 @@ def check_canary(case: Case) -> Finding:
 
 
 def check_generation(case: Case) -> Finding:
-    """Two members on a prompt or two, scored by the task: a small generation end to end, with noise no run uses.
+    """Two members on a few prompts, scored by the task: a small generation end to end, with noise no run uses; and how
+    long one of the run's own takes, by a timed piece of it.
 
     What is evaluated is scored too, as a run does before its first generation: its rows may lack a column.
     """
     need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
-    members = population(2, antithetic=config.es.antithetic)
+    members = population(config.es.population_size, antithetic=config.es.antithetic)
     plan = Plan(canary.address(0), evolve.sigma_at(config, 0), members)
 
-    def scored(examples: Sequence[Example]) -> tuple[list[Rollout], shaping.Scores]:
+    def requests(examples: Sequence[Example]) -> list[Request]:
         prompts = [tokens_.encode(task.prompt(e)) for e in examples]
-        rollouts = collect(engine, plan, evolve.requests_of(config, range(len(prompts)), prompts, 0))
-        return rollouts, score(task.objective(), group_of(task, examples, rollouts, len(members)))
+        return evolve.requests_of(config, range(len(prompts)), prompts, 0)
+
+    def ask(some: Sequence[Member], asked: Sequence[Request]) -> list[Rollout]:
+        return collect(engine, replace(plan, members=tuple(some)), asked)
+
+    def scored(examples: Sequence[Example]) -> tuple[list[Rollout], shaping.Scores, float]:
+        rollouts, began = ask(members[:2], requests(examples)), time.perf_counter()
+        scores_MP = score(task.objective(), group_of(task, examples, rollouts, 2))
+        return rollouts, scores_MP, time.perf_counter() - began
 
     failed = tried(data, scored)
     if failed is not None:
         return failed
     began = time.perf_counter()
-    rollouts, scores_MP = scored(data.train[:TRIED_PROMPTS])
+    rollouts, scores_MP, scoring = scored(data.train[:SAMPLED_PROMPTS])
     took = time.perf_counter() - began
-    work = config.es.population_size * min(config.task.batch_size or len(data.train), len(data.train))
-    estimated = seconds_text(took * max(1.0, work / scores_MP.size))
+    lengths = [len(r.token_ids) for r in rollouts]
+    rows = batch(len(data.train), config.task.batch_size, config.seed, 0)
+    found = pace.answering(ask, members, requests([data.train[i] for i in rows]), lengths)
+    count = len(members) * len(rows)
+    rest = scoring * count / scores_MP.size + _moving(case, plan)
     detail = (
-        f"{scores_MP.size} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; a "
-        f"generation of {work} takes about {estimated} at that pace, less where more rows share a batch"
+        f"{scores_MP.size} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
+        f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} where answers get as long as these "
+        f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about {seconds_text(found.most + rest)} "
+        f"where all have {config.sampling.max_tokens:,}; there are {config.es.num_generations:,}, and evaluations"
     )
     return generated(detail, rollouts)
+
+
+def _moving(case: Case, plan: Plan) -> float:
+    """Seconds of a generation's update and its hash. The mean of the engine is another one after it."""
+    engine, members = need(case.engine, "engine"), plan.members[:UPDATED_MEMBERS]
+    shares = [1.0 if member.sign > 0 else -1.0 for member in members]
+    began = time.perf_counter()
+    engine.apply(evolve.update_of(case.config, replace(plan, generation=0, members=members), shares))
+    moved = time.perf_counter()
+    engine.fingerprint()
+    return (moved - began) * len(plan.members) / len(members) + time.perf_counter() - moved
 
 
 def tried(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding | None:

@@ -36,11 +36,12 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
     """What a run of ES is: model and task, what evolves, how much it asks."""
     es, rows = config.es, min(config.task.batch_size or len(data.train), len(data.train))
     share, *warnings = share_lines(config, specs, layout)
+    members = es.population_size
     return [
         subject(config, task, data, specs),
         f"space {config.space.name}: {layout.parameters:,} numbers evolve; {share}",
-        f"{es.num_generations:,} generations of {es.population_size * rows:,} completions ({es.population_size} members "
-        f"x {rows} prompts) of at most {config.sampling.max_tokens:,} tokens; the first one shows how long they take",
+        f"{es.num_generations:,} generations of {members * rows:,} completions ({members} members x {rows} prompts) "
+        f"of at most {config.sampling.max_tokens:,} tokens; the first one shows how long they take",
         *warnings,
     ]
 
@@ -50,10 +51,10 @@ def opening(parts: Parts) -> list[str]:
     config, layout = parts.config, parts.layout
     weights = rounding.weights_of_engine(parts.engine, layout)
     return [
+        *origin.lines(config.model),
         *of_es(config, parts.task, parts.data, parts.engine.specs(), layout),
         *estimate.step_lines(config, layout),
         *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
-        *origin.lines(config.model),
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
         *gold_lines(parts.task, parts.data),
         *splits.lines(config, parts.task, parts.data),

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate against engines whose time is known, from one bound by its steps to one bound by its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from evoalign.preflight import pace
+from evoalign.types import Member, Request, Rollout, Sampling, population
+
+
+class Timed:
+    """Answers whose lengths are given by request, at so many seconds a step and so many a row and step."""
+
+    def __init__(self, lengths: Sequence[int], step: float, row: float, reading: float = 0.0) -> None:
+        self.lengths, self.step, self.row, self.reading = lengths, step, row, reading
+        self.now = 0.0
+        self.asked: list[tuple[int, int, int]] = []
+
+    def __call__(self, members: Sequence[Member], requests: Sequence[Request]) -> list[Rollout]:
+        limit = requests[0].sampling.max_tokens
+        self.asked.append((len(members), len(requests), limit))
+        said = [min(self.lengths[r.index % len(self.lengths)], limit) for _ in members for r in requests]
+        self.now += self.reading * len(said)
+        self.now += sum(self.step + self.row * sum(n > done for n in said) for done in range(1, max(said)))
+        members_of = [m for m in members for _ in requests]
+        asked = [*requests] * len(members)
+        return [Rollout(m, r.index, (1,) * n, "", "stop") for m, r, n in zip(members_of, asked, said, strict=True)]
+
+
+def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, prompts: int = 16, limit: int = 200
+             ) -> tuple[pace.Answering, float]:  # fmt: skip
+    """The estimate from the lengths of eight answers, and what the whole generation takes."""
+    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+    everyone, requests = population(members), [Request(i, (1, 2), Sampling(limit), i) for i in range(prompts)]
+    sample = [len(r.token_ids) for r in engine(everyone[:2], requests[:4])]
+    found = pace.answering(engine, everyone, requests, sample)
+    began = engine.now
+    engine(everyone, requests)
+    return found, engine.now - began
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("lengths", [(20, 30, 25, 40), (150, 180, 120, 200), (200,), (5, 60, 8, 20)], ids=str)
+def test_within_a_factor_of_two_wherever_the_time_goes(
+    share: float, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`share` of a full batch's time is of its steps, as on a GPU, and the rest of its rows, as on a CPU."""
+    engine = Timed(lengths, step=0.01 * share, row=0.01 * (1 - share) / 512, reading=1e-5)
+    found, whole = estimate(engine, monkeypatch)
+    assert whole / 2 < found.usual < 2 * whole
+    assert found.most >= 0.99 * found.usual
+
+
+def test_where_all_answers_are_as_long_as_they_may_be_it_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, whole = estimate(Timed((200,), step=0.02, row=1e-5, reading=1e-4), monkeypatch)
+    assert found.usual == pytest.approx(whole) and found.most == pytest.approx(whole)
+
+
+def test_few_tokens_at_most_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (1, 2, pace.STEPS):
+        found, whole = estimate(Timed((99,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
+        assert found.usual == found.most == pytest.approx(whole)
+
+
+def test_what_takes_long_is_timed_with_fewer_members_and_counted_in_proportion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Timed((100,), step=0.0, row=1e-3, reading=0.02)  # a pair reads 64 prompts in 2.56 s
+    found, whole = estimate(engine, monkeypatch, members=40, prompts=128)
+    (_, _, _), first, *rest, _ = engine.asked
+    assert first == (2, pace.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, pace.STEPS)]
+    assert found.usual == pytest.approx(whole)
