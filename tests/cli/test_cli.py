@@ -59,7 +59,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     resolved, _, lines = done.out.partition("\n\n")
     head, _, told = lines.partition("\neta ")
     assert (
-        head.startswith("model tiny of 0.5 M parameters; task co") and "completions (" in head and " evolve: " in head
+        head.startswith("model tiny of 0.5 M parameters; task co") and "completions (" in head and " numbers; " in head
     )
     tree = yaml.safe_load(resolved)
     unused = {"grpo", "lora", "lowrank", "full"} - {tree["space"]["name"]}

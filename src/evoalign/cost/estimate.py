@@ -101,7 +101,7 @@ def _own_words(own: Held) -> str:
     return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 
-TIME = "time is not estimated where no weights are loaded: evoalign doctor CONFIG times a piece of a generation"
+TIME = "time: evoalign doctor CONFIG loads the model and times a piece of a generation"
 
 
 def work_lines(config: Config, examples: int | None) -> list[str]:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, code_of
 from evoalign.cost import estimate, rounding
 from evoalign.cost.share import share_lines
@@ -39,7 +40,7 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
     members = es.population_size
     return [
         subject(config, task, data, specs),
-        f"space {config.space.name}: {layout.parameters:,} numbers evolve; {share}",
+        f"space {config.space.name}: {layout.parameters:,} numbers; {share}",
         f"{es.num_generations:,} generations of {members * rows:,} completions ({members} members x {rows} prompts) "
         f"of at most {config.sampling.max_tokens:,} tokens; the first one shows how long they take",
         *warnings,
@@ -62,10 +63,12 @@ def opening(parts: Parts) -> list[str]:
     ]
 
 
-def last_lines(run: RunDir, saved: Path, config: Config, method: Method, given: str | None, placebos: int) -> list[str]:
+def last_lines(
+    run: RunDir, saved: Path, config: Config, method: Method, given: str | None, placebos: Placebos | None = None
+) -> list[str]:
     """Where what a run made is, and commands that go on from there, which need nothing but the run.
 
-    `given`: what it was handed as a Python object, which no command has; `placebos`: how many were measured.
+    `given`: what it was handed as a Python object, which no command has; `placebos`: those that were measured.
     """
     figures = ", ".join(sorted(file.stem for file in run.figures.glob("*.png")))
     where = {
@@ -76,7 +79,8 @@ def last_lines(run: RunDir, saved: Path, config: Config, method: Method, given: 
         "run": run.path,
     }
     lines = [f"{name:<12} {shown(place) if isinstance(place, Path) else place}" for name, place in where.items()]
-    return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, method, given, placebos))]
+    done = 0 if placebos is None else len(placebos.seeds)
+    return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, method, given, done))]
 
 
 def commands(run: RunDir, config: Config, method: Method, given: str | None, placebos: int) -> list[str]:

@@ -338,9 +338,8 @@ class Session:
             self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
-        done = 0 if placebos is None else len(placebos.seeds)
-        for line in heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, done):
-            self.tell(line)
+        last = heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, placebos)
+        self.tell("\n".join(last))
         return Result(self.run.path, saved, before, after, verdict)
 
     def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:
@@ -354,8 +353,7 @@ class Session:
             return ending.beside(what, measure, self.tell, how_to_resume(self))
 
     def _evaluate(self, which: str, split: Split = "test") -> Evaluation:
-        what = f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples"
-        self.tell(what)
+        self.tell(what := f"evaluating the {which} on {len(self.algorithm.data.of(split))} {split} examples")
         with Bar(what, self.recorder.console):
             return self.evaluate(split)
 

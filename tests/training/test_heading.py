@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says first and last, and what its figure is told of its result."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import evoalign
+from evoalign.config import from_dict
+from evoalign.report import figures
+from evoalign.rundir.directory import RunDir
+from evoalign.training import heading
+
+ES = {"sigma": 0.02, "num_generations": 1, "population_size": 4}
+
+
+def words(run: Path, method: Any = "es", given: str | None = None, placebos: int = 0, **sections: Any) -> list[str]:
+    """The commands that a run ends with."""
+    config = from_dict({"output_dir": str(run), "es": ES, **sections})
+    return heading.commands(RunDir(run), config, method, given, placebos)
+
+
+def named(commands: list[str]) -> list[str]:
+    return [command.split()[1] for command in commands]
+
+
+def test_the_commands_fit_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    es = words(run)
+    assert named(es) == ["placebo", "eval", "export"] and f"evoalign placebo '{run}'" in es[0]
+    assert "--samples 4 --temperature 0.7" in es[1] and "--to 'a run_export'" in es[2]
+    assert "--split train" in words(run, evaluation={"temperature": 0.7})[1]
+    assert named(words(run, placebos=20)) == ["eval", "export", "journal"]
+    assert named(words(run, "grpo")) == ["eval", "export", "analyze"]
+    assert named(words(run, given="reward")) == ["export", "journal", "analyze"]
+    code = words(run, task={"name": "mine:Task"})
+    assert f"--config '{run / 'config.yaml'}'" in code[0] and "--config" in code[1] and "--config" not in code[2]
+
+
+def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    whole = figures.evolution
+    monkeypatch.setattr(figures, "evolution", lambda *a, **named: (drawn.append(named), whole(*a, **named)))
+    told = io.StringIO()
+    tree = {"output_dir": str(tmp_path / "run"), "es": ES, "evaluation": {"max_tokens": 8}, "checks": {"placebo": 0},
+            "task": {"validation_size": 1, "test_size": 5}}  # fmt: skip
+    result = evoalign.train(tree, console=Console(file=told, width=300))
+    lines = told.getvalue().splitlines()
+    assert lines[0].startswith("model tiny of 0.5 M parameters; task conciseness: 1 training, 1 validation and 5 test")
+    assert lines[1].startswith("space lora: ") and lines[2].startswith("1 generations of 4 completions (4 members x 1 ")
+    last = lines[lines.index("to go on:") - 5 :]
+    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:5]]
+    assert [place.name for place in places] == ["results", "completions", "figures", "adapter", "run"]
+    assert all(place.path.exists() for place in places) and len(last) == 9
+    ends = drawn[-1]["test"]
+    assert ends.before.mean == result.before.measures["reward"] and ends.after.mean == result.after.measures["reward"]
+    assert ends.before.low < ends.before.mean < ends.before.high
+    assert drawn[-1]["validation"].after is not None and drawn[0]["test"].after is None
