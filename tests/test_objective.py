@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shutil
 import signal
 import struct
@@ -279,7 +280,11 @@ def test_the_plain_line_names_them(questions: str, tmp_path: Path) -> None:
     tree["es"]["num_generations"] = 1
     evoalign.train(tree, console=Console(file=output, width=200))
     (row,) = lines(tmp_path / "run/metrics.jsonl")
-    assert f"helpful {row['rewards']['helpful']:.4g}  cost {row['rewards']['cost']:.4g}" in output.getvalue()
+    assert f"helpful {row['rewards']['helpful']:.4g}  cost (x -0.5) {row['rewards']['cost']:.4g}" in output.getvalue()
+    assert row["reward_weights"] == {"helpful": 1.0, "cost": -0.5}
+    assert step_and_values(row)[1]["reward_weights/cost"] == -0.5
+    assert re.search(r"reward/cost\s+\(x -0.5\)", output.getvalue())
+    assert json.loads((tmp_path / "run/results/evaluation.json").read_text())["reward_weights"] == row["reward_weights"]
     assert "objective" not in row
     assert not any("objective" in line for line in lines(tmp_path / "run/journal.jsonl"))
     assert row["mean"] == pytest.approx(row["rewards"]["helpful"] - 0.5 * row["rewards"]["cost"])

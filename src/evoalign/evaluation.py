@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
+from evoalign.errors import EvoalignError, RewardError
+from evoalign.plugins import FAILURES, raised
 from evoalign.rollouts import collect, columns_of, derive_seed, sampling_of
-from evoalign.statistics import paired
+from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
 PREFIX = "reward/"
 """Of the measure, and the column of a table, of one of several rewards."""
+
+RESAMPLES, RESAMPLE_SECONDS = 200, 30.0
+"""How often a set-level fitness is asked of examples drawn again, and how long that may take of one evaluation."""
 
 RIGHT = "right"
 """The measure of what gold says of completions, whatever they earn."""
@@ -62,11 +69,23 @@ class Evaluation:
     `reward` is the weighted sum of the task's columns, also where training has another objective: that of a stateful
     one would change with its state. `reward/NAME` is one of several columns, over the completions that it applies to;
     per example NaN where it applies to none. So is `right`, the share that is right by gold, where that is known.
+    `fitness/NAME` is what `task.fitness` gives for all answers of a seed, its samples among them, in the mean over
+    seeds. It is of no example alone: it is not in `measures_E`, and `resampled` has it for examples drawn again.
     """
 
     measures: dict[str, float]
     measures_E: dict[str, tuple[float, ...]]
     completions: tuple[Scored, ...]
+    resampled: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+
+    def estimate(self, name: str) -> Estimate:
+        """A measure with its 95 % interval for new examples: Student's t, or the percentiles of `resampled`."""
+        if name in self.measures_E:
+            return mean([value for value in self.measures_E[name] if not math.isnan(value)])
+        value, count = self.measures[name], len(next(iter(self.measures_E.values())))
+        if name not in self.resampled:
+            return Estimate(value, count, why="no interval: it takes too long, or fails, on examples drawn again")
+        return Estimate(value, count, *_percentiles(self.resampled[name]))
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name} {value:.4g}" for name, value in self.measures.items())
@@ -116,7 +135,62 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
     per_example = {name: tuple(_mean([r[name] for r in group]) for group in of_example) for name in rows[0]}
     measures = {name: _mean([v for v in values if not math.isnan(v)]) for name, values in per_example.items()}
     known = {name: value for name, value in measures.items() if not math.isnan(value)}
-    return Evaluation(known, {name: per_example[name] for name in known}, tuple(scored))
+    whole = {} if task.fitness is None else {task.fitness.measure: _fitness(task, examples, scored, None)}
+    return Evaluation(whole | known, {name: per_example[name] for name in known}, tuple(scored))
+
+
+def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
+    """The evaluation with `task.fitness` for examples drawn again with replacement, `RESAMPLES` times.
+
+    The draws depend on the number of examples alone: those of two evaluations of a split are paired. Nothing is added
+    where that takes more than `RESAMPLE_SECONDS`, or where the function fails for some draw, as one may that needs an
+    example of each class.
+    """
+    if task.fitness is None or len(examples) < FEWEST:
+        return found
+    drawn = np.random.Generator(np.random.Philox(key=[0, len(examples)])).integers(
+        len(examples), size=(RESAMPLES, len(examples))
+    )
+    values: list[float] = []
+    start = time.monotonic()
+    for done, draw_E in enumerate(drawn, 1):
+        try:
+            values.append(_fitness(task, examples, found.completions, draw_E.tolist()))
+        except RewardError:
+            return found
+        if (time.monotonic() - start) / done * RESAMPLES > RESAMPLE_SECONDS:
+            return found
+    return replace(found, resampled={task.fitness.measure: tuple(values)})
+
+
+def _fitness(task: Task, examples: Sequence[Example], scored: Sequence[Scored], drawn: Sequence[int] | None) -> float:
+    """The mean over seeds of the fitness of all samples, of these examples (None: all). Raises RewardError."""
+    places: dict[int, dict[int, list[int]]] = {}
+    for place, one in enumerate(scored):
+        places.setdefault(one.seed, {}).setdefault(one.example, []).append(place)
+    chosen = range(len(examples)) if drawn is None else drawn
+    sets = [[place for e in chosen for place in of_example[e]] for of_example in places.values()]
+    texts, asked = [s.text for s in scored], [examples[s.example] for s in scored]
+    try:
+        return float(np.mean(task.fitness_of(texts, asked, sets)))
+    except EvoalignError:
+        raise
+    except FAILURES as error:
+        raise RewardError(f"task {task.name} failed to score: {raised(error)}; fix it") from error
+
+
+def resampled_interval(before: Evaluation, after: Evaluation) -> dict[str, tuple[float, float, float]]:
+    """The change of what `with_resampled` has of both, with the 95 % percentile interval of its paired draws."""
+    return {
+        name: (after.measures[name] - before.measures[name], *_percentiles(np.subtract(after.resampled[name], values)))
+        for name, values in before.resampled.items()
+        if name in after.resampled
+    }
+
+
+def _percentiles(values_B: ArrayLike) -> tuple[float, float]:
+    low, high = np.percentile(values_B, [100 * LEVEL / 2, 100 * (1 - LEVEL / 2)])
+    return float(low), float(high)
 
 
 def _mean(values: Sequence[float | None]) -> float:

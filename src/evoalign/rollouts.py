@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -127,8 +128,12 @@ def group_of(
     task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
 ) -> Group:
     """What all members said and earned, of all the completions that `collect` gave, in its order."""
-    texts = [r.text for r in rollouts]
-    return grouped(columns_of(task, texts, [*examples] * members), texts, examples, generation)
+    texts, asked, prompts = [r.text for r in rollouts], [*examples] * members, len(examples)
+    group = grouped(columns_of(task, texts, asked), texts, examples, generation)
+    if task.fitness is None:
+        return group
+    whole = [range(i, i + prompts) for i in range(0, len(texts), prompts)]
+    return replace(group, fitness_M=np.array(task.fitness_of(texts, asked, whole), dtype=np.float64))
 
 
 def requests_of(

@@ -16,7 +16,7 @@ from evoalign.config import Config, TaskConfig, from_dict, load
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
-from evoalign.rewards.objective import Objective
+from evoalign.rewards.objective import Objective, refuse_by_prompt
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tasks.data import held_back
@@ -113,10 +113,17 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     made = task or tasks.create(config.task, rewards)
+    if config.task.fitness is not None and made.fitness is None:
+        raise ConfigError(
+            f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
+            "with TaskConfig(fitness=...)"
+        )
     _refuse_cut_answers(config, made)
     chosen = tasks.isolate(made, config.grader)
     try:
-        chosen.objective()  # one that cannot be made is refused here, a dry run's too
+        objective = chosen.objective()  # one that cannot be made is refused here, a dry run's too
+        if config.es_ is not None:
+            refuse_by_prompt(objective, config.es)
         data = chosen.load_data(config.seed)
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:

@@ -9,7 +9,6 @@ are then over seeds and questions; more draws of one trained model say nothing o
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -54,9 +53,8 @@ class Judged:
     @property
     def intervals(self) -> dict[str, Estimate]:
         """Of each measure, for new examples of the split; the trained model is the one that it is."""
-        per_example = self.evaluation.measures_E
-        known = {name: [v for v in values if not math.isnan(v)] for name, values in per_example.items()}
-        return {name: _bounded(name, statistics.mean(values)) for name, values in known.items()}
+        found = self.evaluation
+        return {name: _bounded(name, found.estimate(name)) for name in found.measures}
 
     @property
     def asked(self) -> str:
@@ -240,8 +238,8 @@ def _seed_mean(label: str, runs: Sequence[Judged]) -> SeedMean:
 
 def _over(runs: Sequence[Judged], name: str, crossed: bool) -> Estimate:
     """A seeded split has other examples for each seed, and a reward may not apply to some: then seeds alone."""
-    values_SI = [run.evaluation.measures_E[name] for run in runs]
-    if crossed and not np.isnan(values_SI).any():
+    values_SI = [run.evaluation.measures_E.get(name, ()) for run in runs]
+    if crossed and all(values_SI) and not np.isnan(values_SI).any():
         return statistics.crossed(values_SI)
     return statistics.mean([run.evaluation.measures[name] for run in runs])
 

@@ -16,7 +16,7 @@ from evoalign.config import Config, GrpoConfig
 from evoalign.config.reading import read_json
 from evoalign.config.trl import ALLOWED, ASKED
 from evoalign.errors import ConfigError, DataError, cut
-from evoalign.rewards.objective import Objective, refuse_whole_groups
+from evoalign.rewards.objective import Objective, refuse_whole_members
 
 OURS = frozenset({"tune", "max_completion_length", "warmup_ratio", "rollouts", "off_policy", "trl"})
 """Fields of the section that TRL does not have, or that mean more here."""
@@ -116,7 +116,7 @@ def check_stopping(config: Config) -> None:
 
 def check_objective(objective: Objective) -> None:
     """Raise ConfigError for an objective that GRPO cannot serve: its trainer's state has no place for another."""
-    refuse_whole_groups(objective, "GRPO")
+    refuse_whole_members(objective, "GRPO")
     if objective.state:
         raise ConfigError(
             f"objective {objective.name} has a state ({', '.join(objective.state)}), which a run of GRPO cannot "

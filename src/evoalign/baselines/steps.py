@@ -18,7 +18,7 @@ from evoalign.baselines.settings import cycle
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.report import watching
-from evoalign.report.rows import Row, spread
+from evoalign.report.rows import WEIGHTS, Row, spread
 from evoalign.rewards.objective import means
 from evoalign.rollouts import columns_of, scores_of
 from evoalign.rundir import parquet
@@ -155,6 +155,7 @@ class Steps(TrainerCallback):
         rewards = np.asarray([a.reward for a in answers], dtype=np.float64)
         groups = rewards.reshape(-1, group)
         rollout, score = float(self.trainer.rollout_seconds), self._score_seconds
+        weights = self.policy.task.weighted.by_name(list(answers[0].rewards))
         by_column = means({name: [a.rewards[name] for a in answers] for name in answers[0].rewards})
         seconds = {"rollout": rollout, "score": score, "update": max(0.0, self._spent - rollout - score)}
         return {
@@ -171,7 +172,7 @@ class Steps(TrainerCallback):
             "divergence": None,
             "budget": self._cost(fresh).as_dict(),
             "grpo": {name: _number(logs.get(key)) for key, name in LOGGED.items()},
-            **({"rewards": by_column} if by_column else {}),
+            **({"rewards": by_column, WEIGHTS: weights} if by_column else {}),
         }
 
     def _cost(self, fresh: Sequence[Answer]) -> Cost:

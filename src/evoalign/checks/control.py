@@ -13,8 +13,8 @@ import numpy as np
 from evoalign import evolve
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.rewards.objective import Objective
-from evoalign.rollouts import collect, columns_of, derive_seed, scores_of
+from evoalign.rewards.objective import Objective, judge
+from evoalign.rollouts import collect, derive_seed, group_of
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout
@@ -60,13 +60,13 @@ def control(
     requests = evolve.requests_of(config, range(len(prompts)), prompts, generation)
     said = [collect(engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, generation))]
     first, second = (rewarded(objective, task, rollouts, examples) for rollouts in said)
-    return control_of(first, second, [one.text == other.text for one, other in zip(*said, strict=True)])
+    same = [one.text == other.text for one, other in zip(*said, strict=True)]
+    return control_of(first, second, [all(same)] if objective.per_member else same)
 
 
 def rewarded(objective: Objective, task: Task, rollouts: Sequence[Rollout], examples: Sequence[Example]) -> list[float]:
-    """What each answer scores alone."""
-    texts = [r.text for r in rollouts]
-    return scores_of(objective, columns_of(task, texts, examples), texts, examples)
+    """What each answer scores alone, or with `per_member` all together."""
+    return judge(objective, group_of(task, examples, rollouts, 1))[0].tolist()
 
 
 def redrawn(config: Config, requests: Sequence[Request], generation: int) -> list[Request]:

@@ -102,6 +102,7 @@ def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list
     asked: dict[str, Any] = read(files, sets)
     task = asked.get("task") or {}
     named = {_name(asked.get("space")), _name(asked.get("engine")), _name(task.get("objective")), task.get("name")}
+    named.add(task.get("fitness"))
     named |= {*task.get("rewards", []), *(asked.get("tracking") or {}).get("backends", [])}
     code = [name for name in code_of(config) if name not in named]
     if code:

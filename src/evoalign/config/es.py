@@ -12,6 +12,10 @@ from evoalign.config.base import Count, Delta, Positive, Section, Share, named
 NO_ES = "missing setting es; es needs at least sigma or noise_multiplier"
 
 
+BY_PROMPT = ("centered",)
+"""Shapings that need the scores by prompt; the others take each member's mean over prompts."""
+
+
 class OptimizerConfig(Section):
     """How the ES gradient becomes a step. Momentum and Adam keep state of the mean's size: `lora` only."""
 

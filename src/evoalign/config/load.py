@@ -23,6 +23,7 @@ from evoalign.config.reading import MissingError, read_bytes
 from evoalign.config.run import Config
 from evoalign.config.secrets import GONE, is_secret, redacted_pairs, refuse_secrets
 from evoalign.config.shipped import locate
+from evoalign.config.task import code_of_task
 from evoalign.errors import ConfigError, DataError, cut, shown
 
 MOST_ERRORS = 10
@@ -54,11 +55,9 @@ def read(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
 
 
 def code_of(config: Config) -> list[str]:
-    """The import paths that a config names: code that runs with it."""
-    objective = [] if config.task.objective is None else [config.task.objective.name]
-    parts = (config.space.name, config.engine.name, config.task.name)
-    named = (*parts, *config.task.rewards, *objective, *config.tracking.backends)
-    return [name for name in named if ":" in name]
+    """The import paths and scripts that a config names: code that runs with it."""
+    parts = (config.space.name, config.engine.name, *config.tracking.backends)
+    return [*(name for name in parts if ":" in name), *code_of_task(config.task)]
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from evoalign.config.base import Count, Gib, Place, Section, named
+from evoalign.errors import shown
 
 Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
@@ -74,7 +75,8 @@ class TaskConfig(Section):
     """For `countdown`: how an answer may be written. `strict` is what the published graders read; `lenient` reads other
     signs, LaTeX, markdown and a result after `=`, too. Written down only where it is lenient."""
     rewards: list[str] = Field(default_factory=list)
-    """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions."""
+    """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions, and paths of
+    scripts: executable files that read JSON lines and print numbers."""
     reward_weights: list[Weight] | None = None
     gold: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """For `custom`: the column that has a right answer, by which a reward that wrong answers earn is told; it scores
@@ -84,6 +86,10 @@ class TaskConfig(Section):
     ] = Field(default=None, exclude_if=lambda value: value is None)
     """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
     config, and so the journal, that it always had."""
+
+    fitness: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    """An import path `package.module:function` or `file.py:function`: one number for all that a member answered in a
+    generation, which takes the place of the mean of its rewards. Written down only where it is set."""
 
     @property
     def files(self) -> tuple[str | None, ...]:
@@ -110,7 +116,18 @@ class TaskConfig(Section):
             raise ValidationError.from_exception_data(
                 "task", [{"type": "extra_forbidden", "loc": (k,), "input": v} for k, v in self.options.items()]
             )
+        if self.fitness is not None and self.objective is not None:
+            raise ValueError("task.fitness and task.objective both say what members are ranked by; set one of them")
+        if self.fitness is not None and ":" not in self.fitness:
+            raise ValueError(f"task.fitness {shown(self.fitness)}: write package.module:function or file.py:function")
         return self
+
+
+def code_of_task(task: TaskConfig) -> list[str]:
+    """What of the user's own a task runs: import paths, and the scripts among its rewards, which have no colon."""
+    objective = [] if task.objective is None else [task.objective.name]
+    named = (task.name, *objective, *([] if task.fitness is None else [task.fitness]))
+    return [*task.rewards, *(name for name in named if ":" in name)]
 
 
 class GraderConfig(Section):

@@ -9,6 +9,7 @@ from typing import Any
 from evoalign.checks import placebo_file
 from evoalign.config import Config, ModelConfig, reading
 from evoalign.config.shipped import locate
+from evoalign.config.task import code_of_task
 from evoalign.errors import DataError, EvoalignError
 from evoalign.exporting import card
 from evoalign.exporting.excerpts import FIGURE, Sample
@@ -110,8 +111,7 @@ def _sha256(source: str) -> str | None:
 def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool]:
     """Sizes of training, test and validation where that takes no network and no code but ours; whether it chats."""
     chosen = config.task
-    named = (chosen.name, *chosen.rewards, chosen.objective.name if chosen.objective else "")
-    if any(":" in name for name in named) or any((file or "").startswith(HUB) for file in chosen.files):
+    if code_of_task(chosen) or any((file or "").startswith(HUB) for file in chosen.files):
         return None, chosen.prompt != "raw"
     try:
         task, data = task_and_data(config, None, None)

@@ -12,7 +12,8 @@ from evoalign.config import Config
 def private_paths(config: Config) -> list[str]:
     """The settings that name a place on this machine from its root."""
     task = config.task
-    found = [config.model.name, config.model.base, task.name, *task.files, *task.rewards, config.space.name]
+    found = [config.model.name, config.model.base, task.name, *task.files, *task.rewards, task.fitness]
+    found.append(config.space.name)
     objective = task.objective.model_dump() if task.objective else {}
     own = (task.options, config.space.options, config.grpo.trl, objective, config.engine.model_dump())
     found += [*_texts(list(own)), *config.tracking.backends]
@@ -28,6 +29,7 @@ def public(config: Config) -> Config:
             "test_data": config.task.test_data and _short(config.task.test_data),
             "validation_data": config.task.validation_data and _short(config.task.validation_data),
             "rewards": [_short(reward) for reward in config.task.rewards],
+            "fitness": config.task.fitness and _short(config.task.fitness),
             **_cut(config.task.options),
             "objective": config.task.objective
             and config.task.objective.model_copy(update=_cut(config.task.objective.model_dump())),

@@ -101,12 +101,12 @@ def check_generation(case: Case) -> Finding:
     rollouts, scores_MP, scoring = scored(data.train[:SAMPLED_PROMPTS])
     took = time.perf_counter() - began
     lengths = [len(r.token_ids) for r in rollouts]
-    rows = batch(len(data.train), config.task.batch_size, config.seed, 0)
-    found = pace.answering(ask, members, requests([data.train[i] for i in rows]), lengths)
-    count = len(members) * len(rows)
-    rest = scoring * count / scores_MP.size + _moving(case, plan)
+    asked = requests([data.train[i] for i in batch(len(data.train), config.task.batch_size, config.seed, 0)])
+    found = pace.answering(ask, members, asked, lengths)
+    count = len(members) * len(asked)
+    rest = scoring * count / len(rollouts) + _moving(case, plan)
     detail = (
-        f"{scores_MP.size} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
+        f"{len(rollouts)} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
         f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} where answers get as long as these "
         f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about {seconds_text(found.most + rest)} "
         f"where all have {config.sampling.max_tokens:,}; there are {config.es.num_generations:,}, and evaluations"

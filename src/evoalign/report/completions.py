@@ -39,6 +39,7 @@ def roles(fitness_M: Sequence[float]) -> dict[str, int]:
 def _rows(generation: Generation, shown: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     said = {(r.member.index, r.request): r for r in generation.rollouts}
     for role, member in roles(generation.fitness_M).items():
+        scores_P = generation.scores_MP[member]
         for request, question in enumerate(shown):
             rollout = said[member, request]
             yield {
@@ -49,7 +50,7 @@ def _rows(generation: Generation, shown: Sequence[Mapping[str, Any]]) -> Iterato
                 "fitness": generation.fitness_M[member],
                 **question,
                 "text": rollout.text,
-                "score": generation.scores_MP[member][request],
+                "score": scores_P[request if len(scores_P) > 1 else 0],  # one alone is of all answers together
                 "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.token_ids),
             }

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from evoalign.report.rows import WEIGHTS
 from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
-from evoalign.report.tables import visible
+from evoalign.report.tables import visible, weighed
+from evoalign.rewards.fitness import aim
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Words:
     best: str = "best member"
     still: str = "members alike, no update"
     tested: str = "test split, unperturbed model"
+    aim: str = "reward"
 
 
 class Ends(NamedTuple):
@@ -99,18 +102,20 @@ def _rewards(axes: Axes, rows: Rows) -> None:
     x = [int(row["generation"]) for row in rows]
     _limit(axes, x)
     colors = (MEAN, BEST, *EXTRA)
+    weights = next((row[WEIGHTS] for row in rows if row.get(WEIGHTS)), {})
     for i, name in enumerate(dict.fromkeys(name for row in rows for name in row.get("rewards", ()))):
         found = [row.get("rewards", {}).get(name) for row in rows]
         y = [math.nan if mean is None else mean for mean in found]
         marker = "o" if sum(mean is not None for mean in found) < 3 else ""
-        axes.plot(x, y, color=colors[i % len(colors)], linewidth=1.8, marker=marker, label=visible(name))
+        label = visible(weighed(name, weights.get(name, 1.0)))
+        axes.plot(x, y, color=colors[i % len(colors)], linewidth=1.8, marker=marker, label=label)
     axes.set_ylabel("mean reward")
 
 
 def _along(rows: Rows, baseline: float | None, final: tuple[float, float] | None) -> list[tuple[int, float, float]]:
     """Generations done, KL and test reward, in the order of the run."""
     points = [
-        (int(row["generation"]) + 1, row["divergence"]["exact"], row["evaluation"]["reward"])
+        (int(row["generation"]) + 1, row["divergence"]["exact"], aim(row["evaluation"]))
         for row in rows
         if row.get("divergence") and row.get("evaluation")
     ]
@@ -174,14 +179,14 @@ def _evolution(axes: Axes, rows: Rows, ends: Mapping[str, Ends], words: Words) -
             transform=axes.get_xaxis_transform(),
             label=f"{words.still} ({len(still)} of {len(rows)})",
         )
-    axes.set_ylabel("reward")
+    axes.set_ylabel(words.aim)
 
 
 def _measured(axes: Axes, rows: Rows, key: str, ends: Ends, *, color: str, marker: str, label: str) -> None:
     """The reward of the mean at its ends, and where rows have an evaluation of this name; nothing where none has."""
     last = rows[-1]["generation"] + 1 if rows else 0
     known = [(x, found) for x, found in ((0, ends.before), (last, ends.after)) if found is not None]
-    inside = [(row["generation"] + 1, row[key]["reward"]) for row in rows if row.get(key)]
+    inside = [(row["generation"] + 1, aim(row[key])) for row in rows if row.get(key)]
     # The last row may have been evaluated on the way to a longer run: the same mean as at the end, drawn once.
     own = [(x, reward) for x, reward in inside if x not in dict(known)]
     points = sorted([*own, *((x, found.mean) for x, found in known)])

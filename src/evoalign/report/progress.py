@@ -18,9 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evoalign.report import notebook
-from evoalign.report.tables import visible
+from evoalign.report.rows import WEIGHTS
+from evoalign.report.tables import visible, weighed
 from evoalign.report.terminal import print_line
 from evoalign.report.watching import Watch, watched
+from evoalign.rewards.fitness import aim as aim_in
 
 WINDOW = 20
 """Speed and time left are those of so many latest generations."""
@@ -114,7 +116,7 @@ class Bar:
 class Display:
     """Shows each generation, or another `unit`, as it ends, and how far the next one is; a context manager.
 
-    `total` counts all of the run; `still` is what rows of zero variance are called.
+    `total` counts all of the run; `still` is what rows of zero variance are called, `aim` what is to rise.
     """
 
     def __init__(
@@ -124,9 +126,10 @@ class Display:
         *,
         unit: str = "generation",
         still: str = "generations without update",
+        aim: str = "reward",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.unit, self.still = total, unit, still
+        self.total, self.unit, self.still, self.aim = total, unit, still, aim
         self.console = console or Console()
         self._clock = clock
         self._start = self._last = clock()
@@ -164,9 +167,9 @@ class Display:
         self._done = int(row["generation"]) + 1
         self._row = row
         if row.get("evaluation"):
-            self._test = float(row["evaluation"]["reward"])
+            self._test = float(aim_in(row["evaluation"]))
         if row.get("validation"):
-            self._validation = float(row["validation"]["reward"])
+            self._validation = float(aim_in(row["validation"]))
         if self._live is not None:
             self.refresh()
         else:
@@ -201,12 +204,14 @@ class Display:
         elapsed = ("elapsed", _clock_face(self._clock() - self._start))
         if row is None:
             return [elapsed]
-        figures = [("mean reward", _short(row["mean"])), ("best", _short(row["best"]))]
+        figures = [(f"mean {self.aim}", _short(row["mean"])), ("best", _short(row["best"]))]
         figures += [("middle 60%", f"{_short(row['p20'])} to {_short(row['p80'])}")]
-        figures += [(name, _short(mean)) for name, mean in row.get("rewards", {}).items() if mean is not None]
+        weights: Mapping[str, float] = row.get(WEIGHTS) or {}
+        means: Mapping[str, float | None] = row.get("rewards", {})
+        figures += [(weighed(n, weights.get(n, 1.0)), _short(mean)) for n, mean in means.items() if mean is not None]
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
-        known = (("validation reward", self._validation), ("test reward", self._test))
+        known = ((f"validation {self.aim}", self._validation), (f"test {self.aim}", self._test))
         return [*figures, *((name, _short(value)) for name, value in known if value is not None)]
 
     def _speed(self) -> float:

@@ -13,12 +13,17 @@ from evoalign.rundir.journal import Recorded
 from evoalign.types import Generation, Update
 
 Row = dict[str, Any]
+WEIGHTS = "reward_weights"
+"""The field of the weights of several rewards, in a row and in results/evaluation.json."""
 LATER = ("budget", "divergence")
 """What rows of the first release do not have; such a row is whole without."""
 
 
-def metrics_row(generation: Generation) -> Row:
-    """Statistics of the raw fitness over the population, in float64, with rms(c), tokens and seconds by phase."""
+def metrics_row(generation: Generation, weights: Mapping[str, float] | None = None) -> Row:
+    """Statistics of the raw fitness over the population, in float64, with rms(c), tokens and seconds by phase.
+
+    `weights` are those of several rewards.
+    """
     return {
         **_fitness(generation.update, generation.fitness_M),
         "tokens": generation.tokens,
@@ -26,7 +31,7 @@ def metrics_row(generation: Generation) -> Row:
         "empty_share": float(generation.empty_share),
         "truncated_share": float(generation.truncated_share),
         "evaluation": None if generation.evaluation is None else dict(generation.evaluation),
-        **_where_any(rewards=generation.rewards, objective=generation.objective),
+        **_where_any(rewards=generation.rewards, **{WEIGHTS: weights or {}}, objective=generation.objective),
     }
 
 

@@ -44,12 +44,13 @@ def before_after(
     samples: Sequence[Sample] = (),
     intervals: Mapping[str, Interval] | None = None,
     placebo: Mapping[str, float] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> None:
     """Prints the measures that both have, with the change and its interval where there is one, then the samples.
 
-    `placebo` is what the mean placebo has of them, in a column of its own.
+    `placebo` is what the mean placebo has of them, in a column of its own; `names` what some of them are called.
     """
-    console.print(_measures(before, after, intervals or {}, placebo))
+    console.print(_measures(before, after, intervals or {}, placebo, {**NAMES, **(names or {})}))
     if samples:
         console.print(_samples(samples, console))
 
@@ -70,6 +71,7 @@ def _measures(
     after: Mapping[str, float],
     intervals: Mapping[str, Interval],
     placebo: Mapping[str, float] | None,
+    names: Mapping[str, str],
 ) -> Table:
     table = Table(title="test split", title_justify="left", title_style="bold")
     table.add_column("", overflow="fold")
@@ -86,8 +88,13 @@ def _measures(
             cells.append("")
         if placebo is not None:
             cells.append(_value(name, placebo[name]) if name in placebo else "")
-        table.add_row(Text(NAMES.get(name, name.removesuffix("_share").replace("_", " "))), *cells)
+        table.add_row(Text(names.get(name, name.removesuffix("_share").replace("_", " "))), *cells)
     return table
+
+
+def weighed(name: str, weight: float) -> str:
+    """What one of several rewards is called: with its weight, unless that is 1."""
+    return name if weight == 1 else f"{name} (x {weight:g})"
 
 
 def is_share(name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -21,12 +21,13 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign.config import ObjectiveConfig
+from evoalign.config import EsConfig, ObjectiveConfig
+from evoalign.config.es import BY_PROMPT
 from evoalign.config.task import OBJECTIVES
 from evoalign.errors import ConfigError, EvoalignError, ResumeError, RewardError
 from evoalign.plugins import FAILURES, described, load_object
 from evoalign.rewards.functions import failure, finite, fresh
-from evoalign.shaping import Scores
+from evoalign.shaping import SHAPINGS, Scores
 from evoalign.types import Example
 
 Columns: TypeAlias = Mapping[str, Sequence[float | None]]
@@ -38,18 +39,21 @@ _T = TypeVar("_T")
 class Group:
     """What all members said to all prompts of a generation, and earned: M members, P prompts.
 
-    `columns_MP` are float64, NaN where a reward does not apply; `examples` are the P rows that were asked.
+    `columns_MP` are float64, NaN where a reward does not apply; `examples` are the P rows that were asked. `fitness_M`
+    is what `task.fitness` gives for all answers of each member, None where there is no such function.
     """
 
     generation: int
     columns_MP: Mapping[str, NDArray[np.float64]]
     texts_MP: Sequence[Sequence[str]]
     examples: Sequence[Example]
+    fitness_M: NDArray[np.float64] | None = None
 
     @property
     def means(self) -> dict[str, float | None]:
-        """Of each column over the completions that it applies to; none where one column is all there is."""
-        return means({name: column.ravel().tolist() for name, column in self.columns_MP.items()})
+        """Of each column over the completions that it applies to; none where one column is all that scores are of."""
+        columns = {name: column.ravel().tolist() for name, column in self.columns_MP.items()}
+        return means(columns, fewest=2 if self.fitness_M is None else 1)
 
 
 class Objective(ABC):
@@ -61,14 +65,22 @@ class Objective(ABC):
 
     name: str
     per_completion: bool = False
-    """Whether each score follows from its own completion's columns and the state alone. GRPO, the probe and the A/A
-    control need that: they have no population."""
+    """Whether each score follows from its own completion's columns and the state alone. GRPO needs that; the probe and
+    the A/A control, which have no population, need that or `per_member`."""
+    per_member: bool = False
+    """Whether it gives one score a member, [members, 1], which follows from that member's own answers and the state
+    alone. Shapings that compare members prompt by prompt are refused then."""
 
     state: Mapping[str, float] = MappingProxyType({})
 
+    @property
+    def scores_alone(self) -> bool:
+        """Whether the answers of one model have scores, without a population beside them."""
+        return self.per_completion or self.per_member
+
     @abstractmethod
     def scores(self, group: Group) -> Scores:
-        """Finite float64 [members, prompts]; changes nothing."""
+        """Finite float64 [members, prompts], or with `per_member` [members, 1]; changes nothing."""
 
     def update(self, group: Group) -> None:  # noqa: B027 (most objectives have no state)
         """Move the state on, once a generation and after its scores. Nothing here."""
@@ -105,6 +117,11 @@ class WeightedSum(Objective):
         texts = [text for row in group.texts_MP for text in row]
         sums = self.rewards(columns, texts, [*group.examples] * len(group.texts_MP))
         return np.asarray(sums, dtype=np.float64).reshape(-1, len(group.examples))
+
+    def by_name(self, names: Collection[str]) -> dict[str, float]:
+        """What each of several columns counts times; nothing of a single one."""
+        weights = dict.fromkeys(names, 1.0) if self.weights is None else self.weights
+        return {name: weights.get(name, 0.0) for name in names} if len(names) > 1 else {}
 
     def rewards(self, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """One finite sum a completion. Raises RewardError naming the first completion that has none."""
@@ -159,22 +176,42 @@ def create(config: ObjectiveConfig) -> Objective:
 
 def refuse_whole_groups(objective: Objective, who: str) -> None:
     """Raise ConfigError for an objective that needs a population, where there is none."""
-    if not objective.per_completion:
+    if not objective.scores_alone:
         raise ConfigError(
             f"objective {objective.name} scores a whole population at once, and {who} has none; "
             "take another task.objective for it, such as weighted_sum"
         )
 
 
+def refuse_whole_members(objective: Objective, who: str) -> None:
+    """Raise ConfigError for an objective that has no score for a completion alone, where each needs one."""
+    refuse_whole_groups(objective, who)
+    if objective.per_member:
+        raise ConfigError(
+            f"{objective.name} is one score for all that a member answers, and {who} needs one for each completion; "
+            "train with ES, or take it out"
+        )
+
+
+def refuse_by_prompt(objective: Objective, es: EsConfig) -> None:
+    """Raise ConfigError for a shaping that needs scores by prompt, where a member has one score."""
+    if objective.per_member and es.shaping in BY_PROMPT:
+        others = ", ".join(name for name in SHAPINGS if name not in BY_PROMPT)
+        raise ConfigError(
+            f"es.shaping {es.shaping} compares members prompt by prompt, and {objective.name} is one score for all "
+            f"prompts; use one of {others}"
+        )
+
+
 def judge(objective: Objective, group: Group) -> Scores:
     """The scores of a group, checked. Raises RewardError where there is not one finite number for each completion."""
     scores_MP = _guarded(objective, lambda: np.asarray(objective.scores(_handed(group)), dtype=np.float64))
-    wanted = (len(group.texts_MP), len(group.examples))
+    wanted = (len(group.texts_MP), 1 if objective.per_member else len(group.examples))
     if scores_MP.shape != wanted or not np.isfinite(scores_MP).all():
         raise RewardError(
             f"objective {objective.name} gave scores of shape {scores_MP.shape}, of which "
             f"{int((~np.isfinite(scores_MP)).sum())} are not finite; give one finite number for each of "
-            f"{wanted[0]} members x {wanted[1]} prompts"
+            f"{wanted[0]} members{'' if objective.per_member else f' x {wanted[1]} prompts'}"
         )
     return scores_MP
 
@@ -198,9 +235,9 @@ def grouped(columns: Columns, texts: Sequence[str], examples: Sequence[Example],
     )
 
 
-def means(columns: Columns) -> dict[str, float | None]:
-    """Of each column over the completions that it applies to, None where to none; of a single column, nothing."""
-    if len(columns) < 2:
+def means(columns: Columns, fewest: int = 2) -> dict[str, float | None]:
+    """Of each column over the completions that it applies to, None where to none; of fewer than so many, nothing."""
+    if len(columns) < fewest:
         return {}
     arrays = {name: _array(values) for name, values in columns.items()}
     return {name: None if np.isnan(a).all() else float(np.nanmean(a)) for name, a in arrays.items()}

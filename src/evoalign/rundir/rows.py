@@ -40,6 +40,7 @@ class _Row(_Open):
     divergence: Numbers = None
     budget: Numbers = None
     rewards: Numbers = None
+    reward_weights: Numbers = None
     objective: Numbers = None
     grpo: Numbers = None
     diagnosis: _Diagnosis | None = None

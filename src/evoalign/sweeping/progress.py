@@ -13,6 +13,7 @@ from rich.text import Text
 
 from evoalign.report.tables import visible
 from evoalign.report.terminal import print_line
+from evoalign.rewards.fitness import aim
 from evoalign.sweeping.children import Child, Children, Ended, last_rows
 
 SHOWN_ENDED = 6
@@ -92,7 +93,7 @@ def _progress(child: Child) -> tuple[int, float | None]:
     if not rows:
         return 0, None
     measured = (row.get("validation") or row.get("evaluation") for row in reversed(rows))
-    evaluated = next((measures["reward"] for measures in measured if measures), None)
+    evaluated = next((aim(measures) for measures in measured if measures), None)
     return int(rows[-1]["generation"]) + 1, rows[-1].get("mean") if evaluated is None else evaluated
 
 

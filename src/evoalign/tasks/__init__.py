@@ -33,7 +33,8 @@ def create(config: TaskConfig, rewards: Sequence[Callable[..., Any]] | None = No
     if config.reward_weights is not None and config.name in TASKS and not isinstance(task, Custom):
         warnings.warn(f"task {config.name} makes no use of task.reward_weights; take it out", stacklevel=2)
     # What a script defines is in no module that another process could import.
-    task.from_config = rewards is None and not any(p.startswith("__main__:") for p in (config.name, *config.rewards))
+    own = (config.name, *config.rewards, config.fitness or "")
+    task.from_config = rewards is None and not any(path.startswith("__main__:") for path in own)
     return task
 
 
@@ -43,7 +44,7 @@ def isolate(task: Task, grader: GraderConfig) -> Task:
 
     Take it before `load_data`, and load the data before the engine: that starts the worker. `close` it at the end.
     """
-    harmless = type(task) in PLAIN.values() and not task.isolated
+    harmless = type(task) in PLAIN.values() and not task.isolated and task.fitness is None
     if harmless or not grader.isolated or isinstance(task, isolation.Isolated):
         return task
     if not isolation.SUPPORTED:

@@ -16,6 +16,7 @@ from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.plugins import own_settings
 from evoalign.rewards import objective
+from evoalign.rewards.fitness import FitnessFunction, SetFitness
 from evoalign.rewards.functions import failure, finite, fresh, shown
 from evoalign.rewards.gold import says
 from evoalign.rewards.objective import Columns, Objective, WeightedSum
@@ -108,8 +109,12 @@ class Task(ABC):
     weighted: WeightedSum = WeightedSum()
     """What a completion's columns come to: the `reward` of an evaluation, and the objective where no other is set."""
 
+    fitness: FitnessFunction | None = None
+    """The function of `task.fitness`."""
+
     def __init__(self, config: TaskConfig) -> None:
         self.config = config
+        self.fitness = None if config.fitness is None else FitnessFunction(config.fitness)
         if config.grading not in self.gradings:
             raise ConfigError(f"task.grading: {config.grading} is not for task {config.name}; leave it out")
         if config.gold is not None and not self.reads_gold:
@@ -193,12 +198,30 @@ class Task(ABC):
         return fresh(example)
 
     def objective(self) -> Objective:
-        """A new one, which makes scores of the columns: that of `task.objective`, or the weighted sum.
+        """A new one, which makes scores of the columns: `task.fitness`, that of `task.objective`, or the weighted sum.
 
         Raises ConfigError.
         """
+        if self.fitness is not None:
+            return SetFitness(self.fitness.name)
         chosen = self.config.objective
         return self.weighted if chosen is None else objective.create(chosen)
+
+    @property
+    def aim(self) -> str:
+        """The measure of an evaluation that training is after."""
+        return "reward" if self.fitness is None else self.fitness.measure
+
+    def fitness_of(
+        self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """What `task.fitness` gives for sets of completions, which are places among those that are handed over.
+
+        Raises RewardError.
+        """
+        assert self.fitness is not None
+        said = [self.clean(text) for text in texts]
+        return [self.fitness.value([said[i] for i in one], [examples[i] for i in one]) for one in sets]
 
     def checked(self, rewards: Any, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
         """The rewards as floats. Raises RewardError unless there is one finite number for each text."""

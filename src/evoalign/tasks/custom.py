@@ -11,6 +11,7 @@ from evoalign.errors import ConfigError, DataError, cut, plain
 from evoalign.plugins import load_object
 from evoalign.rewards.functions import Batch, Calling, Completion, RewardFunction, call_all
 from evoalign.rewards.objective import Columns, WeightedSum
+from evoalign.rewards.script import Script
 from evoalign.tasks import conversations, data
 from evoalign.tasks.base import Data, Task
 from evoalign.types import Example, Prompt
@@ -33,8 +34,8 @@ class Custom(Task):
         super().__init__(config)
         if config.prompt not in (None, "raw", "chat"):
             raise ConfigError(f"task.prompt: custom has raw and chat, not {config.prompt}")
-        functions = [load_object(path, "task.rewards") for path in config.rewards] if rewards is None else rewards
-        self.functions = [RewardFunction(function) for function in functions]
+        named = [_named(path) for path in config.rewards] if rewards is None else None
+        self.functions = [RewardFunction(function) for function in rewards or ()] if named is None else named
         self.calling: Calling | None = None
         if not self.functions:
             raise ConfigError("task.rewards is empty; name at least one function, such as my_rewards.py:accuracy")
@@ -138,6 +139,11 @@ class Custom(Task):
             return
         found = f"holds {cut(repr(row[column]), 80)}, and not text" if column in row else "is not there"
         raise DataError(f"{where}: task.gold: column {column} {plain(found)}; name a column of right answers, as text")
+
+
+def _named(path: str) -> RewardFunction:
+    """What an entry of `task.rewards` names: a function by its import path, or a script. Raises ConfigError."""
+    return RewardFunction(load_object(path, "task.rewards")) if ":" in path else Script(path)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -16,14 +16,13 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from evoalign import shaping
+from evoalign.config.es import BY_PROMPT
 from evoalign.errors import ConfigError, shown
 from evoalign.rundir.journal import Log, Recorded
 from evoalign.types import Member, Update
 
 Kind: TypeAlias = Literal["shuffle", "flip", "half", "member", "shaping"]
 FORMS = "shuffle, flip, half, member K or shaping NAME"
-BY_PROMPT = frozenset({"centered"})
-"""Shapings that need the scores by prompt; a journal has each member's mean over prompts."""
 CONDITIONAL = (
     "the first step is exact (the same members were really evaluated there); later ones are conditional on the "
     "recorded path: scores were measured around the run's own means"

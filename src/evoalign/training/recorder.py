@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import statistics, tracking
+from evoalign import tracking
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
@@ -25,9 +24,9 @@ from evoalign.report.progress import Display
 from evoalign.report.rows import Row
 from evoalign.report.tables import shorten, visible
 from evoalign.report.terminal import print_line
+from evoalign.rewards.fitness import aim, aim_of
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
-from evoalign.statistics import Estimate
 from evoalign.tasks import Split
 
 DRAW_SHARE = 10
@@ -62,7 +61,7 @@ class Labels:
 class Recorder:
     """Given each row once, and passes it on; a context manager around the loop. It measures and asks nothing.
 
-    `ends` are the rewards by split before training, and after it once they are known;
+    `ends` are the rewards, or the fitness, by split before training, and after it once they are known;
     `evaluations` is what all of its evaluations took, None where a part of that is not known.
     """
 
@@ -72,7 +71,7 @@ class Recorder:
         self.evaluations: Cost | None = Cost()
         self.trackers: list[tracking.Tracker] = []
         self._drawn, self._drawing = time.monotonic(), FIRST_DRAWING
-        self._display = Display(labels.total, console, unit=labels.unit, still=labels.still)
+        self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=labels.words.aim)
 
     def start(self, at: int | None, missed: Sequence[Mapping[str, Any]] = ()) -> None:
         """Start the trackers, of a run that resumes `at` so many rows, and report the rows they missed.
@@ -110,14 +109,15 @@ class Recorder:
 
     def measured(self, split: Split, before: Evaluation, after: Evaluation | None = None) -> None:
         """The evaluations before training and, at its end, after it."""
-        self.ends[split] = Ends(_reward(before), None if after is None else _reward(after))
+        name = aim_of(before.measures)
+        self.ends[split] = Ends(before.estimate(name), None if after is None else after.estimate(name))
 
     def finish(self, before: Evaluation, after: Evaluation, divergence: Mapping[str, float] | None) -> None:
         """The run is complete. `divergence` is that of the final mean, where it was measured."""
         if self.run.rows:
             self._draw_reward()
             if divergence is not None:
-                self._draw_divergence((divergence["exact"], after.measures["reward"]))
+                self._draw_divergence((divergence["exact"], aim(after.measures)))
         names = (figure.stem for figure in sorted(self.run.figures.glob("*.png")))
         self.show(len(self.run.rows), after, {name: self.run.figures / f"{name}.png" for name in names})
         for tracker in self.trackers:
@@ -173,11 +173,6 @@ class Recorder:
         before = self.ends.get("test", Ends()).before
         baseline, file = None if before is None else before.mean, self.run.figures / "divergence.png"
         figures.divergence(self.run.rows, file, title=self.labels.title, baseline=baseline, final=final)
-
-
-def _reward(found: Evaluation) -> Estimate:
-    """With its interval over examples."""
-    return statistics.mean([value for value in found.measures_E["reward"] if not math.isnan(value)])
 
 
 def tell(console: Console, line: str) -> None:

@@ -67,7 +67,8 @@ def evaluate(
             raise ConfigError(f"task {chosen.name} has no {split} split; set task.validation_size or validation_data")
         found, tokens_, engine = again_if_pruned(Path(target), load, there)
         with closing(engine):
-            return evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
+            done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
+            return evaluation.with_resampled(chosen, examples, done)
 
 
 def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:

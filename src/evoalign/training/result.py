@@ -20,7 +20,9 @@ from evoalign.config import EvaluationConfig
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
-from evoalign.report.tables import Interval, Sample, alarm, before_after, is_share
+from evoalign.report.rows import WEIGHTS
+from evoalign.report.tables import Interval, Sample, alarm, before_after, is_share, weighed
+from evoalign.rewards.fitness import aim_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 SHOWN_SAMPLES = 4
 INTERVALS = "over examples: Student's t; of shares (0 or 1), Bonett and Price"
 """What those of results/evaluation.json are; where it does not say, they are of the bootstrap (BCa)."""
+OF_SETS = f"; of task.fitness, percentiles of {evaluation.RESAMPLES} paired resamples of the examples"
 Tell = Callable[[str], None]
 
 
@@ -68,7 +71,8 @@ class Result:
 
         first, last = self.before.measures, self.after.measures
         count = len(self.before.measures_E["reward"])
-        told = frames.headline(first, last, _change(self.before, self.after).get("reward"), count)
+        name = aim_of(first)
+        told = frames.headline(first, last, _change(self.before, self.after).get(name), count, name)
         alarms = "" if self.verdict is None or self.verdict.word is None else f"\n{self.verdict.word}: see its reasons"
         return f"{shown(self.path)}: {told}{alarms}\nsaved {shown(self.saved)}"
 
@@ -125,7 +129,7 @@ def conclude(
 ) -> None:
     """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
     write_results(run, settings, mean, before, after, placebos)
-    show(before, after, verdict, console, tell, placebos)
+    show(before, after, verdict, console, tell, placebos, mean.get(WEIGHTS))
 
 
 def write_results(
@@ -148,24 +152,37 @@ def show(
     console: Console,
     tell: Tell,
     placebos: Placebos | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> None:
     """Both with the change between them, beside what placebos came to, and whether it is sure; above them what alarms,
-    with completions.
+    with completions. `weights` are those of several rewards.
     """
     change = _change(before, after)
     mean = None if placebos is None else placebos.measures
     if verdict.word is not None:
         alarm(verdict.word, verdict.reasons, _samples(before, after, verdict.shown), console)
-    before_after(before.measures, after.measures, console, _samples(before, after), change, mean)
+    names = {
+        f"{evaluation.PREFIX}{name}": f"reward/{weighed(name, weight)}" for name, weight in (weights or {}).items()
+    }
+    before_after(before.measures, after.measures, console, _samples(before, after), change, mean, names)
     for line in [*verdict.lines(), *(() if placebos is None else placebos.lines())]:
         tell(line)
-    mean_change, low, high = change["reward"]
+    _tell_sure(before, after, change, tell)
+
+
+def _tell_sure(before: Evaluation, after: Evaluation, change: Mapping[str, Interval], tell: Tell) -> None:
+    """Where the change of what training is after is not sure."""
+    name = aim_of(after.measures)
+    what = f"the {name}" if name == "reward" else name
+    gain = after.measures[name] - before.measures[name]
+    mean_change, low, high = change.get(name, (gain, gain, gain))
     if low == high:
         why = "too few examples, or all changed alike"
-        tell(f"the change of the reward on the test split, {mean_change:+.4g}, has no interval: {why}")
+        why += "" if name in change else ", or the function takes too long or fails on examples drawn again"
+        tell(f"the change of {what} on the test split, {mean_change:+.4g}, has no interval: {why}")
     elif low <= 0 <= high:
         interval = f"its 95 % interval, {low:+.4g} to {high:+.4g}, contains 0"
-        tell(f"on the test split the change of the reward, {mean_change:+.4g}, is not sure: {interval}")
+        tell(f"on the test split the change of {what}, {mean_change:+.4g}, is not sure: {interval}")
 
 
 def validation_of(before: Evaluation, after: Evaluation) -> dict[str, Any]:
@@ -176,9 +193,10 @@ def validation_of(before: Evaluation, after: Evaluation) -> dict[str, Any]:
 
 def validation_line(before: Evaluation, after: Evaluation) -> str:
     """The same in words."""
-    first, last = (found.measures["reward"] for found in (before, after))
+    name = aim_of(before.measures)
+    first, last = (found.measures[name] for found in (before, after))
     count = len(next(iter(before.measures_E.values())))
-    return f"on the {count} validation examples the reward went from {first:.4g} to {last:.4g}"
+    return f"on the {count} validation examples the {name} went from {first:.4g} to {last:.4g}"
 
 
 def judged_again(run: RunDir, before: Evaluation, after: Evaluation) -> Verdict:
@@ -198,7 +216,7 @@ def shown(path: Path) -> Path:
 
 def _change(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
     """Change of each measure and its paired 95 % interval over examples."""
-    changes = {
+    changes = evaluation.resampled_interval(before, after) | {
         name: evaluation.paired_interval(values, after.measures_E[name], shares=is_share(name))
         for name, values in before.measures_E.items()
         if name in after.measures_E
@@ -223,7 +241,7 @@ def _write_evaluation(
         "settings": settings.model_dump(mode="json"),
         "before": before.measures,
         "after": after.measures,
-        "intervals": INTERVALS,
+        "intervals": INTERVALS + (OF_SETS if before.resampled else ""),
         "change_mean_low_high": {name: list(interval) for name, interval in change.items()},
         **({} if placebos is None else {"placebo": placebos.as_dict()}),
     }

@@ -28,9 +28,10 @@ from evoalign.config.grpo import asked
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
-from evoalign.evaluation import Evaluation
+from evoalign.evaluation import Evaluation, with_resampled
 from evoalign.report.progress import Bar
-from evoalign.report.rows import Row
+from evoalign.report.rows import WEIGHTS, Row
+from evoalign.rewards.fitness import aim
 from evoalign.rundir import sealing
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
 from evoalign.rundir.journal import Ending
@@ -236,10 +237,10 @@ class Session:
         return folder
 
     def reward(self) -> float | None:
-        """The mean's reward on the validation split, where it was evaluated after this step: nothing is chosen by the
-        test split."""
+        """The mean's reward on the validation split, or its fitness, where it was evaluated after this step: nothing is
+        chosen by the test split."""
         measures = self.run.rows[self.done - 1].get("validation") if 0 < self.done <= len(self.run.rows) else None
-        return float(measures["reward"]) if measures else None
+        return float(aim(measures)) if measures else None
 
     # --- a life ------------------------------------------------------------------------------------------------------
 
@@ -320,6 +321,9 @@ class Session:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
+        weights = self.algorithm.task.weighted.by_name(list(after.completions[0].rewards))
+        mean |= {WEIGHTS: weights} if weights else {}
+        before, after = (with_resampled(self.algorithm.task, self.algorithm.data.test, e) for e in (before, after))
         mean["alarms"] = judge(before.completions, after.completions).as_dict()
         # Before what may be stopped, or not fit; where the process dies in it, a sweep makes up for it.
         write_results(self.run, self.config.evaluation, {**mean, MEASURING: True}, before, after)

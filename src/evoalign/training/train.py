@@ -30,6 +30,7 @@ from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
 from evoalign.report import completions
+from evoalign.report.figures import ES_WORDS
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
@@ -144,6 +145,7 @@ class _EvolutionStrategies:
             "es",
             self.config.es.num_generations,
             f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
+            words=dataclasses.replace(ES_WORDS, aim=parts.task.aim),
             devices=self._meter.devices,
             note=self._meter.note,
         )
@@ -316,7 +318,7 @@ class _EvolutionStrategies:
             session.end(ending)
 
     def _record(self, session: Session, generation: Generation, noise_floor: Control | None) -> None:
-        row = metrics_row(generation)
+        row = metrics_row(generation, self.task.weighted.by_name(list(generation.rewards)))
         row["diagnosis"] = self._diagnosis.update(generation, self.parts.engine.probe_weights(SAMPLE), noise_floor)
         row["budget"] = self._meter.generation(generation).as_dict()
         row["divergence"] = session.divergence_if_due()
@@ -382,7 +384,7 @@ class _EvolutionStrategies:
     def _control(self, index: int) -> Control | None:
         """The A/A control of the next generation: the mean is the one that its members are going to be drawn around."""
         parts = self.parts
-        if not control.is_due(self.config, index) or not parts.objective.per_completion:
+        if not control.is_due(self.config, index) or not parts.objective.scores_alone:
             return None
         rows = evolve.batch(len(self.data.train), self.config.task.batch_size, self.config.seed, index)
         examples = [self.data.train[i] for i in rows]

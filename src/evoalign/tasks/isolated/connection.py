@@ -119,8 +119,11 @@ class Worker:
         except NoAnswerError:  # the first call tries again, and tells
             self.kill()
 
-    def ask(self, request: Mapping[str, Any], limit: float) -> Any:
-        """The value of one call. Raises NoAnswerError, or the EvoalignError that the task raised."""
+    def ask(self, request: Mapping[str, Any], limit: float, who: str | None = None) -> Any:
+        """The value of one call, of `who` where that is not the task.
+
+        Raises NoAnswerError, or the EvoalignError that the task raised.
+        """
         self._asked += 1  # over the life of this object, and so never twice
         message = worker.encode({**request, "id": self._asked})
         if self._is_ready and self._child is not None and self._child.poll() is not None:
@@ -130,7 +133,7 @@ class Worker:
                 self._start()
                 self._value(self._exchange(b"", 0, START_LIMIT, None))
                 self._is_ready = True
-            return self._value(self._exchange(message, self._asked, limit, f"task {self._task.name}"))
+            return self._value(self._exchange(message, self._asked, limit, who or f"task {self._task.name}"))
         except NoAnswerError as problem:
             if problem.reason != "raised" or not self._is_ready:  # after an exception it lives on, with what it keeps
                 self.kill()
@@ -286,7 +289,7 @@ class Worker:
 def _who(function: str | None) -> str:
     if function is None:
         return "the worker of the reward functions, as it started,"
-    return function if function.startswith("task ") else f"reward function {function}"
+    return function if function.startswith(("task ", "task.")) else f"reward function {function}"
 
 
 def _answer(line: bytes, request: int, function: str | None) -> dict[str, Any]:

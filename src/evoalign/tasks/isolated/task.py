@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from evoalign.config import GraderConfig
@@ -54,7 +55,7 @@ class Isolated(Task):
         self.config, self.name = task.config, task.name
         self.from_config = task.from_config
         self.task = task
-        self.weighted = task.weighted
+        self.weighted, self.fitness = task.weighted, task.fitness
         self._grader = grader
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()
@@ -119,7 +120,13 @@ class Isolated(Task):
 
     def objective(self) -> Objective:
         """The task's own, in this process: it sees numbers, and its state has to outlive a worker."""
-        return self.task.objective()
+        return super().objective() if self.fitness is not None else self.task.objective()
+
+    def fitness_of(
+        self, texts: Sequence[str], examples: Sequence[Example], sets: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """All sets in one call in the worker. Raises RewardError."""
+        return self._ask("fitness", texts, examples, sets=[list(one) for one in sets])
 
     def gold(self, example: Example) -> str | None:
         return self._ask("gold", [""], [example]) if self._defines("gold") else self.task.gold(example)
@@ -154,8 +161,18 @@ class Isolated(Task):
         """Whether it is the user's own code that would be called."""
         return getattr(type(self.task), method) not in (getattr(Task, method), getattr(Custom, method))
 
-    def _ask(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float | None = None) -> Any:
-        """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError."""
+    def _ask(
+        self,
+        op: str,
+        texts: Sequence[str],
+        examples: Sequence[Example],
+        limit: float | None = None,
+        sets: Sequence[Sequence[int]] | None = None,
+    ) -> Any:
+        """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError.
+
+        With `sets`, completions are scored together: none is to blame alone, and none is looked for.
+        """
         limit = self._grader.timeout if limit is None else limit
         started = time.monotonic()
         attempt, before = 0, ""
@@ -163,7 +180,7 @@ class Isolated(Task):
             while True:
                 attempt += 1
                 try:
-                    value = self._attempt(op, texts, examples, limit)
+                    value = self._attempt(op, limit, texts, examples, sets)
                     self._answered.add(op)
                     return value
                 except RewardError as error:  # a wrong value: no use to ask again
@@ -173,13 +190,21 @@ class Isolated(Task):
                     mistake = op not in self._answered and _is_mistake(problem)
                     if attempt > self._grader.retries or (mistake and str(problem) == before):
                         effort = _effort(attempt, started)
-                        self._refuse(problem, effort, lambda t, e: self._attempt(op, t, e, limit), texts, examples)
+                        alone = partial(self._attempt, op, limit)
+                        self._refuse(problem, effort, None if sets else alone, texts, examples)
                     before, total = str(problem), self._grader.retries + 1
                     logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
                     if problem.reason == "raised" and not mistake:
                         time.sleep(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
 
-    def _attempt(self, op: str, texts: Sequence[str], examples: Sequence[Example], limit: float) -> Any:
+    def _attempt(
+        self,
+        op: str,
+        limit: float,
+        texts: Sequence[str],
+        examples: Sequence[Example],
+        sets: Sequence[Sequence[int]] | None = None,
+    ) -> Any:
         unique = {id(example): example for example in examples}
         number = {key: i for i, key in enumerate(unique)}
         request = {
@@ -187,8 +212,10 @@ class Isolated(Task):
             "texts": list(texts),
             "rows": [self._sent(row) for row in unique.values()],
             "row_of": [number[id(example)] for example in examples],
+            **({} if sets is None else {"sets": sets}),
         }
-        return self._worker.ask(request, limit)
+        who = f"task.fitness {self.fitness.name}" if sets is not None and self.fitness is not None else None
+        return self._worker.ask(request, limit, who)
 
     def _sent(self, example: Example) -> dict[str, Any]:
         """An example as JSON has it, or its place in the data where JSON would change it. Raises DataError."""
@@ -207,14 +234,14 @@ class Isolated(Task):
         self,
         problem: NoAnswerError,
         effort: dict[str, Any],
-        attempt: Callable[[Sequence[str], Sequence[Example]], Any],
+        attempt: Callable[[Sequence[str], Sequence[Example]], Any] | None,
         texts: Sequence[str],
         examples: Sequence[Example],
     ) -> NoReturn:
-        """Find the completion that does it, and stop."""
-        if len(texts) > 1:
+        """Find the completion that does it, where `attempt` can ask for some of them alone, and stop."""
+        if attempt is not None and len(texts) > 1:
             logger.warning("%s; looking for the completion among %d that does it", problem, len(texts))
-        if problem.function is None or not texts:
+        if attempt is None or problem.function is None or not texts:
             blame, where = "", None
         elif (found := culprit(problem, attempt, texts, examples)) is None:
             blame, where = f"; none of the {len(texts)} completions does it alone, only the batch as a whole", None

@@ -150,7 +150,10 @@ def _redirect() -> None:
 
 def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
     rows = [_row(row, data) for row in request["rows"]]
-    return OPERATIONS[request["op"]](task, request["texts"], [fresh(rows[i]) for i in request["row_of"]])
+    examples = [fresh(rows[i]) for i in request["row_of"]]
+    if "sets" in request:
+        return task.fitness_of(request["texts"], examples, request["sets"])
+    return OPERATIONS[request["op"]](task, request["texts"], examples)
 
 
 def _answered(work: Callable[[], Any], who: str) -> dict[str, Any]:

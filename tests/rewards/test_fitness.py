@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One number for all that a member answers: where it is the mean, a run is that of the rewards, to the bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from rich.console import Console
+
+import evoalign
+from evoalign import evaluation, tasks
+from evoalign.config import Config, GraderConfig, TaskConfig, code_of, from_dict, to_yaml
+from evoalign.errors import ConfigError, RewardError
+from evoalign.evaluation import Scored
+from evoalign.rewards.fitness import FitnessFunction, aim, aim_of
+from evoalign.rewards.objective import Group, Objective, grouped, judge
+from evoalign.rundir import checkpoint, journal
+from evoalign.rundir.directory import saved_folders
+from evoalign.shaping import Scores
+from evoalign.types import Example
+
+HERE = "test_fitness"
+GENERATIONS = 3
+seen: list[tuple[list[str], list[Any]]] = []
+
+
+def helpful(text: str, example: Example) -> float:
+    """More vowels are better, less so in a long text."""
+    return sum(c in "aeiou" for c in text) / (1 + len(text))
+
+
+def mean_helpful(completions: Sequence[str], examples: Sequence[Example]) -> float:
+    """What the mean of the rewards is, by another name."""
+    return math.fsum(map(helpful, completions, examples)) / len(completions)
+
+
+def letters(completions: Sequence[str], examples: Sequence[Example]) -> float:
+    """Different characters in all answers together, which no answer has alone."""
+    seen.append((list(completions), list(examples)))
+    return float(len(set("".join(completions))))
+
+
+def fails(completions: Sequence[str], examples: Sequence[Example]) -> float:
+    raise KeyError("label")
+
+
+def broken(completions: Sequence[str], examples: Sequence[Example]) -> Any:
+    return math.nan
+
+
+def sleeps(completions: Sequence[str], examples: Sequence[Example]) -> float:
+    import time
+
+    time.sleep(100)
+    return 0.0
+
+
+def needs_both(completions: Sequence[str], examples: Sequence[Example]) -> float:
+    """As a score that is not defined without an example of each class."""
+    return 1.0 / (len({example["prompt"] for example in examples}) > 1)
+
+
+async def later(completions: Sequence[str], examples: Sequence[Example]) -> float:
+    return 0.0
+
+
+def one_at_a_time(text: str) -> float:
+    return 0.0
+
+
+NUMBER = 3.0
+
+
+def config(output: Path, questions: str, fitness: str | None = None, **sections: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "output_dir": str(output), "seed": 5, "deterministic": True,
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": GENERATIONS, "population_size": 4},
+        "task": {"name": "custom", "train_data": questions, "test_data": questions, "batch_size": 3,
+                 "rewards": [f"{HERE}:helpful"]},
+        "evaluation": {"max_tokens": 6, "temperature": 0.8}, "checkpoint": {"every": 1},
+        "checks": {"control_every": 2, "placebo": 1}, "tracking": {"completions_every": 2},
+        "grader": {"isolated": False},
+    }  # fmt: skip
+    tree["task"] |= {} if fitness is None else {"fitness": f"{HERE}:{fitness}"}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return tree
+
+
+def write_questions(file: Path) -> str:
+    words = ("sea", "sky", "sun", "rain")
+    file.write_text("".join(json.dumps({"prompt": f"Tell me about {w}:"}) + "\n" for w in words))
+    return str(file)
+
+
+def train(tree: dict[str, Any], **arguments: Any) -> tuple[evoalign.Result, str]:
+    said = io.StringIO()
+    return evoalign.train(tree, console=Console(file=said, width=200), **arguments), said.getvalue()
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def made(fitness: str, **settings: Any) -> tasks.Task:
+    return tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"], fitness=f"{HERE}:{fitness}", **settings))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """`plain`, a run of the rewards, and `mean`, one of their mean as fitness in a process of its own; what that said.
+
+    The questions are in questions.jsonl.
+    """
+    folder = tmp_path_factory.mktemp("fitness")
+    questions = write_questions(folder / "questions.jsonl")
+    train(config(folder / "plain", questions, checks={"placebo": 0}))
+    _, said = train(config(folder / "mean", questions, "mean_helpful", grader={"isolated": True}))
+    return folder, said
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_as_fitness_has_the_same_scores_and_coefficients_to_the_bit(runs: tuple[Path, str]) -> None:
+    plain, mean = (lines(runs[0] / name / "journal.jsonl") for name in ("plain", "mean"))
+    assert len(plain) == len(mean) == 1 + 2 * GENERATIONS
+    for ours, theirs in zip(mean[1:], plain[1:], strict=True):
+        assert {k: v for k, v in ours.items() if k not in ("hash", "previous")} == {
+            k: v for k, v in theirs.items() if k not in ("hash", "previous")
+        }
+    assert any(line["coefficients"] != [0.0] * 4 for line in mean[1::2])
+    assert mean[0]["config"]["task"]["fitness"] == f"{HERE}:mean_helpful"
+    assert "fitness" not in plain[0]["config"]["task"]
+
+
+def test_it_is_told_everywhere(runs: tuple[Path, str]) -> None:
+    (folder, said), name = runs, "fitness/mean_helpful"
+    rows, plain = (lines(folder / run / "metrics.jsonl") for run in ("mean", "plain"))
+    for row, other in zip(rows, plain, strict=True):
+        assert row["rewards"]["helpful"] == pytest.approx(row["mean"])
+        assert "rewards" not in other
+    first, second, floor = rows[0]["diagnosis"]["control"]
+    assert [first, second] == pytest.approx(plain[0]["diagnosis"]["control"][:2])
+    assert floor == abs(first - second) / math.sqrt(2) > 0
+    assert f"mean {name} {rows[0]['mean']:.4g}" in said and f"helpful {rows[0]['rewards']['helpful']:.4g}" in said
+    report = json.loads((folder / "mean/results/evaluation.json").read_text())
+    assert list(report["before"])[:2] == [name, "reward"]
+    for which in ("before", "after"):
+        assert report[which][name] == pytest.approx(report[which]["reward"])
+    change, low, high = report["change_mean_low_high"][name]
+    assert change == pytest.approx(report["after"][name] - report["before"][name])
+    assert low < change < high
+    assert "of task.fitness, percentiles of 200" in report["intervals"]
+    assert report["placebo"]["measures"][name] == pytest.approx(report["placebo"]["reward"]["placebos"][0])
+    said_of = parquet.read_table(folder / "mean/results/completions/generation_0000.parquet").to_pylist()
+    assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
+
+
+@pytest.mark.parametrize("kept", [3, 4])
+def test_cut_short_it_ends_with_the_same_bits(runs: tuple[Path, str], kept: int, tmp_path: Path) -> None:
+    """After a generation, and between an update and its seal."""
+    whole = (runs[0] / "mean/journal.jsonl").read_bytes()
+    copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
+    (copy / "journal.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
+    tree = config(copy, str(runs[0] / "questions.jsonl"), "mean_helpful", checks={"placebo": 0})
+    result, _ = train(tree, resume=True)
+    assert (copy / "journal.jsonl").read_bytes() == whole
+    assert result.before.measures["fitness/mean_helpful"] == pytest.approx(result.before.measures["reward"])
+
+
+def test_another_fitness_is_another_run(runs: tuple[Path, str], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
+    for fitness in (None, "letters"):
+        with pytest.raises(evoalign.EvoalignError, match=r"task\.fitness is 'test_fitness:mean_helpful' in the run"):
+            train(config(copy, str(runs[0] / "questions.jsonl"), fitness), resume=True)
+
+
+def test_replay_and_counterfactuals_go_by_what_the_journal_has(runs: tuple[Path, str]) -> None:
+    from evoalign.training.counterfactual import parse
+
+    log = journal.read(runs[0] / "mean/journal.jsonl").whole()
+    assert evoalign.replay(runs[0] / "mean") == log.generations[-1].weights_hash
+    assert len(parse("half", log).update(log.generations[0]).members) == 2
+    assert sorted(parse("shaping ranks", log).update(log.generations[0]).coefficients)[0] == -0.5
+    with pytest.raises(ConfigError, match="shaping centered needs the scores by prompt"):
+        parse("shaping centered", log)
+
+
+def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alone(
+    runs: tuple[Path, str], tmp_path: Path
+) -> None:
+    tree = config(
+        tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", task={"validation_size": 2, "batch_size": None},
+        evaluation={"every": 1}, es={"num_generations": 2}, checks={"placebo": 0}, tracking={"completions_every": 0},
+    )  # fmt: skip
+    seen.clear()
+    train(tree)
+    asked = [texts for texts, _ in seen]
+    log = journal.read(tmp_path / "run/journal.jsonl")
+    assert set(log.generations[0].fitness_M) <= {float(len(set("".join(texts)))) for texts in asked if len(texts) == 2}
+    rows = lines(tmp_path / "run/metrics.jsonl")
+    marks = {mark.generation: mark for mark in map(checkpoint.verify, saved_folders(tmp_path / "run"))}
+    assert rows[0]["validation"]["fitness/letters"] > 3 > rows[0]["validation"]["reward"]
+    assert marks[1].validation == rows[0]["validation"]["fitness/letters"]
+
+
+# --- what it is asked, and what is wrong with it ----------------------------------------------------------------------
+
+
+def test_all_samples_of_a_seed_are_asked_together_and_seeds_are_averaged() -> None:
+    rows = [{"prompt": "p"}, {"prompt": "q"}]
+    scored = [
+        Scored(e, seed, k, "p", None, f" {'ab'[e]}{seed}{'xy'[k]} ", 0.0, "stop", 1)
+        for e in range(2) for seed in (3, 4) for k in range(2)
+    ]  # fmt: skip
+    seen.clear()
+    task = made("letters")
+    found = evaluation.summarise(task, rows, scored)
+    assert [texts for texts, _ in seen] == [["a3x", "a3y", "b3x", "b3y"], ["a4x", "a4y", "b4x", "b4y"]]
+    assert [row["prompt"] for row in seen[0][1]] == ["p", "p", "q", "q"] and seen[0][1][0] is not rows[0]
+    assert found.measures["fitness/letters"] == 5.0 and "fitness/letters" not in found.measures_E
+    assert aim_of(found.measures) == "fitness/letters" and aim(found.measures) == 5.0
+    assert aim({"reward": 2.0, "fitness": 3.0}) == 2.0
+
+
+def test_draws_are_paired_and_none_are_made_up() -> None:
+    rows = [{"prompt": str(i % 2)} for i in range(6)]
+
+    def found(fitness: str, texts: Sequence[str]) -> evaluation.Evaluation:
+        scored = [Scored(e, 0, 0, "", None, text, 0.0, "stop", 1) for e, text in enumerate(texts)]
+        task = made(fitness)
+        return evaluation.with_resampled(task, rows, evaluation.summarise(task, rows, scored))
+
+    before, after = found("letters", "abcdef"), found("letters", ["az", "bz", "cz", "dz", "ez", "fz"])
+    assert len(set(before.resampled["fitness/letters"])) > 2
+    assert evaluation.resampled_interval(before, after) == {"fitness/letters": (1.0, 1.0, 1.0)}  # in each draw one more
+    same = np.random.Generator(np.random.Philox(key=[0, 6])).integers(6, size=(200, 6))
+    assert before.resampled["fitness/letters"] == tuple(float(len(set(draw))) for draw in same)
+    assert found("needs_both", "abcdef").resampled == {}
+    assert evaluation.with_resampled(made("letters"), rows[:2], before) is before
+
+
+def test_each_member_has_one_score_and_an_objective_of_ones_own_may_have_too() -> None:
+    class Longest(Objective):
+        name, per_member = "longest", True
+
+        def scores(self, group: Group) -> Scores:
+            return np.array([[max(map(len, texts))] for texts in group.texts_MP], dtype=np.float64)
+
+    group = grouped({"reward": [0.0] * 4}, ["a", "bbb", "cc", "c"], [{}, {}], 0)
+    assert judge(Longest(), group).tolist() == [[3.0], [2.0]]
+    with pytest.raises(RewardError, match=r"gave scores of shape \(2, 1\).* 2 members x 2 prompts"):
+        judge(type("Wrong", (Longest,), {"per_member": False})(), group)
+
+
+@pytest.mark.parametrize(
+    ("fitness", "said", "reason"),
+    [
+        ("fails", r"task\.fitness fails failed: KeyError: 'label' in test_fitness.py line \d+.*; fix it", "raised"),
+        ("broken", r"task\.fitness broken gave nan for 2 answers; a fitness is one finite number", "value"),
+        ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
+    ],
+)
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_failure_is_never_a_fitness(fitness: str, said: str, reason: str, isolated: bool) -> None:
+    if fitness == "sleeps" and not isolated:
+        pytest.skip("in place there is no limit of time")
+    task = tasks.isolate(
+        made(fitness), GraderConfig(retries=0, timeout=0.3 if fitness == "sleeps" else 20, isolated=isolated)
+    )
+    with pytest.raises(RewardError, match=said) as error:
+        task.fitness_of(["a", "b"], [{"prompt": "p"}, {"prompt": "q"}], [[0, 1]])
+    assert error.value.failed is not None and error.value.failed["reason"] == reason
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("fitness", "said"),
+    [
+        ("later", "is async"), ("one_at_a_time", "does not take completions and examples"), ("NUMBER", "is not a func"),
+        ("nowhere", "has no 'nowhere'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_fitness_is_refused(fitness: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task\.fitness: .*{said}"):
+        FitnessFunction(f"{HERE}:{fitness}")
+
+
+def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Path) -> None:
+    questions = str(runs[0] / "questions.jsonl")
+    tree = config(tmp_path / "run", questions, "letters", es={"shaping": "centered"})
+    with pytest.raises(ConfigError, match=r"es\.shaping centered compares .* use one of zscore, ranks, identity"):
+        evoalign.dry_run(tree)
+    with pytest.raises(ConfigError, match=r"task\.fitness and task\.objective both"):
+        from_dict(config(tmp_path, questions, "letters", task={"objective": "weighted_sum"}))
+    with pytest.raises(ConfigError, match=r"task\.fitness 'macro_f1': write package"):
+        from_dict(config(tmp_path, questions, task={"fitness": "macro_f1"}))
+    plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))
+    with pytest.raises(ConfigError, match=r"task\.fitness test_fitness:letters: the task custom that was given"):
+        evoalign.train(config(tmp_path / "run", questions, "letters"), task=plain)
+    pytest.importorskip("trl")
+    tree = config(tmp_path / "run", questions, "letters", grpo={"max_steps": 1, "num_generations": 2})
+    with pytest.raises(ConfigError, match=r"task\.fitness letters is one score for all .* and GRPO needs one for each"):
+        evoalign.grpo(tree)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_may_not_name_it_unasked_and_a_card_does_not_tell_where_it_is(tmp_path: Path) -> None:
+    from evoalign.exporting.public import private_paths, public
+
+    own = from_dict({"es": {"sigma": 0.1}, "task": {"name": "conciseness", "fitness": f"{tmp_path}/f.py:f1"}})
+    assert code_of(own) == [f"{tmp_path}/f.py:f1"] == private_paths(own)
+    assert public(own).task.fitness == "f.py:f1" and str(tmp_path) not in to_yaml(public(own))
+    assert "fitness" not in to_yaml(Config.model_validate({"es": {"sigma": 0.1}}))
+
+
+def test_the_probe_measures_it_and_a_built_in_task_takes_it() -> None:
+    tree = {
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4, "antithetic": True},
+        "task": {"name": "conciseness", "fitness": f"{HERE}:letters"}, "evaluation": {"max_tokens": 4},
+    }  # fmt: skip
+    found = evoalign.probe(tree, sigmas=[0.02, 0.2], members=4, examples=2)
+    assert found.fitness == int(found.fitness) > 2 and len(found.rungs) == 2

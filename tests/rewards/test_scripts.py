@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards that are programs: what they are asked, what they print, and all that can be wrong with either."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evoalign
+from evoalign import cli, tasks
+from evoalign.config import GraderConfig, TaskConfig, code_of, from_dict
+from evoalign.errors import ConfigError, RewardError
+from evoalign.tasks import Task
+from evoalign.tasks.isolated.memory import SUPPORTED as BOUND
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
+
+ROWS: list[dict[str, Any]] = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "say\nü", "answer": None}]
+PYTHON = f"#!{sys.executable} -S\nimport json, sys\n"
+
+
+def script(folder: Path, source: str, name: str = "score.sh", mode: int = 0o755) -> str:
+    file = folder / name
+    file.write_text(source, encoding="utf-8")
+    file.chmod(mode)
+    return str(file)
+
+
+def scored(path: str, texts: list[str], rows: list[Any] = ROWS, weights: Any = None, **grader: Any) -> list[float]:
+    task = tasks.isolate(made(path, weights=weights), GraderConfig(**{"retries": 0, "timeout": 20, **grader}))
+    try:
+        return task.rewards(texts, rows)
+    finally:
+        task.close()
+
+
+def made(*paths: str, weights: Any = None) -> Task:
+    return tasks.create(TaskConfig(name="custom", rewards=list(paths), reward_weights=weights))
+
+
+def refused(folder: Path, source: str, texts: tuple[str, ...] = ("a", "b"), **grader: Any) -> RewardError:
+    with pytest.raises(RewardError) as error:
+        scored(script(folder, source), list(texts), ROWS[: len(texts)], **grader)
+    return error.value
+
+
+def test_a_script_reads_json_lines_and_prints_numbers(tmp_path: Path) -> None:
+    source = PYTHON + (
+        "for line in sys.stdin:\n"
+        "    row = json.loads(line)\n"
+        "    assert sorted(row) == ['answer', 'completion', 'prompt']\n"
+        "    print(len(row['completion']) + 10 * (row['answer'] == '4') + 100 * ('ü' in row['prompt']))\n"
+    )
+    assert scored(script(tmp_path, source), ["one", "ü\u2028x"]) == [13.0, 103.0]
+
+
+def test_a_shell_script_does_and_so_do_null_and_numbers_as_awk_writes_them(tmp_path: Path) -> None:
+    odd = script(tmp_path, "#!/bin/sh\nprintf '.5\\nnull\\n+1e-2\\r\\n'\n", "odd")
+    one = script(tmp_path, "#!/bin/sh\nwhile read -r line; do echo 1; done\n", "one")
+    task = tasks.isolate(made(odd, one, weights=[2.0, 1.0]), GraderConfig(retries=0))
+    rows = [{"prompt": "a"}] * 3
+    assert task.columns(["x", "y", "z"], rows) == {"odd": [0.5, None, 0.01], "one": [1.0, 1.0, 1.0]}
+    assert task.rewards(["x", "y", "z"], rows) == [2.0, 1.0, 1.02]
+    task.close()
+
+
+def test_messages_are_given_as_they_are_and_the_completion_as_text(tmp_path: Path) -> None:
+    source = PYTHON + (
+        "row = json.loads(sys.stdin.readline())\nprint(int(row['prompt'][0]['role'] == 'user' and "
+        "row['completion'] == 'hi' and row['day'] == '2020-01-02'))\n"
+    )
+    row = {"prompt": [{"role": "user", "content": "q"}], "day": datetime.date(2020, 1, 2)}
+    task = made(script(tmp_path, source))
+    assert task.rewards(["hi"], [row]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "reason"),
+    [
+        ("echo oh dear >&2; exit 3", r"score\.sh failed: ScriptError: exit status 3 .on stderr: 'oh dear'", "raised"),
+        ("kill -9 $$", r"killed by signal 9", "raised"),
+        ("echo 1", r"printed 1 lines for 2 completions; the last is '1'; print one number", "value"),
+        ("printf '1\\n2\\n3\\n'", r"printed 3 lines for 2 completions", "value"),
+        ("true", r"printed 0 lines for 2 completions; print", "value"),
+        ("echo why >&2; echo 1; echo good", r"printed 'good' for the completion 'b' \(on stderr: 'why'\)", "value"),
+        ("echo 1; echo nan", r"printed 'nan' for the completion 'b'", "value"),
+        ("echo 1; echo 1e999", r"printed '1e999' for the completion 'b'", "value"),
+        ("echo 1; echo 1_0", r"printed '1_0'", "value"),
+        ("echo 1; echo", r"printed '' for", "value"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_an_error_that_quotes_it(tmp_path: Path, source: str, said: str, reason: str) -> None:
+    error = refused(tmp_path, f"#!/bin/sh\n{source}\n", isolated=False)
+    assert re.search(said, str(error)), str(error)
+    assert error.failed is not None and error.failed["reason"] == reason
+
+
+def test_one_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    error = refused(tmp_path, f"#!/bin/sh\nsleep 300 & echo $! > {tmp_path}/pid\nwait\n", ("a",), timeout=1.0)
+    assert "reward function score.sh hung: no answer within 1 s" in str(error)
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.skipif(not BOUND, reason="the limit is Linux's")
+def test_the_memory_limit_holds_for_scripts(tmp_path: Path) -> None:
+    source = PYTHON + "x = bytearray(1 << 30)\nprint(1)\nprint(1)\n"
+    error = refused(tmp_path, source, memory_gib=0.25)
+    assert "on stderr: 'MemoryError'" in str(error) and "or raise grader.memory_gib" in str(error)
+
+
+def test_one_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = script(tmp_path, "#!/bin/sh\n", mode=0o644)
+    with pytest.raises(ConfigError, match=rf"{path} is not executable; make it executable: chmod \+x {path}"):
+        made(path)
+    path = script(tmp_path, "#!/bin/sh\n", "reward.py", 0o644)
+    with pytest.raises(ConfigError, match=rf"write {path}:FUNCTION for a function in it; as a script, .*chmod \+x"):
+        made(path)
+    for name in ("nowhere.sh", str(tmp_path)):
+        with pytest.raises(ConfigError, match="is no import path and no file"):
+            made(name)
+    error = refused(tmp_path, "echo 1\n")
+    assert "it does not start: Exec format error; does its first line name its interpreter" in str(error)
+
+
+def test_no_shell_reads_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "#!/bin/sh\necho 7\n", "a b;touch broken")
+    assert made("a b;touch broken").rewards(["x"], ROWS[:1]) == [7.0]
+    assert made("./a b;touch broken").rewards(["x"], ROWS[:1]) == [7.0]
+    assert not (tmp_path / "broken").exists()
+
+
+def test_a_script_is_code_that_a_run_may_not_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(tmp_path, f"#!/bin/sh\ntouch {tmp_path}/ran\nwhile read -r line; do echo 1; done\n")
+    tree = {"es": {"sigma": 0.1}, "task": {"name": "custom", "rewards": [path]}}
+    assert code_of(from_dict(tree)) == [path]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(json.dumps(tree))
+    (run / "manifest.json").write_text(json.dumps({"method": "es"}))
+    (run / "journal.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=rf"names code of its own \({path}\), which is not run unasked"):
+        evoalign.evaluate(run)
+    monkeypatch.setattr(sys, "argv", ["evoalign", "eval", str(run), "--set", "evaluation.max_tokens=1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and f"names code of its own ({path})" in capsys.readouterr().err.replace("\n", "")
+    assert not (tmp_path / "ran").exists()
