@@ -3,13 +3,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+
+from evoalign import tasks
+from evoalign.config import TaskConfig
+from evoalign.errors import RewardError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -36,4 +50,146 @@ def test_example(name: str, said: list[str], runs: list[str], tmp_path: Path) ->
 
 
 def test_no_example_is_left_out() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"quickstart", "custom_task"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"quickstart", "custom_task", "judge_reward"}
+
+
+# --- a judge that fails as judges do ----------------------------------------------------------------------------------
+
+KEY = "sk-test-0123456789abcdefghij"
+
+
+class Judging:
+    """A real HTTP server on this machine. `answer` makes status and text of the number of a request and its body."""
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], tuple[int, str]], seconds: float = 0.0) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.most = self._now = 0
+        lock = threading.Lock()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(owner.asked)
+                    owner.asked.append(body)
+                    owner.keys.append(self.headers["Authorization"])
+                    owner._now += 1
+                    owner.most = max(owner.most, owner._now)
+                time.sleep(seconds)
+                status, text = answer(number, body)
+                with lock:
+                    owner._now -= 1
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text.encode())))
+                if status == 429:
+                    self.send_header("Retry-After", "0")
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def __enter__(self) -> Judging:
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def says(text: str) -> tuple[int, str]:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def good(number: int, body: dict[str, Any]) -> tuple[int, str]:
+    """A score that follows from the answer, so that one in another's place shows."""
+    return says(f"Score: {len(body['messages'][1]['content']) % 10}")
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("judge_reward", EXAMPLES / "judge_reward.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def graded(example: Any, server: Judging, cache: Path, answers: Sequence[str], **settings: Any) -> list[float]:
+    judge = example.Judge(server.url, "judge", KEY, cache, **{"wait": 0.01, "retries": 3, "timeout": 5, **settings})
+    return asyncio.run(judge.grade([example.question("Why?", answer) for answer in answers]))
+
+
+def test_what_passes_is_asked_again_and_nothing_is_asked_twice(example: Any, tmp_path: Path) -> None:
+    trouble = [(500, "oh"), (429, "slow down"), (200, "not json"), says("Ten out of ten!"), (200, '{"choices": []}')]
+    cache = tmp_path / "cache.sqlite"
+    answers = ["a" * n for n in (1, 2, 3, 1, 2)]
+    lengths = [len(example.question("Why?", answer)[1]["content"]) % 10 / 10 for answer in answers]
+    with Judging(lambda n, body: trouble[n] if n < len(trouble) else good(n, body)) as server:
+        assert graded(example, server, cache, answers) == lengths
+        assert len(server.asked) == 3 + len(trouble)
+        assert graded(example, server, cache, answers) == lengths
+        assert len(server.asked) == 3 + len(trouble)
+        assert set(server.keys) == {f"Bearer {KEY}"}
+    assert KEY.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_no_more_are_under_way_than_may_be(example: Any, tmp_path: Path) -> None:
+    with Judging(good, seconds=0.03) as server:
+        graded(example, server, tmp_path / "cache", [str(n) for n in range(12)], concurrency=3)
+        assert server.most == 3 and len(server.asked) == 12
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "asked"),
+    [
+        (lambda n, body: (503, f"busy {KEY}"), r"no score in 3 attempts; the last: status 503: 'busy \[key\]'", 3),
+        (lambda n, body: says("Score: 11"), r"no score in 3 attempts; the last: the reply 'Score: 11' has no score", 3),
+        (lambda n, body: says("Score: 3 or Score: 9"), r"has no score", 3),
+        (lambda n, body: (401, "who are you?"), r"refuses: status 401: 'who are you\?'", 1),
+        (lambda n, body: (time.sleep(0.4), says("Score: 1"))[1], r"the last: ReadTimeout", 3),
+    ],
+)  # fmt: skip
+def test_a_failure_of_the_judge_is_never_a_reward(
+    example: Any, answer: Any, said: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Judging(answer) as server:
+        for name, value in (("URL", server.url), ("MODEL", "judge"), ("KEY", KEY), ("CACHE", str(tmp_path / "cache"))):
+            monkeypatch.setenv(f"JUDGE_{name}", value)
+        limits = {"wait": 0.01, "retries": 2, "timeout": 0.2}
+        made = functools.partial(example.Judge, **limits)
+        monkeypatch.setattr(example, "Judge", made)
+        task = tasks.create(TaskConfig(name="custom"), [example.helpful])
+        with pytest.raises(RewardError, match=rf"reward function helpful failed: JudgeError: .*{said}") as error:
+            task.rewards(["because"], [{"prompt": "Why?"}])
+        assert len(server.asked) == asked
+        assert KEY not in str(error.value) and KEY not in json.dumps(error.value.failed)
+
+
+@pytest.mark.slow
+def test_the_judge_rewards_a_run(example: Any, tmp_path: Path) -> None:
+    words = [sys.executable, str(EXAMPLES / "judge_reward.py"), "--generations", "1", "--output", "run"]
+    with Judging(lambda n, body: (500, "") if n == 3 else good(n, body)) as server:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "JUDGE_URL": server.url, "JUDGE_MODEL": "judge",
+                       "JUDGE_KEY": KEY}  # fmt: skip
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^reward \d\.\d\d -> \d\.\d\d$", done.stdout, re.MULTILINE)
+        asked = len(server.asked)
+        answers = pq.read_table(tmp_path / "run/results/completions/before.parquet").to_pylist()
+        judge = example.Judge(server.url, "judge", KEY, tmp_path / "judge_cache.sqlite")
+        again = asyncio.run(judge.grade([example.question(row["prompt"], row["text"].strip()) for row in answers]))
+        assert again == [row["reward"] for row in answers] and len(server.asked) == asked
+    said = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert KEY.encode() not in said
