@@ -19,7 +19,7 @@ from evoalign.engines import Engine
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
-from evoalign.rollouts import Encoded, batch, collect, group_of, requests_of
+from evoalign.rollouts import Encoded, collect, group_of, requests_of, rows_of
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tokens import Tokens
@@ -53,7 +53,7 @@ def evolve(
     clock = _Clock()
     for generation in range(first, es.num_generations):
         clock.start()
-        rows = batch(len(examples), config.task.batch_size, config.seed, generation)
+        rows = rows_of(config, len(examples), generation)
         sigma = sigma_at(config, generation, 0 if plateaus is None else plateaus())
         plan = Plan(generation, sigma, members)
         rollouts = collect(engine, plan, requests_of(config, rows, prompts, generation))

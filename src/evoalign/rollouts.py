@@ -124,6 +124,12 @@ def lengths_of(task: Task, tokens: Tokens, examples: Sequence[Example]) -> list[
     return [known[row // step] for row in range(len(examples))]
 
 
+def rows_of(config: Config, total: int, generation: int) -> list[int]:
+    """Rows of a generation, one a request: those of its batch, each `task.samples` times in a row."""
+    chosen = batch(total, config.task.batch_size, config.seed, generation)
+    return [row for row in chosen for _ in range(config.task.samples or 1)]
+
+
 def group_of(
     task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
 ) -> Group:

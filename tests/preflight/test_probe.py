@@ -109,14 +109,14 @@ def test_the_cost_is_told_before_and_nothing_is_written(wide):
 
 def test_the_figures_are_those_of_an_engine_asked_by_hand(tmp_path):
     """Spread, drop, changed share and gain of two rungs, computed here from the engine's own completions."""
-    from evoalign import evolve
+    from evoalign import evolve, rollouts
     from evoalign.setup import assemble
     from evoalign.types import MEAN_PLAN, Plan, population
 
     result = probe(tree(tmp_path), sigmas=[0.004, 0.012], members=6, examples=5)
     parts = assemble(from_dict(tree(tmp_path)))
     try:
-        rows = evolve.batch(len(parts.data.train), 5, 0, 0)
+        rows = rollouts.batch(len(parts.data.train), 5, 0, 0)
         examples = [parts.data.train[row] for row in rows]
         prompts = [parts.tokens.encode(parts.task.prompt(e)) for e in examples]
         requests = evolve.requests_of(parts.config, range(5), prompts, 0)

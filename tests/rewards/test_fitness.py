@@ -200,14 +200,17 @@ def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alon
     runs: tuple[Path, str], tmp_path: Path
 ) -> None:
     tree = config(
-        tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", task={"validation_size": 2, "batch_size": None},
+        tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", sampling={"temperature": 0.8},
+        task={"validation_size": 2, "batch_size": None, "samples": 2},
         evaluation={"every": 1}, es={"num_generations": 2}, checks={"placebo": 0}, tracking={"completions_every": 0},
     )  # fmt: skip
+    assert any("(4 members x 2 prompts x 2 samples)" in line for line in evoalign.dry_run(tree))
     seen.clear()
     train(tree)
-    asked = [texts for texts, _ in seen]
+    asked = [texts for texts, rows in seen if [row["prompt"][14:17] for row in rows] == ["sea", "sea", "sky", "sky"]]
+    assert len(asked) >= 2 * 4 and any(texts[0] != texts[1] for texts in asked)
     log = journal.read(tmp_path / "run/journal.jsonl")
-    assert set(log.generations[0].fitness_M) <= {float(len(set("".join(texts)))) for texts in asked if len(texts) == 2}
+    assert set(log.generations[0].fitness_M) <= {float(len(set("".join(texts)))) for texts in asked}
     rows = lines(tmp_path / "run/metrics.jsonl")
     marks = {mark.generation: mark for mark in map(checkpoint.verify, saved_folders(tmp_path / "run"))}
     assert rows[0]["validation"]["fitness/letters"] > 3 > rows[0]["validation"]["reward"]
@@ -303,6 +306,8 @@ def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Pa
         evoalign.dry_run(tree)
     with pytest.raises(ConfigError, match=r"task\.fitness and task\.objective both"):
         from_dict(config(tmp_path, questions, "letters", task={"objective": "weighted_sum"}))
+    with pytest.raises(ConfigError, match=r"task\.samples 2 only repeats a greedy completion"):
+        from_dict({"es": {"sigma": 0.1}, "task": {"samples": 2}})
     with pytest.raises(ConfigError, match=r"task\.fitness 'macro_f1': write package"):
         from_dict(config(tmp_path, questions, task={"fitness": "macro_f1"}))
     plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))

@@ -187,4 +187,8 @@ class Config(Section):
                 f"{self.follows_validation} needs rewards on the way: set evaluation.every, such as 10, and a "
                 "validation split, such as task.validation_size: 100"
             )
+        if (self.task.samples or 1) > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"task.samples {self.task.samples} only repeats a greedy completion; set sampling.temperature above 0"
+            )
         return self

@@ -69,6 +69,9 @@ class TaskConfig(Section):
     """The system message of chat prompts that have none of their own. Written down only where it is set."""
     batch_size: Count | None = None
     """Training examples a generation; None takes all of them."""
+    samples: Count | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Completions that each member gives to each of them, as pass@k of `fitness` needs; None is 1. More need
+    `sampling.temperature` above 0. GRPO has `grpo.num_generations`. Written down only where it is set."""
     strip: bool = True
     """Strip white space around a completion before it is scored."""
     grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
@@ -95,6 +98,10 @@ class TaskConfig(Section):
     def files(self) -> tuple[str | None, ...]:
         """Where its rows are: for training, test and validation."""
         return self.train_data, self.test_data, self.validation_data
+
+    def asked(self, examples: int) -> int:
+        """Completions of one member in a generation, of so many training examples."""
+        return min(self.batch_size or examples, examples) * (self.samples or 1)
 
     @property
     def options(self) -> dict[str, Any]:

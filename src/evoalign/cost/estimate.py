@@ -107,13 +107,15 @@ TIME = "time: evoalign doctor CONFIG loads the model and times a piece of a gene
 def work_lines(config: Config, examples: int | None) -> list[str]:
     """Rollouts and tokens, in words."""
     es = config.es
-    prompts = min(config.task.batch_size or examples or 0, examples or 0) if examples else config.task.batch_size
+    samples = config.task.samples or 1
+    prompts = config.task.asked(examples) // samples if examples else config.task.batch_size
     if not prompts:
         return ["rollouts: population x training examples a generation (the data could not be counted)"]
-    rollouts = es.population_size * prompts
+    rollouts = es.population_size * prompts * samples
+    each = f"{prompts} prompts x {samples} samples" if samples > 1 else f"{prompts} prompts"
     tokens = rollouts * config.sampling.max_tokens
     return [
-        f"rollouts {rollouts:,} a generation ({es.population_size} members x {prompts} prompts), "
+        f"rollouts {rollouts:,} a generation ({es.population_size} members x {each}), "
         f"{rollouts * es.num_generations:,} in all",
         f"tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all",
         TIME,
@@ -146,7 +148,7 @@ def placebos_in_a_tenth(
     noise = NORMAL * noise_numbers(space, layout)
     product = es_flops(space, layout, 0, streams)
     update = es.num_generations * (noise * streams + product)
-    asked = es.num_generations * es.population_size * min(config.task.batch_size or len(train), len(train))
+    asked = es.num_generations * es.population_size * config.task.asked(len(train))
     draws = 1 if drawn.temperature == 0 else len(drawn.seeds) * drawn.samples
     length = sum(train) / len(train) + config.sampling.max_tokens
     training = update + es.num_generations * noise * es.population_size + 2 * parameters * asked * length

@@ -43,7 +43,7 @@ from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, recommend
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
 from evoalign.report import watching
 from evoalign.rewards.objective import judge, refuse_whole_groups
-from evoalign.rollouts import collect, group_of
+from evoalign.rollouts import batch, collect, group_of
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble
 from evoalign.shaping import Scores
 from evoalign.tasks import Task
@@ -106,7 +106,7 @@ def probe(
     parts = assemble(config, task, reward)
     try:
         refuse_whole_groups(parts.objective, "the probe")
-        rows = evolve.batch(len(parts.data.train), examples, config.seed, 0)
+        rows = batch(len(parts.data.train), examples, config.seed, 0)
         members = members or _enough(len(rows), examples)
         if tell is not None:
             tell(_cost(config, len(parts.data.train), len(widths), members, len(rows)))
@@ -129,7 +129,7 @@ def _ladder(config: Config, sigmas: Sequence[float] | None) -> tuple[float, ...]
 
 def _cost(config: Config, total: int, widths: int, members: int, prompts: int) -> str:
     count = (widths * members + 2) * prompts
-    own = config.es.population_size * min(config.task.batch_size or total, total)
+    own = config.es.population_size * config.task.asked(total)
     return (
         f"probe: {widths} widths x {members} members x {prompts} prompts: {count:,} completions of at most "
         f"{config.sampling.max_tokens} tokens, as many as {count / own:.1f} generations of this config"

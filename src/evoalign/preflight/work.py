@@ -15,7 +15,7 @@ from evoalign.errors import EvoalignError
 from evoalign.preflight import pace
 from evoalign.preflight.case import Case, Finding, need
 from evoalign.rewards.objective import score
-from evoalign.rollouts import batch, collect, group_of
+from evoalign.rollouts import collect, group_of, rows_of
 from evoalign.tasks import Data
 from evoalign.types import Example, Layout, Member, Plan, Request, Rollout, population
 
@@ -101,7 +101,7 @@ def check_generation(case: Case) -> Finding:
     rollouts, scores_MP, scoring = scored(data.train[:SAMPLED_PROMPTS])
     took = time.perf_counter() - began
     lengths = [len(r.token_ids) for r in rollouts]
-    asked = requests([data.train[i] for i in batch(len(data.train), config.task.batch_size, config.seed, 0)])
+    asked = requests([data.train[i] for i in rows_of(config, len(data.train), 0)])
     found = pace.answering(ask, members, asked, lengths)
     count = len(members) * len(asked)
     rest = scoring * count / len(rollouts) + _moving(case, plan)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import evolve, spaces, tracking
+from evoalign import evolve, rollouts, spaces, tracking
 from evoalign.checks import canary, control, divergence, fluency
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
@@ -386,7 +386,7 @@ class _EvolutionStrategies:
         parts = self.parts
         if not control.is_due(self.config, index) or not parts.objective.scores_alone:
             return None
-        rows = evolve.batch(len(self.data.train), self.config.task.batch_size, self.config.seed, index)
+        rows = rollouts.rows_of(self.config, len(self.data.train), index)
         examples = [self.data.train[i] for i in rows]
         return control.control(
             self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
