@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,10 +25,11 @@ from pages import PAGES, REPOSITORY, Block, blocks, hooks, words
 
 import evoalign
 from evoalign import cli
-from evoalign.config import ENGINES, from_dict, parse_overrides
+from evoalign.config import ENGINES, TaskConfig, from_dict, parse_overrides
 from evoalign.config.grpo import OF_TRL
 from evoalign.engines import Engine
 from evoalign.spaces import Space
+from evoalign.tasks import create
 
 WIDTH = {"es": {"sigma": 0.01}}
 """What a config that shows one section leaves to the reader."""
@@ -234,6 +236,25 @@ def fields_under(heading: str, until: str = "## ") -> set[str]:
 def sha256(tree: object) -> str:
     """As the page says that the config and the record of a saved mean are hashed."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def test_the_fitness_functions_of_the_guide_say_what_they_are_called(tmp_path: Path) -> None:
+    macro_f1 = imported("labels.py", tmp_path).macro_f1
+    rows = [{"label": label} for label in ("a", "a", "a", "b")]
+    assert macro_f1(["a", "a", "a", "a"], rows) == pytest.approx((6 / 7 + 0) / 2)  # 0.75 are right
+    assert macro_f1(["a", "a", " a", "b"], rows) == 1.0
+    pass_at_k = imported("passes.py", tmp_path).pass_at_k
+    rows = [{"prompt": p, "answer": "7"} for p in ("p", "p", "q", "q")]
+    assert pass_at_k(["1", "it is 7", "8", "9"], rows) == 0.5
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the script of the guide calls jq")
+def test_the_script_of_the_guide_is_a_reward(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks("sh") if block.title == "score.sh")
+    (tmp_path / "score.sh").write_text(block.text)
+    (tmp_path / "score.sh").chmod(0o755)
+    task = create(TaskConfig(name="custom", rewards=[str(tmp_path / "score.sh")]))
+    assert task.rewards(["four", ""], [{"prompt": "p"}] * 2) == [-4.0, 0.0]
 
 
 @pytest.fixture(scope="module")

@@ -162,6 +162,12 @@ def test_it_is_told_everywhere(runs: tuple[Path, str]) -> None:
     assert low < change < high
     assert "of task.fitness, percentiles of 200" in report["intervals"]
     assert report["placebo"]["measures"][name] == pytest.approx(report["placebo"]["reward"]["placebos"][0])
+    whole, own = report["placebo"]["fitness"], report["placebo"]["reward"]
+    assert whole["name"] == name and whole["p"] == own["p"] and whole["reached"] == own["reached"]
+    assert [whole["before"], whole["real"], *whole["placebos"]] == pytest.approx(
+        [own["before"], own["real"], *own["placebos"]]
+    )
+    assert f"{name}, which was trained for: 1 placebo" in said
     said_of = parquet.read_table(folder / "mean/results/completions/generation_0000.parquet").to_pylist()
     assert len(said_of) == 9 and all(row["score"] == row["fitness"] for row in said_of)
 

@@ -91,8 +91,42 @@ class Distances:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """`task.fitness` of the run and its placebos on the test split. No item has it alone: `p` is by permutation."""
+
+    name: str
+    before: float
+    real: float
+    placebos: tuple[float, ...]
+
+    @property
+    def reached(self) -> int:
+        """How many placebos come to the real run's fitness, or above it."""
+        return sum(value >= self.real for value in self.placebos)
+
+    @property
+    def p(self) -> float:
+        """One-sided: (1 + placebos that reach the real run) / (1 + placebos)."""
+        return (1 + self.reached) / (1 + len(self.placebos))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in results/evaluation.json."""
+        return {**asdict(self), "placebos": list(self.placebos), "reached": self.reached, "p": self.p}
+
+    def line(self) -> str:
+        """In words."""
+        mean, count = float(np.mean(self.placebos)), len(self.placebos)
+        between = f" on average ({min(self.placebos):.4g} to {max(self.placebos):.4g})" if count > 1 else ""
+        return (
+            f"{self.name}, which was trained for: {_count(count)} reached {mean:.4g}{between}, from {self.before:.4g}; "
+            f"the run itself {self.real:.4g}; {self.reached} of {count} reach the run, one-sided p {self.p:.2g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Placebos:
-    """A run beside its placebos. `reward` is of the test split, `off_task` of another task's, where one was asked.
+    """A run beside its placebos. `reward` is of the test split, `off_task` of another task's, where one was asked, and
+    `fitness` of `task.fitness`, where there is one.
 
     `seeds` are those of the shuffles. `measures` are means over the placebos, by the names of an evaluation.
     """
@@ -103,10 +137,17 @@ class Placebos:
     distance: Distances
     measures: Mapping[str, float]
     off_task: Split | None = None
+    fitness: Whole | None = None
+
+    @property
+    def reached(self) -> int:
+        """How many come to the run in what it was trained for, or above it."""
+        return self.reward.reached if self.fitness is None else self.fitness.reached
 
     def as_dict(self) -> dict[str, Any]:
         """As it stands in results/evaluation.json."""
         off = {} if self.off_task is None else {"off_task": self.off_task.as_dict()}
+        off |= {} if self.fitness is None else {"fitness": self.fitness.as_dict()}
         return {
             "generation": self.generation, "seeds": list(self.seeds), "reward": self.reward.as_dict(),
             "distance": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.distance).items()},
@@ -117,6 +158,8 @@ class Placebos:
         """In words."""
         split = self.reward
         said = [sentence(split), beyond_drift(split), *flip_line(split), distance_line(self.distance)]
+        if self.fitness is not None:
+            said = [self.fitness.line(), f"the reward: {said[0]}", *said[1:]]
         if self.off_task is not None:
             said += [f"off-task: {line}" for line in off_lines(self.off_task)]
         return said

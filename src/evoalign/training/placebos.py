@@ -16,7 +16,7 @@ from evoalign import evaluation
 from evoalign.checks import placebo_file
 from evoalign.checks.distance import moved, start_of
 from evoalign.checks.drift import expected_distance
-from evoalign.checks.placebo import Distances, Placebos, split
+from evoalign.checks.placebo import Distances, Placebos, Whole, split
 from evoalign.config import Config, from_dict, load
 from evoalign.config.reading import MissingError, read_object
 from evoalign.cost.budget import Cost, Meter
@@ -24,6 +24,7 @@ from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report import watching
+from evoalign.rewards.fitness import aim_of
 from evoalign.rollouts import lengths_of
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import MEASURING, RunDir
@@ -323,7 +324,8 @@ def of_evaluations(
     def mean(name: str) -> float:
         return float(np.mean([p.measures[name] for p in placebos]))
 
-    rewards = [e.measures_E["reward"] for e in off_task]
+    rewards, trained = [e.measures_E["reward"] for e in off_task], aim_of(real.measures)
+    whole = [e.measures[trained] for e in (before, real, *placebos)]
     return Placebos(
         generation=generation,
         seeds=tuple(range(len(placebos))),
@@ -336,6 +338,7 @@ def of_evaluations(
         distance=distances,
         measures={name: mean(name) for name in real.measures if all(name in p.measures for p in placebos)},
         off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,
+        fitness=None if trained == "reward" else Whole(trained, whole[0], whole[1], tuple(whole[2:])),
     )
 
 

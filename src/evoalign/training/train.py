@@ -274,7 +274,7 @@ class _EvolutionStrategies:
         return self.config.engine.smaller(self.config)
 
     def summary(self, alarm: str | None) -> list[str]:
-        beats_noise = alarm is None and self._found is not None and not self._found.reward.reached
+        beats_noise = alarm is None and self._found is not None and not self._found.reached
         return [*self._diagnosis.summary(alarm, beats_noise=beats_noise), *self._drift()]
 
     def _drift(self) -> list[str]:
