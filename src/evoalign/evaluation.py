@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
@@ -188,7 +188,7 @@ def resampled_interval(before: Evaluation, after: Evaluation) -> dict[str, tuple
     }
 
 
-def _percentiles(values_B: ArrayLike) -> tuple[float, float]:
+def _percentiles(values_B: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
     low, high = np.percentile(values_B, [100 * LEVEL / 2, 100 * (1 - LEVEL / 2)])
     return float(low), float(high)
 

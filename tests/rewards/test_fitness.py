@@ -209,6 +209,7 @@ def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alon
         tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", sampling={"temperature": 0.8},
         task={"validation_size": 2, "batch_size": None, "samples": 2},
         evaluation={"every": 1}, es={"num_generations": 2}, checks={"placebo": 0}, tracking={"completions_every": 0},
+        stopping={"patience": 9},
     )  # fmt: skip
     assert any("(4 members x 2 prompts x 2 samples)" in line for line in evoalign.dry_run(tree))
     seen.clear()
@@ -220,7 +221,7 @@ def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alon
     rows = lines(tmp_path / "run/metrics.jsonl")
     marks = {mark.generation: mark for mark in map(checkpoint.verify, saved_folders(tmp_path / "run"))}
     assert rows[0]["validation"]["fitness/letters"] > 3 > rows[0]["validation"]["reward"]
-    assert marks[1].validation == rows[0]["validation"]["fitness/letters"]
+    assert marks[1].validation == rows[0]["validation"]["fitness/letters"] == log.validated[0]
 
 
 # --- what it is asked, and what is wrong with it ----------------------------------------------------------------------

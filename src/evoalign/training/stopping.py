@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from evoalign.config import Config
+from evoalign.rewards.fitness import aim
 from evoalign.rundir.journal import Ending, Journal, Log
 
 
@@ -36,7 +37,7 @@ def plateaus(rewards: Sequence[float], patience: int, min_delta: float) -> int:
 
 
 class Course:
-    """The rewards of a run on the validation split so far, and what they decide. `log` is the journal to resume."""
+    """The rewards, or the fitness, of a run on the validation split so far, and what they decide. `log` is the journal to resume."""
 
     def __init__(self, config: Config, log: Log | None) -> None:
         self.config = config
@@ -52,7 +53,7 @@ class Course:
         """Write down the reward on the validation split after a generation, where the row has one that decides."""
         measures = row.get("validation")
         if measures is not None and self.config.follows_validation is not None:
-            self.rewards.append(float(measures["reward"]))
+            self.rewards.append(float(aim(measures)))
             journal.validated(index, self.rewards[-1])
 
     def ending(self, rows: Iterable[Mapping[str, Any]]) -> Ending | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evoalign import evolve, rollouts, spaces, tracking
+from evoalign import evolve, spaces, tracking
 from evoalign.checks import canary, control, divergence, fluency
 from evoalign.checks.control import Control
 from evoalign.checks.diagnosis import SAMPLE, Diagnosis
@@ -29,8 +29,7 @@ from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
 from evoalign.models import origin
-from evoalign.report import completions
-from evoalign.report.figures import ES_WORDS
+from evoalign.report import completions, figures
 from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
@@ -145,7 +144,7 @@ class _EvolutionStrategies:
             "es",
             self.config.es.num_generations,
             f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
-            words=dataclasses.replace(ES_WORDS, aim=parts.task.aim),
+            words=dataclasses.replace(figures.ES_WORDS, aim=parts.task.aim),
             devices=self._meter.devices,
             note=self._meter.note,
         )
@@ -367,16 +366,9 @@ class _EvolutionStrategies:
 
     def _check_canary(self, generation: int) -> None:
         """Raise CanaryError where members do not answer with their own weights."""
-        parts = self.parts
-        canary.check(
-            parts.engine,
-            parts.space,
-            parts.layout,
-            parts.tokens.encode(parts.task.prompt(parts.data.train[0])),
-            generation=generation,
-            width=self._width(min(generation, self.config.es.num_generations - 1)),
-            exact=parts.facts.deterministic,
-        )
+        parts, prompt = self.parts, self.parts.tokens.encode(self.task.prompt(self.data.train[0]))
+        width, exact = self._width(min(generation, self.config.es.num_generations - 1)), parts.facts.deterministic
+        canary.check(parts.engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
 
     def _width(self, generation: int) -> float:
         return evolve.sigma_at(self.config, generation, self._course.plateaus())
@@ -386,8 +378,7 @@ class _EvolutionStrategies:
         parts = self.parts
         if not control.is_due(self.config, index) or not parts.objective.scores_alone:
             return None
-        rows = rollouts.rows_of(self.config, len(self.data.train), index)
-        examples = [self.data.train[i] for i in rows]
+        examples = [self.data.train[i] for i in evolve.rows_of(self.config, len(self.data.train), index)]
         return control.control(
             self.config, parts.engine, parts.task, parts.tokens, examples, index, objective=parts.objective
         )
