@@ -277,8 +277,11 @@ def test_evaluate_with_other_settings(run: tuple[str, Result]) -> None:
         ({"peft_type": "IA3"}, "peft_type 'IA3' is no LoRA"),
     ],
 )
-def test_an_adapter_that_is_not_what_it_says_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_what_it_says_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is merged by PEFT, and has no factors here."""
+    monkeypatch.setenv("EVOALIGN_CACHE", str(tmp_path / "cache"))
     save_file({}, tmp_path / "adapter_model.safetensors")
     plain = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"],
              "base_model_name_or_path": str(tiny())}  # fmt: skip
