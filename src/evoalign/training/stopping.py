@@ -37,7 +37,10 @@ def plateaus(rewards: Sequence[float], patience: int, min_delta: float) -> int:
 
 
 class Course:
-    """The rewards, or the fitness, of a run on the validation split so far, and what they decide. `log` is the journal to resume."""
+    """The rewards, or the fitness, of a run on the validation split so far, and what they decide.
+
+    `log` is the journal to resume.
+    """
 
     def __init__(self, config: Config, log: Log | None) -> None:
         self.config = config
