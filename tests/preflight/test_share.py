@@ -17,9 +17,9 @@ def test_experts_that_do_not_evolve_are_a_warning_with_its_mend(tmp_path: Path) 
     found = check_targets(Case(config))
     assert found.status == "warning" and found.fix == "use space lowrank"
     assert "adapters reach 10.6 % of the weights; the experts, 14 % of the weights, do not evolve" in found.detail
-    eta, effective, share, warning, *_ = dry_run(config)
+    _, share, _, warning, eta, effective, *_ = dry_run(config)
     assert eta.startswith("eta ") and effective.startswith("effective sigma")
-    assert share.startswith("adapters reach 10.6 % of the weights: q_proj, ")
+    assert share.startswith("space lora: ") and " numbers; adapters reach 10.6 % of the weights: q_proj, " in share
     assert warning.startswith("warning: the experts, 14 % of the weights, do not evolve: PEFT has no adapter of theirs")
     mended = make_config(tmp_path / "base", "lowrank", output_dir=str(tmp_path / "run"), task=task)
     assert check_targets(Case(mended)).status == "ok"
