@@ -257,8 +257,8 @@ def test_means_of_rewards_reach_everybody(straight: tuple[Path, str], questions:
     rows = lines(run / "metrics.jsonl")
     assert all(list(row["rewards"]) == ["helpful", "cost"] for row in rows)
     _, told = step_and_values(rows[0])
-    assert told["rewards/cost"] == rows[0]["rewards"]["cost"]
-    assert told["objective/ln_lambda"] == rows[0]["objective"]["ln_lambda"]
+    assert told["train/rewards/cost"] == rows[0]["rewards"]["cost"]
+    assert told["train/objective/ln_lambda"] == rows[0]["objective"]["ln_lambda"]
     assert (run / "figures/rewards.png").is_file()
     report = json.loads((run / "results/evaluation.json").read_text())
     before, change = report["before"], report["change_mean_low_high"]
@@ -282,7 +282,7 @@ def test_the_plain_line_names_them(questions: str, tmp_path: Path) -> None:
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert f"helpful {row['rewards']['helpful']:.4g}  cost (x -0.5) {row['rewards']['cost']:.4g}" in output.getvalue()
     assert row["reward_weights"] == {"helpful": 1.0, "cost": -0.5}
-    assert step_and_values(row)[1]["reward_weights/cost"] == -0.5
+    assert step_and_values(row)[1]["train/reward_weights/cost"] == -0.5
     assert re.search(r"reward/cost\s+\(x -0.5\)", output.getvalue())
     assert json.loads((tmp_path / "run/results/evaluation.json").read_text())["reward_weights"] == row["reward_weights"]
     assert "objective" not in row

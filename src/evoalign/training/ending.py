@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.errors import EvoalignError, RunGoneError, StoppedError
-from evoalign.report.rows import Row
+from evoalign.evaluation import Evaluation
+from evoalign.report.rows import WEIGHTS, Row
+from evoalign.tasks import Task
 from evoalign.training.result import Tell
 
 Found = TypeVar("Found")
@@ -28,6 +30,12 @@ def moved(
     except EvoalignError as error:
         tell(f"distance of the effective weights from the base model: unknown; {error}")
     return {"divergence": kl, "distance": found}
+
+
+def weights_of(task: Task, found: Evaluation) -> Mapping[str, Any]:
+    """What several rewards count times, as results/evaluation.json has it; nothing of a single one."""
+    weights = task.weighted.by_name(list(found.completions[0].rewards))
+    return {WEIGHTS: weights} if weights else {}
 
 
 def beside(what: str, measure: Callable[[], Found], tell: Tell, mend: str) -> Found | None:

@@ -30,7 +30,7 @@ from evoalign.cost.budget import Cost
 from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
 from evoalign.evaluation import Evaluation, with_resampled
 from evoalign.report.progress import Bar
-from evoalign.report.rows import WEIGHTS, Row
+from evoalign.report.rows import Row
 from evoalign.rewards.fitness import aim
 from evoalign.rundir import sealing
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
@@ -237,8 +237,7 @@ class Session:
         return folder
 
     def reward(self) -> float | None:
-        """The mean's reward on the validation split, or its fitness, where it was evaluated after this step: nothing is
-        chosen by the test split."""
+        """The mean's reward, or fitness, on the validation split after this step: nothing is chosen by the test split."""
         measures = self.run.rows[self.done - 1].get("validation") if 0 < self.done <= len(self.run.rows) else None
         return float(aim(measures)) if measures else None
 
@@ -315,14 +314,12 @@ class Session:
         moved = ending.moved(self.run.rows, kl, self.algorithm.distance, self.tell)
         self.run.check()
         mean = {"generation": self.done, "weights_hash": self.algorithm.fingerprint(), **moved}
-        if self.ending is not None:
-            mean["ending"] = dataclasses.asdict(self.ending)
+        mean |= {} if self.ending is None else {"ending": dataclasses.asdict(self.ending)}
         if validation is not None:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
-        weights = self.algorithm.task.weighted.by_name(list(after.completions[0].rewards))
-        mean |= {WEIGHTS: weights} if weights else {}
+        mean |= ending.weights_of(self.algorithm.task, after)
         before, after = (with_resampled(self.algorithm.task, self.algorithm.data.test, e) for e in (before, after))
         mean["alarms"] = judge(before.completions, after.completions).as_dict()
         # Before what may be stopped, or not fit; where the process dies in it, a sweep makes up for it.
@@ -342,8 +339,7 @@ class Session:
             self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
-        last = heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, placebos)
-        self.tell("\n".join(last))
+        self.tell("\n".join(heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, placebos)))
         return Result(self.run.path, saved, before, after, verdict)
 
     def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:
