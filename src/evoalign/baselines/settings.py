@@ -110,7 +110,7 @@ def check_stopping(config: Config) -> None:
             "the section stopping is for ES: a run of GRPO ends after grpo.max_steps; leave it out, as with "
             "--set stopping=null, and lower grpo.max_steps where needed"
         )
-    if config.grpo.rollouts == "es" and config.es.sigma_schedule.name == "plateau":
+    if config.grpo.rollouts == "es" and config.es_ is not None and config.es_.sigma_schedule.name == "plateau":
         raise ConfigError("es.sigma_schedule plateau is for ES: with grpo.rollouts: es set constant, linear or cosine")
 
 
