@@ -36,7 +36,7 @@ QUICKSTART, SMALL = ROOT / "configs" / "quickstart.yaml", ["task.test_size=8", "
 GENERATIONS = 4
 CASES: dict[str, tuple[Path, list[str]]] = {
     "conciseness, lora": (QUICKSTART, []),
-    "countdown, lora": (ROOT / "configs" / "quickstart_countdown.yaml", []),
+    "countdown, lowrank": (ROOT / "configs" / "quickstart_countdown.yaml", []),
     "lowrank": (QUICKSTART, ["space=lowrank", "es.sigma=0.01", "es.learning_rate=0.005"]),
     "full": (QUICKSTART, ["space=full", "es.sigma=0.003", "es.learning_rate=0.0015"]),
     "SmolLM2-135M, lora": (
