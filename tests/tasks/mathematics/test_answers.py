@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
+import threading
 import time
 from fractions import Fraction
 from typing import Any
@@ -153,3 +155,22 @@ def test_math_verify_is_imported_only_where_an_answer_is_compared() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
+
+
+def test_what_ends_the_work_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in the libraries' logging the bound is met: another thread could never log again."""
+    free: list[bool] = []
+
+    def ask() -> None:
+        free.append(logging._lock.acquire(timeout=5))  # type: ignore[attr-defined]
+        logging._lock.release()  # type: ignore[attr-defined]
+
+    for most in range(60):
+        monkeypatch.setattr(answers, "MOST_CALLS", most)
+        with answers._Work():
+            logging.getLogger("math_verify").setLevel(logging.ERROR)
+            logging.getLogger(f"math_verify.{most}").debug("read")
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert free == [True]
