@@ -131,7 +131,7 @@ def test_a_resolved_config_reads_as_itself() -> None:
 def test_a_wrong_section_is_named() -> None:
     with pytest.raises(ConfigError, match="sampling"):
         from_dict({**ES, "sampling": 3})
-    with pytest.raises(ConfigError, match=r"unknown setting sampling\.samples; did you mean evaluation\.samples"):
+    with pytest.raises(ConfigError, match=r"unknown setting sampling\.samples; did you mean task\.samples"):
         from_dict({**ES, "sampling": {"samples": 3}})
 
 

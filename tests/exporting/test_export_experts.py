@@ -42,8 +42,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     }  # fmt: skip
     screen = io.StringIO()
     evoalign.train(tree, console=Console(file=screen, width=200))
-    first = screen.getvalue().splitlines()[0]
-    assert " % of the weights: " in first and "experts." in first
+    second = screen.getvalue().splitlines()[1]
+    assert " % of the weights: " in second and "experts." in second
     return family, space, tree
 
 

@@ -405,6 +405,9 @@ def test_trackers_are_told_rows_that_were_lost(copy: Path, monkeypatch: pytest.M
         def log(self, row: Any) -> None:
             told.append(row["generation"])
 
+        def show(self, *shown: Any) -> None:
+            pass
+
         def finish(self, summary: Any) -> None:
             pass
 

@@ -26,11 +26,15 @@ from evoalign.config.run import Config
 from evoalign.config.task import TaskConfig
 from evoalign.engines import specs
 from evoalign.engines.transformers import engine
+from evoalign.models import files
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, journal, sealing
-from evoalign.tasks import base, conciseness, data
+from evoalign.tasks import base
+from evoalign.tasks.conciseness import Conciseness
 from evoalign.tasks.countdown import task as countdown
 from evoalign.tasks.custom import Custom
+from evoalign.tasks.data import files as data_files
+from evoalign.tasks.data import splits
 from evoalign.training import weights
 
 Patch = pytest.MonkeyPatch
@@ -97,6 +101,18 @@ def swallowed(inner: Callable[..., Any], default: Any) -> Callable[..., Any]:
     return outer
 
 
+def raising_rows(inner: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The same of a generator."""
+
+    def outer(*args: Any) -> Iterator[Any]:
+        try:
+            yield from inner(*args)
+        except Exception as error:
+            raise error.__cause__ or error.__context__ or error from None
+
+    return outer
+
+
 def raising(inner: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose clear errors are what they were made of."""
 
@@ -120,9 +136,11 @@ def _early_wins(low: Any, high: Any) -> dict[str, Any]:
     return whole_merge(high, low)
 
 
-def _of_one_line(path: Any, text: str) -> list[Any]:
-    lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return [(where, data._columns(data._parse(line, where), where)) for where, line in lines]
+def _of_one_line(path: Any, source: Any) -> Iterator[Any]:
+    lines = [(f"{path}, line {i}", line) for i, line in enumerate(source.read().decode().splitlines(), 1)]
+    for where, line in lines:
+        if line.strip():
+            yield where, data_files.columns_of(data_files._parse(line, where), where)
 
 
 def _stripped(row: Any, where: str) -> Any:
@@ -165,7 +183,7 @@ def _rows_that_parse(path: Any) -> list[Any]:
 
 
 whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_model, tokens._stops, runs._rows
-whole_columns = data._columns
+whole_columns = data_files.columns_of
 quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
 SAFE = yaml.SafeLoader
 FAULTS: dict[str, Fault] = {
@@ -186,29 +204,29 @@ FAULTS: dict[str, Fault] = {
     "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
     "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),
     # data files
-    "line breaks in a text": patched("data files", (data, "_read_jsonl", _of_one_line), shows="refused silent"),
+    "line breaks in a text": patched("data files", (data_files, "_jsonl", _of_one_line), shows="refused silent"),
     "rows shared with rewards": patched(
         "data files", (functions, "fresh", lambda value: value), (base, "fresh", lambda value: value)
     ),
     "no bound of depth": patched(
-        "data files > text", (data, "_check_sound", lambda row, where: None), shows="silent traceback"
+        "data files > text", (data_files, "_check_sound", lambda row, where: None), shows="silent traceback"
     ),
     "a column that is missing": patched(
-        "data files > missing", (conciseness, "_check", lambda where, row: row), shows="traceback"
+        "data files > missing", (Conciseness, "_check", lambda self, where, row: row), shows="traceback"
     ),
     "no numbers": patched(
         "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"
     ),
-    "texts cleaned": patched("data files", (data, "_columns", _stripped)),
+    "texts cleaned": patched("data files", (data_files, "columns_of", _stripped)),
     "a parquet file's own error": patched(
-        "data files > bytes", (data, "_read_parquet", raising(data._read_parquet)), shows="traceback"
+        "data files > bytes", (data_files, "_parquet", raising_rows(data_files._parquet)), shows="traceback"
     ),
-    "the last row": patched("data files", (data, "_first", lambda rows, *_: rows[:-1] or rows)),
+    "the last row": patched("data files", (splits, "_first", lambda rows, *_: rows[:-1] or rows)),
     "messages of any form": patched(
         "data files > value", (Custom, "_check", lambda self, where, row: row), shows="traceback silent"
     ),
     # model folders
-    "tensors at random": patched("model folders > weights", (engine, "_check_whole", lambda name, info: None)),
+    "tensors at random": patched("model folders > weights", (files, "_check_whole", lambda name, info: None)),
     "weights rounded": patched("model folders", (fuzz_models, "load_model", _half)),
     "one stop of two": patched("model folders", (tokens, "_stops", _first_stop)),
     "stops passed over": patched("model folders > stops", (tokens, "_stops", swallowed(tokens._stops, []))),
