@@ -103,7 +103,7 @@ def test_peft_loads_the_adapter_of_every_mixture_that_it_is_said_to_know(family:
     with Bench(config) as bench:
         bench.move()
         mark = checkpoint.Mark(1, bench.engine.fingerprint(), "0" * 64)
-        checkpoint.save(tmp_path / "out", mark, config, bench.layout, str(base), bench.engine.state, adapter=True)
+        checkpoint.save(tmp_path / "out", mark, config, bench.layout, str(base), bench.engine.state)
         cells = bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(TOKENS), logprobs=True))
         assert any(".experts." in t.name for t in bench.layout.tensors) == (family in PEFT_TYPES)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "out"))

@@ -141,7 +141,9 @@ def check_requests_of_one_member(bench: Bench) -> None:
 def check_stop_strings(bench: Bench) -> None:
     """A completion ends where one of the texts to stop at comes up, and leaves it out unless that is to be kept."""
     long = [dataclasses.replace(r, sampling=Sampling(4 * TOKENS)) for r in bench.requests]
-    for request, rollout in zip(long, _answers(bench, MEAN_PLAN, long).values(), strict=True):
+    answers = _answers(bench, MEAN_PLAN, long)
+    for request in long:
+        rollout = answers[MEAN.index, request.index]
         if len(rollout.text) < 6:
             continue
         stop = rollout.text[3:5]
