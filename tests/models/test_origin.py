@@ -6,7 +6,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from evoalign.config import ModelConfig, from_dict
 from evoalign.engines import weights_hash
 from evoalign.errors import CheckpointError, ConfigError, ModelError, ResumeError
 from evoalign.exporting.export import export
-from evoalign.models import origin, tiny
-from evoalign.rundir import checkpoint, journal
+from evoalign.models import merging, origin, tiny
+from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
 from evoalign.training.replay import replay
@@ -350,3 +352,17 @@ def test_grpo_starts_from_the_same_weights_and_es_from_what_it_made(plain: Path,
     exported = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out", merge=True, dtype="float32"))
     assert torch.allclose(logits(with_it.engine.model), logits(exported.float()), atol=2e-4)
     with_it.close()
+
+
+def test_runs_that_begin_at_once_wait_for_the_one_that_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "PATIENCE", 0.01)
+    config = ModelConfig(name=str(adapter(tmp_path / "adapter", r=3)))
+    found = origin.origin(config)
+    folder = merging.folder_of(found, config.dtype)
+    with ThreadPoolExecutor() as pool:
+        with files.scratch(folder.with_name(f".{folder.name}.tmp")):  # as a process that is filling it, and dies
+            others = [pool.submit(merging.merged, found, config.dtype) for _ in range(2)]
+            time.sleep(0.1)
+            assert not any(other.done() for other in others)
+        assert {other.result() for other in others} == {folder}
+    assert (folder / "model.safetensors").is_file() and [p.name for p in folder.parent.glob(".*")] == []

@@ -15,13 +15,14 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evoalign.errors import EvoalignError, ModelError
+from evoalign.errors import EvoalignError, ModelError, RunExistsError
 from evoalign.models.adapters import ADAPTER_CONFIG, put_into, weights_of
 from evoalign.models.files import find, load_whole
 from evoalign.rundir import files
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 FORM = 1
 """Goes up where the same files are merged into others."""
 SHARD = "5GB"
+PATIENCE = 0.5
+"""Seconds between two looks at a folder that another process is filling."""
 OF_MODEL = (".json", ".jinja", ".model", ".safetensors")
 """Endings of the files that make a model and its tokenizer."""
 Signature = tuple[tuple[str, int, int], ...]
@@ -57,10 +60,21 @@ def folder_of(origin: Origin, dtype: str) -> Path:
 
 
 def merged(origin: Origin, dtype: str) -> Path:
-    """The folder of the merged model, made where it is not there. Raises ModelError."""
+    """The folder of the merged model, made where it is not there. Raises ModelError.
+
+    Where another process is making it, as of several runs that begin at once, that is waited for, however it ends.
+    """
     folder = folder_of(origin, dtype)
-    if folder.is_dir():
-        return folder
+    while not folder.is_dir():
+        try:
+            _make(folder, origin, dtype)
+        except RunExistsError:
+            time.sleep(PATIENCE)
+    return folder
+
+
+def _make(folder: Path, origin: Origin, dtype: str) -> None:
+    """Fill the folder. Raises ModelError, RunExistsError where another process is filling it."""
     try:
         with files.filled(folder, replace=False) as temporary:
             _fill(temporary, origin, getattr(torch, kept_dtype(dtype)))
@@ -72,7 +86,6 @@ def merged(origin: Origin, dtype: str) -> Path:
                 f"the merged model does not go into {folder} ({error.strerror or error}); EVOALIGN_CACHE names another "
                 "place"
             ) from error
-    return folder
 
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
