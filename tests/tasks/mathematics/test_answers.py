@@ -174,3 +174,12 @@ def test_what_ends_the_work_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatc
     thread.start()
     thread.join()
     assert free == [True]
+
+
+def test_the_first_answer_of_a_process_is_as_right_as_a_later_one() -> None:
+    code = (
+        "from evoalign.tasks.mathematics.answers import is_equal; "
+        "print(is_equal('(x+1)^3', 'x^3+3x^2+3x+1'), is_equal('(x+1)^3', 'x^3+3x^2+3x+2'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "True False\n"

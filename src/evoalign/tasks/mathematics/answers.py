@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
@@ -27,7 +27,9 @@ MOST_CHARACTERS = 300
 MOST_BITS = 20_000
 """Of all numbers in an answer together, and of what they come to: some 6,000 digits."""
 MOST_CALLS = 3_000_000
-"""Calls of functions and returns from them, while an answer is read and compared; usual ones take under a million."""
+"""Calls of functions and returns from them, while an answer is read and compared; usual ones take under a million.
+
+What has been read before is read with fewer, as the parser learns: `_learn` has it begin with what is usual."""
 MOST_CHOSEN_FROM = 10_000
 """In an answer with a binomial coefficient, which is computed as it is read: no number is larger."""
 MOST_POWERS = 10_000_000
@@ -43,6 +45,12 @@ displaystyle space
 COMMANDS = frozenset(_COMMANDS.split())
 """LaTeX that an answer may hold. Sums, products, integrals and limits are none: they are still to be computed."""
 
+_FIRST = (
+    "\\frac{1}{2}x^2+3xy-\\sqrt[3]{5}", "-\\sqrt{2}\\cdot(x+1)^{2n}", "(-\\infty,-2]\\cup[3,5)",
+    "\\{1,-2,\\frac{3}{4}\\}", "\\begin{pmatrix}1&-2\\\\0&x\\end{pmatrix}", "2\\sin^2(x)\\cos x+\\ln x",
+    "\\frac{x^2-1}{x+1}+e^{i\\pi/3}", "y=-x+4",
+)  # fmt: skip
+"""Read before anything is counted."""
 _BAR = re.compile(r"\||vert")
 _FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
@@ -150,9 +158,24 @@ def _largest_in(text: str) -> int:
     return max(map(int, re.findall(r"\d+", text)), default=0)
 
 
-def _is_verified(answer: str, gold: str) -> bool:
+@cache
+def _learn() -> None:
+    """Have the libraries do what they do once in a process: import, and learn their grammar as they read.
+
+    That takes up to MOST_CALLS, so that the first answer of a process would be wrong which is right later on.
+    """
     from math_verify import verify
 
+    read = [_parsed(text) for text in _FIRST]
+    verify(read[0], read[1], timeout_seconds=None)
+
+
+def _is_verified(answer: str, gold: str) -> bool:
+    from math_verify import verify
+    from sympy.core.cache import clear_cache
+
+    _learn()
+    clear_cache()  # or what is counted would depend on the answers before this one
     equal = False
     with _Work() as work:
         ours, theirs = _parsed(answer), _parsed(gold)
