@@ -211,7 +211,8 @@ def test_the_best_mean_is_kept_by_it_and_a_set_of_answers_has_what_none_has_alon
         evaluation={"every": 1}, es={"num_generations": 2}, checks={"placebo": 0}, tracking={"completions_every": 0},
         stopping={"patience": 9},
     )  # fmt: skip
-    assert any("(4 members x 2 prompts x 2 samples)" in line for line in evoalign.dry_run(tree))
+    told = [line for line in evoalign.dry_run(tree) if "(4 members x 2 prompts" in line]
+    assert len(told) == 2 and all("x 2 samples)" in line for line in told) and "of 16 completions" in told[0]
     seen.clear()
     train(tree)
     asked = [texts for texts, rows in seen if [row["prompt"][14:17] for row in rows] == ["sea", "sea", "sky", "sky"]]

@@ -35,14 +35,15 @@ def subject(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec])
 
 def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
     """What a run of ES is: model and task, what evolves, how much it asks."""
-    es, rows = config.es, min(config.task.batch_size or len(data.train), len(data.train))
+    es, asked, samples = config.es, config.task.asked(len(data.train)), config.task.samples or 1
     share, *warnings = share_lines(config, specs, layout)
-    members = es.population_size
+    members, each = es.population_size, f" x {samples} samples" if samples > 1 else ""
     return [
         subject(config, task, data, specs),
         f"space {config.space.name}: {layout.parameters:,} numbers; {share}",
-        f"{es.num_generations:,} generations of {members * rows:,} completions ({members} members x {rows} prompts) "
-        f"of at most {config.sampling.max_tokens:,} tokens; the first one shows how long they take",
+        f"{es.num_generations:,} generations of {members * asked:,} completions ({members} members x "
+        f"{asked // samples} prompts{each}) of at most {config.sampling.max_tokens:,} tokens; the first one shows how "
+        "long they take",
         *warnings,
     ]
 

@@ -237,7 +237,7 @@ class Session:
         return folder
 
     def reward(self) -> float | None:
-        """The mean's reward, or fitness, on the validation split: nothing is chosen by the test split."""
+        """The mean's reward, or fitness, on the validation split after this step; the test split chooses nothing."""
         measures = self.run.rows[self.done - 1].get("validation") if 0 < self.done <= len(self.run.rows) else None
         return float(aim(measures)) if measures else None
 
