@@ -4,9 +4,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import yaml
 
+from evoalign.checks.placebo import Whole, split
 from evoalign.config import from_dict
+from evoalign.errors import DataError
 from evoalign.exporting.card import DataFile, Facts, card
 from evoalign.exporting.excerpts import Sample
 from evoalign.exporting.public import private_paths, public
@@ -64,6 +67,9 @@ def test_the_hubs_listing_has_no_number_that_the_card_warns_of() -> None:
     hub = {"task": {"name": "custom", "train_data": "hub:org/rows:train", "test_data": "hub:org/rows:test"}}
     (of_hub,) = metadata(card(facts(hub)))["model-index"][0]["results"]
     assert of_hub["dataset"] == {"name": "org/rows", "type": "org/rows", "split": "test"} and index["name"] == "model"
+    two = {"task": {"name": "custom", "train_data": "hub:org/rows:train", "test_data": "hub:org/asked:test"}}
+    (asked,) = metadata(card(facts(two)))["model-index"][0]["results"]
+    assert asked["dataset"]["name"] == "org/asked", "the one that the numbers are of"
     infinite = {**EVALUATION, "after": {"reward": float("nan"), "accuracy": 0.5}}
     (left,) = metadata(card(facts(evaluation=infinite)))["model-index"][0]["results"][0]["metrics"]
     assert left["type"] == "accuracy"
@@ -86,6 +92,24 @@ def test_samples_end_nothing_of_the_page_and_paint_nothing() -> None:
 def test_a_start_that_was_merged_is_named() -> None:
     text = card(facts(base="mine", base_on_hub=False, over="org/base-1b", kind="merged"))
     assert "`mine`, a fine-tuned adapter, merged into `org/base-1b`" in text
+
+
+def test_a_fitness_stands_beside_its_own_placebos() -> None:
+    reward = split([-3.25, -3.0, -3.5], [-1.25, -1.0, -1.5], [[-3.0, -2.0, -3.0]], None)
+    whole = Whole("fitness/f1", 0.25, 0.75, (0.5,))
+    tree = {"reward": reward.as_dict(), "fitness": whole.as_dict()}
+    measures = {
+        "before": {"fitness/f1": 0.25, **EVALUATION["before"]}, "after": {"fitness/f1": 0.75, **EVALUATION["after"]},
+        "intervals": "t",
+    }  # fmt: skip
+    text = card(facts(evaluation={**EVALUATION, **measures, "placebo": tree}))
+    told = text.split("**Signal beside drift.** ")[1]
+    assert told.startswith("fitness/f1, which was trained for: ") and "the run itself 0.75" in told
+    assert told.index("Reward: ") > told.index("the run itself 0.75")
+    assert "0 or 1; of fitness/f1, which all answers have together, of resamples)" in text
+    damaged = {**tree, "fitness": {"name": "fitness/f1"}}
+    with pytest.raises(DataError, match=r"placebo\.fitness\.before"):
+        card(facts(evaluation={**EVALUATION, **measures, "placebo": damaged}))
 
 
 def test_intervals_are_called_what_they_are() -> None:

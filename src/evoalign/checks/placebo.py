@@ -123,6 +123,9 @@ class Whole:
         )
 
 
+_WHOLE = TypeAdapter(Whole)
+
+
 @dataclass(frozen=True, slots=True)
 class Placebos:
     """A run beside its placebos. `reward` is of the test split, `off_task` of another task's, where one was asked, and
@@ -193,6 +196,15 @@ def of_file(tree: object, where: str) -> Split:
         return _SPLIT.validate_python(tree)
     except ValidationError as error:
         what = ".".join(["placebo.reward", *map(str, error.errors()[0]["loc"])])
+        raise DataError(f"{where} is damaged ({what}); put it back from a copy") from None
+
+
+def whole_of_file(tree: object, where: str) -> Whole:
+    """What `Placebos.as_dict` wrote of `task.fitness`, back. Raises DataError where it cannot be that."""
+    try:
+        return _WHOLE.validate_python(tree)
+    except ValidationError as error:
+        what = ".".join(["placebo.fitness", *map(str, error.errors()[0]["loc"])])
         raise DataError(f"{where} is damaged ({what}); put it back from a copy") from None
 
 

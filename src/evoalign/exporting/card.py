@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from evoalign.checks.placebo import Split, beyond_drift, of_file, sentence
+from evoalign.checks.placebo import Split, beyond_drift, of_file, sentence, whole_of_file
 from evoalign.checks.placebo_file import with_most
 from evoalign.config import Config, to_yaml
 from evoalign.exporting.excerpts import Sample, excerpts
 from evoalign.report.tables import visible
+from evoalign.rewards.fitness import aim_of
 from evoalign.rundir.method import Method
 
 Kind = Literal["adapter", "merged", "model"]
@@ -155,7 +156,8 @@ def _model_index(facts: Facts) -> dict[str, Any]:
     if found is None or not found.get("sealed", True) or (found.get("alarms") or {}).get("verdict"):
         return {}
     task, split = facts.config.task, str(found["split"])
-    source = next((f.split(":")[1] for f in task.files if f and f.startswith("hub:")), None)
+    asked = task.test_data or task.train_data or ""
+    source = asked.split(":")[1] if asked.startswith("hub:") else None
     results = [
         EvalResult(
             task_type="text-generation", dataset_type=source or task.name, dataset_name=source or task.name,
@@ -246,19 +248,26 @@ def _change(facts: Facts) -> str:
 
 def placebo_lines(found: Mapping[str, Any], kept: Split | None = None) -> list[str]:
     """How much of the gain is drift, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
-    own = None
+    own, whole = None, list[str]()
     if "placebo" in found:
         tree: Any = found["placebo"]
         own = of_file(tree.get("reward") if isinstance(tree, Mapping) else tree, "results/evaluation.json")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        if "fitness" in tree:
+            whole = [f"{_text(whole_of_file(tree['fitness'], 'results/evaluation.json').line())}."]
     split = with_most(own, kept)
     if split is None:
         return []
-    return ["", f"**Signal beside drift.** Reward: {sentence(split)}; {beyond_drift(split, advise=False)}."]
+    reward = f"Reward: {sentence(split)}; {beyond_drift(split, advise=False)}."
+    return ["", " ".join(["**Signal beside drift.**", *whole, reward])]
 
 
 def _kind(found: Mapping[str, Any]) -> str:
     """Of its intervals; results of before they said so have those of the bootstrap."""
-    return "t, or Bonett and Price where a measure is 0 or 1" if "intervals" in found else "BCa bootstrap"
+    if "intervals" not in found:
+        return "BCa bootstrap"
+    trained = aim_of(found["after"])
+    whole = "" if trained == "reward" else f"; of {_text(trained)}, which all answers have together, of resamples"
+    return f"t, or Bonett and Price where a measure is 0 or 1{whole}"
 
 
 def _alarm(found: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.evaluation import RIGHT
 from evoalign.report.terminal import print_line
+from evoalign.rewards.fitness import aim
 from evoalign.rundir.manifest import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
@@ -148,7 +149,7 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
             task, data = task_and_data(config, None, None)
             with closing(task):
                 right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
-                known = [*SHARED_MEASURES, *right, *more, *task.measures("", data.test[0])]
+                known = [*SHARED_MEASURES, task.aim, *right, *more, *task.measures("", data.test[0])]
             if measure not in known:
                 raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 
@@ -279,7 +280,7 @@ def _take_in(end: Ended, source: Source, display: Display, stop: Stop, failed: d
     evaluation = end.run.evaluation()
     if evaluation is not None:
         source.done(end.run)
-        display.ended(end, "done", judged(evaluation).get("reward"))
+        display.ended(end, "done", aim(judged(evaluation)))
         return
     state = "stopped" if stop.asked is not None else source.broken_off(end)
     if state == "failed":
