@@ -26,6 +26,7 @@ from evoalign.rewards.objective import Group, Objective, grouped, judge
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.shaping import Scores
+from evoalign.sweeping.sweep import check_measure
 from evoalign.types import Example
 
 HERE = "test_fitness"
@@ -344,3 +345,6 @@ def test_the_probe_measures_it_and_a_built_in_task_takes_it() -> None:
     }  # fmt: skip
     found = evoalign.probe(tree, sigmas=[0.02, 0.2], members=4, examples=2)
     assert found.fitness == int(found.fitness) > 2 and len(found.rungs) == 2
+    check_measure([from_dict(tree)], "fitness/letters")
+    with pytest.raises(ConfigError, match="no such measure; it has .*fitness/letters"):
+        check_measure([from_dict(tree)], "fitness/others")

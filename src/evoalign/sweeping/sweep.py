@@ -149,7 +149,8 @@ def check_measure(configs: Iterable[Config], measure: str, more: Iterable[str] =
             task, data = task_and_data(config, None, None)
             with closing(task):
                 right = [] if task.is_right("", data.test[0]) is None else [RIGHT]
-                known = [*SHARED_MEASURES, task.aim, *right, *more, *task.measures("", data.test[0])]
+                whole = [] if task.fitness is None else [task.fitness.measure]
+                known = [*SHARED_MEASURES, *whole, *right, *more, *task.measures("", data.test[0])]
             if measure not in known:
                 raise ConfigError(f"--measure {measure}: task {name} has no such measure; it has {', '.join(known)}")
 
