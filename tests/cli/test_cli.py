@@ -129,7 +129,7 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     told = [line.split("   ")[0].strip() for line in made.out.splitlines()[1:]]
     assert told == [
         *(f"evoalign {word} config.yaml" for word in ("doctor", "probe", "train")),
-        "evoalign placebo runs/my_task",
+        "evoalign placebo runs/my_task --config runs/my_task/config.yaml",
     ]
     folder = tmp_path / "mine"
     trained = command("train", "config.yaml", *SMALL, cwd=folder)
@@ -143,11 +143,12 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert all((folder / place).exists() for _, place, *_ in lines)
     next_ones = [shlex.split(line, comments=True)[1:] for line in commands.splitlines()]
     assert [words[0] for words in next_ones] == ["placebo", "eval", "export"]
+    assert shlex.split(told[-1])[1:] == next_ones[0], "what init says works once the run is there"
     manifest = json.loads((folder / "runs/my_task/manifest.json").read_text())
     assert manifest["command"][1:3] == ["train", "config.yaml"]
 
     monkeypatch.chdir(folder)
-    for words in next_ones[1:]:
+    for words in ([*next_ones[0], "--shuffles", "1"], *next_ones[1:]):
         assert run(*words).code == 0, "as it was printed"
     unasked = run("eval", "runs/my_task")
     assert unasked.code == 2 and "names code of its own (reward.py:right, reward.py:brief)" in unasked.err
@@ -157,6 +158,11 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert scores["measures"] == results["after"]
     again = run("train", "config.yaml", *SMALL)
     assert again.code == 2 and again.err.count("\n") == 1 and "--overwrite" in again.err
+    wanted = f"evoalign train {folder / 'runs/my_task/config.yaml'} --resume"
+    assert f"resume it ({wanted})" in again.err, "the folder alone would be refused"
+    named = run("train", "runs/my_task")
+    assert named.code == 2 and "resume with: evoalign train runs/my_task/config.yaml --resume" in named.err
+    assert run(*shlex.split(wanted)[1:]).code == 0
     moved = run("train", "config.yaml", *SMALL, "--overwrite")
     assert moved.code == 0 and len(list((folder / "runs").iterdir())) == 2
 

@@ -12,10 +12,10 @@ from evoalign.cli.options import Debug
 
 NEXT = """\
 wrote {0}; next, from that folder (cd {0}):
-  evoalign doctor config.yaml      will it train here?
-  evoalign probe config.yaml       which sigma, for this model and this reward
-  evoalign train config.yaml       a minute or less on one CPU core, as it stands
-  evoalign placebo runs/my_task    how much of the gain any coefficients would have given"""
+  evoalign doctor config.yaml                                       will it train here?
+  evoalign probe config.yaml                                        which sigma, for this model and this reward
+  evoalign train config.yaml                                        a minute or less on one CPU core, as it stands
+  evoalign placebo runs/my_task --config runs/my_task/config.yaml   how much of the gain is drift"""
 
 
 def init(directory: Annotated[Path, typer.Argument(help="A new or empty folder.")], debug: Debug = False) -> None:
