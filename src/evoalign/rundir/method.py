@@ -7,8 +7,10 @@ import shlex
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from evoalign.config import code_of, load
+from evoalign.config.grpo import asked
 from evoalign.config.reading import read_object
-from evoalign.errors import DataError, ResumeError
+from evoalign.errors import ConfigError, DataError, ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
 COMMANDS: dict[Method, str] = {"es": "train", "grpo": "grpo"}
@@ -33,8 +35,18 @@ def method_of(path: Path) -> Method | None:
 
 
 def resume_command(path: Path, method: Method | None = None) -> str:
-    """The command that resumes the run in a directory, or of a config, whatever made it."""
-    return f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
+    """The command that resumes the run in a directory, whatever made it."""
+    return f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(_named_by(path)))} --resume"
+
+
+def _named_by(path: Path) -> Path:
+    """A run directory, or the config in it where that names code or reaches out, which is not done of a directory."""
+    own = path / "config.yaml"
+    try:
+        config = load(own, needs_es=False)
+    except ConfigError:  # missing or damaged, which the command itself says best
+        return path
+    return own if code_of(config) or asked(config.grpo) else path
 
 
 def refuse_other(path: Path, method: Method) -> None:

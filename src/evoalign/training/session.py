@@ -23,8 +23,7 @@ from evoalign.checks.divergence import Divergence
 from evoalign.checks.fluency import Fluency
 from evoalign.checks.placebo import Placebos
 from evoalign.checks.verdict import judge
-from evoalign.config import Config, code_of
-from evoalign.config.grpo import asked
+from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
@@ -392,9 +391,8 @@ class Session:
 
 
 def how_to_resume(session: Session) -> str:
-    """Names the run itself, or, where it names code or reaches out, the config in it."""
+    """What to do to go on with it, as a command or in Python."""
     run, method = session.run, session.labels.method
     if session.given is not None:
         return f"resume with {COMMANDS[method]}(..., {session.given}=..., resume=True)"
-    own = code_of(session.config) or asked(session.config.grpo)
-    return f"resume with: {resume_command(run.config if own else run.path, method)}"
+    return f"resume with: {resume_command(run.path, method)}"
