@@ -22,7 +22,7 @@ def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> 
     of, rest = [s for s in specs if s.name in reached], [s for s in specs if s.name not in reached]
     space = spaces.create(config)
     says = "evolves" if space.evolves_model else "adapters reach"
-    others = _names(s for s in rest if len(s.shape) > 1)
+    others = _names((s for s in rest if len(s.shape) > 1), beside=of)
     line = f"{says} {percent(of, specs)} of the weights: {_names(of)}" + (f"; not: {others}" if others else "")
     warnings = _passed_over(config, space, specs, rest) if space.carrier == "adapter" else []
     return [line, *(f"warning: {told}" for told in warnings)]
@@ -57,7 +57,20 @@ def _passed_over(config: Config, space: Space, specs: Sequence[TensorSpec], rest
     return found
 
 
-def _names(specs: Iterable[TensorSpec]) -> str:
-    own = ((s.name, module_of(s.name)) for s in specs)
-    names = list(dict.fromkeys(f"experts.{module}" if ".experts." in name else module for name, module in own))
-    return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+def _names(specs: Iterable[TensorSpec], beside: Sequence[TensorSpec] = ()) -> str:
+    """The names of modules, each once. `beside`: tensors that are named before; what other layers have of them is
+    said to be of other layers, for else the same name would be on both sides."""
+    named: dict[str, set[int | None]] = {}
+    for spec in beside:
+        named.setdefault(_name(spec), set()).add(spec.layer)
+    names: dict[str, None] = {}
+    for spec in specs:
+        name = _name(spec)
+        others = name in named and spec.layer not in named[name]
+        names[f"{name} of other layers" if others else name] = None
+    return ", ".join([*names][:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+
+
+def _name(spec: TensorSpec) -> str:
+    module = module_of(spec.name)
+    return f"experts.{module}" if ".experts." in spec.name else module
