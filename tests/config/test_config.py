@@ -322,7 +322,9 @@ def test_a_section_that_is_no_mapping() -> None:
 def test_es_is_needed_and_so_is_one_width() -> None:
     with pytest.raises(ConfigError, match="missing setting es; es needs at least sigma or noise_multiplier"):
         from_dict({})
-    assert error(es={}) == "es: set exactly one of es.sigma and es.noise_multiplier"
+    told = error(es={})
+    assert told.startswith("es: set exactly one of es.sigma and es.noise_multiplier; to begin with, es.sigma: 0.01 in")
+    assert "evoalign probe" in told
 
 
 def test_antithetic_pairs_need_an_even_population() -> None:

@@ -198,20 +198,20 @@ def test_an_optimizer_reaches_as_far_as_is_said(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "eta", "words"),
+    ("optimizer", "eta", "words", "rate"),
     [
-        ("sgd", 1.0, None),
-        ("sgd", 2.5, "warning: eta 2.5 is outside 0.05 to 2.0 (the paper's is 0.5): steps overshoot"),
-        ("adam", 0.5, "warning: eta 0.5, which adam makes 2.5, is outside 0.05 to 2.0"),
-        ("adam", 0.02, None),
-        ("momentum", 0.5, "warning: eta 0.5, which momentum makes 5, is outside"),
+        ("sgd", 1.0, None, None),
+        ("sgd", 2.5, "warning: eta 2.5 is outside 0.05 to 2.0 (the paper's is 0.5): steps overshoot", "0.005"),
+        ("adam", 0.5, "warning: eta 0.5, which adam makes 2.5, is outside 0.05 to 2.0", "0.001"),
+        ("adam", 0.02, None, None),
+        ("momentum", 0.5, "warning: eta 0.5, which momentum makes 5, is outside", "0.0005"),
     ],
 )
-def test_the_warning_of_eta_knows_the_optimizer(optimizer, eta, words):
+def test_the_warning_of_eta_knows_the_optimizer(optimizer, eta, words, rate):
     es = {"sigma": 0.01, "learning_rate": eta * 0.01, "population_size": 25, "optimizer": optimizer}
     told = [line for line in estimate.step_lines(from_dict({"es": es}), None) if line.startswith("warning")]
     assert len(told) == (words is not None)
-    assert words is None or told[0].startswith(words)
+    assert words is None or (told[0].startswith(words) and told[0].endswith(f"; set es.learning_rate to about {rate}"))
 
 
 def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():

@@ -62,7 +62,7 @@ def test_seeds_of_more_than_32_bits_are_all_different() -> None:
 def test_seeded_parts_are_cut_to_size() -> None:
     whole, cut = split(5), split(5, train_size=3, test_size=1)
     assert (cut.train, cut.test) == (whole.train[:3], whole.test[:1])
-    with pytest.raises(DataError, match=r"task.train_size is 9, but the 80 % of rows.json has 8 rows"):
+    with pytest.raises(DataError, match=r"task.train_size is 9, but the 80 % of rows.json has 8 rows; lower it"):
         split(train_size=9)
 
 

@@ -53,6 +53,13 @@ class ScheduleConfig(Section):
 Schedule = Annotated[ScheduleConfig, BeforeValidator(named, json_schema_input_type=str | ScheduleConfig)]
 
 
+START = (
+    "to begin with, es.sigma: 0.01 in space lora and 0.001 in others, with half of it as es.learning_rate; "
+    "`evoalign probe` measures what fits"
+)
+"""What is said to those who set no width: there is no default, since none fits all models and spaces."""
+
+
 class EsConfig(Section):
     """The evolution strategy. Exactly one of `sigma` and `noise_multiplier` sets the width of the noise."""
 
@@ -74,7 +81,8 @@ class EsConfig(Section):
     @model_validator(mode="after")
     def _one_width(self) -> EsConfig:
         if (self.sigma is None) == (self.noise_multiplier is None):
-            raise ValueError("set exactly one of es.sigma and es.noise_multiplier")
+            start = f"; {START}" if self.sigma is None else ""
+            raise ValueError(f"set exactly one of es.sigma and es.noise_multiplier{start}")
         if self.antithetic and self.population_size % 2:
             raise ValueError(f"es.antithetic needs an even es.population_size, not {self.population_size}")
         if self.learning_rate_schedule.name == "plateau":

@@ -18,6 +18,8 @@ from evoalign.optimizer import reach
 from evoalign.types import Layout, TensorSpec
 
 ETA_USUAL = (0.05, 2.0)
+PAPERS = 0.5
+"""eta of arXiv 2509.24372: alpha = sigma / 2."""
 
 
 def step_lines(config: Config, layout: Layout | None) -> list[str]:
@@ -30,8 +32,8 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
         slow = "steps are tiny: little will be learnt" if eta < low else "steps overshoot: the model may break"
         own = "" if reach(es) == 1 else f", which {es.optimizer.name} makes {eta:.4g},"
         lines.append(
-            f"warning: eta {es.eta:.4g}{own} is outside {low} to {high} (the paper's is 0.5): {slow}; "
-            "change es.learning_rate"
+            f"warning: eta {es.eta:.4g}{own} is outside {low} to {high} (the paper's is {PAPERS}): {slow}; "
+            f"set es.learning_rate to about {PAPERS * (es.sigma or 1) / reach(es):.2g}"
         )
     if layout is not None:
         lines.append(spaces.create(config).effective(layout))

@@ -136,5 +136,5 @@ def held_back(examples: Sequence[Example], size: int, source: str) -> Parts:
 
 def _first(examples: Sequence[Example], size: int | None, setting: str, source: str) -> Sequence[Example]:
     if size is not None and size > len(examples):
-        raise DataError(f"task.{setting} is {size}, but {source} has {len(examples)} rows")
+        raise DataError(f"task.{setting} is {size}, but {source} has {len(examples)} rows; lower it or add rows")
     return examples[:size]
