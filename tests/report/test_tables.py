@@ -47,6 +47,25 @@ def test_intervals_stand_beside_the_change() -> None:
     assert cells(text, "truncated")[-1] == "-", "an interval without width is none"
 
 
+def test_a_name_stays_whole_where_80_columns_are_enough() -> None:
+    """So wide is what is no terminal. The numbers wrap instead, and no column is cut off."""
+
+    def drawn(name: str) -> str:
+        measures = {"reward": -0.08024, name: -0.6007}
+        intervals = dict.fromkeys(measures, (0.5259, 0.4948, 0.557))
+        console = Console(file=io.StringIO(), width=80)
+        before_after(measures, measures, console, intervals=intervals, placebo=measures)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    text = drawn("reward/brief_ones")
+    found = cells(text, "reward/brief ones")
+    assert found == ["reward/brief ones", "-0.6007", "-0.6007", "+0", "+0.4948 to", "-0.6007"]
+    assert all(line.endswith(("┓", "┃", "┩", "│", "┘")) for line in text.splitlines()[1:])
+    long = drawn("reward/which_is_far_longer_than_any_column")
+    assert "column" in long and long.splitlines()[-1].endswith("┘")
+
+
 def test_a_task_without_gold_answers_has_no_target() -> None:
     some = shown(Sample("3 + 5", None, "a", "b"), Sample("3 + 4", "7", "c", "d"))
     assert cells(some, "3 + 5") == ["3 + 5", "-", "a", "b"]

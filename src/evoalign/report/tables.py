@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +24,8 @@ NAMES = {"right": "right by gold"}
 """Of measures whose own name says too little."""
 Interval = tuple[float, float, float]
 """Mean of the paired differences, and the ends of its 95 % interval; both the mean where there is none."""
+WHOLE = 20
+"""Cells of a terminal up to which the names of measures are not broken: there the numbers beside them wrap first."""
 LINES = 4
 """Lines of a table cell that a sample fills at most."""
 
@@ -74,11 +77,13 @@ def _measures(
     names: Mapping[str, str],
 ) -> Table:
     table = Table(title="test split", title_justify="left", title_style="bold")
-    table.add_column("", overflow="fold")
+    common = [name for name in before if name in after]
+    named = [names.get(name, name.removesuffix("_share").replace("_", " ")) for name in common]
+    table.add_column("", overflow="fold", no_wrap=all(cell_len(name) <= WHOLE for name in named))
     more = [*(["95 % interval"] if intervals else []), *(["mean placebo"] if placebo is not None else [])]
     for heading in ("before", "after", "change", *more):
         table.add_column(heading, justify="right", overflow="fold")
-    for name in (name for name in before if name in after):
+    for name, shown in zip(common, named, strict=True):
         old, new = before[name], after[name]
         cells = [_value(name, old), _value(name, new), _change(name, new - old)]
         if name in intervals:
@@ -88,7 +93,7 @@ def _measures(
             cells.append("")
         if placebo is not None:
             cells.append(_value(name, placebo[name]) if name in placebo else "")
-        table.add_row(Text(names.get(name, name.removesuffix("_share").replace("_", " "))), *cells)
+        table.add_row(Text(shown), *cells)
     return table
 
 
