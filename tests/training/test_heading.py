@@ -49,15 +49,15 @@ def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(figures, "evolution", lambda *a, **named: (drawn.append(named), whole(*a, **named)))
     told = io.StringIO()
     tree = {"output_dir": str(tmp_path / "run"), "es": ES, "evaluation": {"max_tokens": 8}, "checks": {"placebo": 0},
-            "task": {"validation_size": 1, "test_size": 5}}  # fmt: skip
+            "task": {"validation_size": 1, "test_size": 5}, "tracking": {"backends": ["tensorboard"]}}  # fmt: skip
     result = evoalign.train(tree, console=Console(file=told, width=300))
     lines = told.getvalue().splitlines()
     assert lines[0].startswith("model tiny of 0.5 M parameters; task conciseness: 1 training, 1 validation and 5 test")
     assert lines[1].startswith("space lora: ") and lines[2].startswith("1 generations of 4 completions (4 members x 1 ")
-    last = lines[lines.index("to go on:") - 5 :]
-    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:5]]
-    assert [place.name for place in places] == ["results", "completions", "figures", "adapter", "run"]
-    assert all(place.path.exists() for place in places) and len(last) == 9
+    last = lines[lines.index("to go on:") - 6 :]
+    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:6]]
+    assert [place.name for place in places] == ["results", "completions", "figures", "adapter", "tensorboard", "run"]
+    assert all(place.path.exists() for place in places) and len(last) == 10
     ends = drawn[-1]["test"]
     assert ends.before.mean == result.before.measures["reward"] and ends.after.mean == result.after.measures["reward"]
     assert ends.before.low < ends.before.mean < ends.before.high

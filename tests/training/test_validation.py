@@ -88,6 +88,8 @@ def test_the_best_on_validation_stays_though_it_is_the_worst_on_the_test_split(
     assert kept(run) == sorted({best, 5})
     mark = checkpoint.verify(saved_folders(run)[0])
     assert (mark.validation, mark.reward) == (found[best], None)
+    told_best = f"{saved_folders(run)[0]} (of the saved ones, on the validation split: reward {found[best]:.4g})"
+    assert best != 5 and f"\nbest         {told_best}\n" in told, "it is not the one that the run ends with"
     assert "validation 3 examples, evaluated at the start and at the end, and after every 1; the best mean" in told
 
 

@@ -13,11 +13,12 @@ from evoalign.config import Config, code_of
 from evoalign.cost import estimate, rounding
 from evoalign.cost.share import share_lines
 from evoalign.models import origin
+from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Task
-from evoalign.training import splits, stopping
+from evoalign.training import saving, splits, stopping
 from evoalign.training.result import gold_lines, shown
 from evoalign.types import Layout, TensorSpec
 
@@ -77,11 +78,22 @@ def last_lines(
         "completions": run.results / "completions",
         "figures": f"{shown(run.figures)} ({figures})" if figures else run.figures,
         "adapter" if (saved / "adapter_config.json").is_file() else "model": saved,
+        **_best(run, saved, config),
+        **{name: run.path / "logs" / name for name in config.tracking.backends if (run.path / "logs" / name).is_dir()},
         "run": run.path,
     }
     lines = [f"{name:<12} {shown(place) if isinstance(place, Path) else place}" for name, place in where.items()]
     done = 0 if placebos is None else len(placebos.seeds)
     return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, method, given, done))]
+
+
+def _best(run: RunDir, saved: Path, config: Config) -> dict[str, str]:
+    """The saved mean that was best on the validation split, where that is not the last one."""
+    best = saving.best_saved(run) if config.checkpoint.keep_best else None
+    mark = None if best is None or best == saved else checkpoint.mark_of(best)
+    if best is None or mark is None or mark.validation is None:
+        return {}
+    return {"best": f"{shown(best)} (of the saved ones, on the validation split: reward {mark.validation:.4g})"}
 
 
 def commands(run: RunDir, config: Config, method: Method, given: str | None, placebos: int) -> list[str]:
