@@ -346,5 +346,5 @@ def test_the_probe_measures_it_and_a_built_in_task_takes_it() -> None:
     found = evoalign.probe(tree, sigmas=[0.02, 0.2], members=4, examples=2)
     assert found.fitness == int(found.fitness) > 2 and len(found.rungs) == 2
     check_measure([from_dict(tree)], "fitness/letters")
-    with pytest.raises(ConfigError, match="no such measure; it has .*fitness/letters"):
+    with pytest.raises(ConfigError, match=r"no such measure; it has .*fitness/letters"):
         check_measure([from_dict(tree)], "fitness/others")
