@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from fractions import Fraction
+from types import CellType, FunctionType
 from typing import Any
 
 import pytest
@@ -183,3 +185,25 @@ def test_the_first_answer_of_a_process_is_as_right_as_a_later_one() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "True False\n"
+
+
+def test_the_end_of_the_work_is_not_lost_where_a_generator_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As antlr does at every turn: `next` of a generator that nobody holds."""
+
+    def rows() -> Iterator[int]:
+        yield 1
+
+    def turn() -> None:
+        next(rows())
+
+    place = {"__name__": "sympy.made"}
+    rows = FunctionType(rows.__code__, place)
+    turn = FunctionType(turn.__code__, place, closure=(CellType(rows),))
+    ended: list[int] = []
+    for most in range(20):
+        monkeypatch.setattr(answers, "MOST_CALLS", most)
+        with answers._Work():
+            for _ in range(50):
+                turn()
+            ended.append(most)
+    assert not ended

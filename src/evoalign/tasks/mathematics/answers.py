@@ -17,6 +17,7 @@ import sys
 from fractions import Fraction
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
@@ -216,8 +217,10 @@ class _Work:
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
         self._calls += 1
-        # Raised as a function of theirs begins, and nowhere else: logging, which they use, would keep its lock.
-        if self._calls > MOST_CALLS and event == "call" and _package(frame) in _ALGEBRA:
+        # Raised as a function of theirs begins, and nowhere else: logging, which they use, would keep its lock. What
+        # is raised in a generator that is thrown away is lost, and with it this function: the work would never end.
+        is_plain = event == "call" and not frame.f_code.co_flags & CO_GENERATOR
+        if self._calls > MOST_CALLS and is_plain and _package(frame) in _ALGEBRA:
             raise _TooMuchWork
 
 
