@@ -143,6 +143,12 @@ def test_why_nothing_is_recommended(rungs, base, words):
     assert advice.reason.startswith("nothing is recommended: ") and words in advice.reason
 
 
+def test_where_no_width_gains_anything_none_is_called_the_nearest():
+    same = [dataclasses.replace(r, gain=0.0, gain_error=0.0, least_gain=0.0) for r in ladder(0, 0, chance=1.0)[1:]]
+    reason = recommend([rung(0.001, None), *same], START).reason
+    assert reason.endswith("as far as this probe can tell; use more members (--members) and examples (--examples)")
+
+
 def test_of_part_of_a_ladder_nothing_is_recommended():
     assert recommend(ladder(0.1, 0.5), START, planned=9).reason == "nothing is recommended: stopped after 3 of 9 widths"
 

@@ -51,6 +51,15 @@ def wide(tmp_path_factory):
     return folder, told, result
 
 
+def test_a_model_that_comes_to_no_end_is_told_before_its_widths_are_believed(tmp_path):
+    asked = {"sigmas": [0.01, 0.02], "members": 4, "examples": 4}
+    cut = probe(tree(tmp_path, sampling={"max_tokens": 3}), **asked)
+    (told,) = [line for line in cut.warnings if "cut off at 3 tokens" in line]
+    assert cut.truncated_share == 1 and told.startswith("100% of the unperturbed model's own answers are cut off")
+    whole = probe(tree(tmp_path, sampling={"max_tokens": 40}), **asked)
+    assert whole.truncated_share < 0.5 and not any("cut off at" in line for line in whole.warnings)
+
+
 def test_from_no_noise_to_far_too_much(wide):
     _, _, result = wide
     nothing, _, good, broken = result.rungs

@@ -35,6 +35,7 @@ import numpy as np
 from evoalign import evolve, shaping
 from evoalign.checks import hacking
 from evoalign.checks.control import control_of, redrawn, rewarded
+from evoalign.checks.rules import CUT_OFF
 from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError, StoppedError
@@ -194,7 +195,7 @@ def _measure(
         learning_rate=advice.learning_rate,
         gain_interval=advice.gain_interval,
         reason=advice.reason,
-        warnings=advice.warnings,
+        warnings=(*_cut_off(base, config), *advice.warnings),
         completions=(len(climbs) * members + 2) * len(rows),
         members=members,
         examples=len(rows),
@@ -206,6 +207,16 @@ def _measure(
     if stopped is not None:
         raise ProbeStoppedError(result, stopped)
     return result
+
+
+def _cut_off(base: Base, config: Config) -> list[str]:
+    """Where the model itself does not come to an end: every width is then measured on answers that are halves."""
+    if base.truncated_share < CUT_OFF:
+        return []
+    return [
+        f"{base.truncated_share:.0%} of the unperturbed model's own answers are cut off at {config.sampling.max_tokens} "
+        "tokens, so their ends are never scored; try twice as many (sampling.max_tokens), and probe again"
+    ]
 
 
 class _Asked:
