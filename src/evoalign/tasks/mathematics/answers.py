@@ -52,6 +52,8 @@ _FIRST = (
     "\\frac{x^2-1}{x+1}+e^{i\\pi/3}", "y=-x+4",
 )  # fmt: skip
 """Read before anything is counted."""
+_BASE = re.compile(r"[\d)}]\s*_")
+"""Of a number in another base than ten."""
 _BAR = re.compile(r"\||vert")
 _FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
@@ -59,6 +61,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 """But between two digits, which are two numbers then."""
+_INDEX = re.compile(r"_\{(\w+)\}")
 _SAME = (("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\$", ""), ("$", ""))
 """Ways to write the same."""
 _ALGEBRA = frozenset(("antlr4", "latex2sympy2_extended", "math_verify", "mpmath", "sympy"))
@@ -113,7 +116,7 @@ def is_equal(answer: str, gold: str) -> bool:
 def _tidy(text: str) -> str:
     for written, meant in _SAME:
         text = text.replace(written, meant)
-    return _SPACE.sub("", text.strip())
+    return _INDEX.sub(r"_\1", _SPACE.sub("", text.strip()))
 
 
 def _is_readable(text: str) -> bool:
@@ -122,6 +125,8 @@ def _is_readable(text: str) -> bool:
     Ends of intervals, determinants, binomials and roots are, and what stands at a place (`|_{x=..}`).
     """
     if not COMMANDS.issuperset(_COMMAND.findall(text)) or (_BAR.search(text) and "_" in text):
+        return False
+    if _BASE.search(text):  # math-verify drops it, and 11 in base 2 would be 11 in base 3
         return False
     if "binom" in text and ("^" in text or "!" in text or _largest_in(text) > MOST_CHOSEN_FROM):
         return False
