@@ -315,10 +315,9 @@ def _chance(whole: Sequence[Rung], base: Base) -> str:
     if gain > 0 and rung.chance is not None and rung.chance < 1:
         many = 2 * rung.pairs * (least / gain) ** 2
         more = f"; were it real, about {many:,.0f} members would tell" if many < 10_000 else ""
-    near = "" if least == 0 else (
-        f". Nearest to it is {rung.width:.4g}, {gain:+.2g} (standard error {rung.gain_error or 0.0:.2g}) a generation, "
-        f"where {least:.2g} would have been told from chance{more}"
-    )
+    error = f"{rung.gain_error or 0.0:.2g}"
+    near = f". Nearest to it is {rung.width:.4g}, {gain:+.2g} (standard error {error}) a generation, where {least:.2g} "
+    near = f"{near}would have been told from chance{more}" if least else ""
     return (
         f"what members gain at one width they do not gain at the next smaller one{where}, beyond what chance shows: "
         f"nothing can be learned with this reward, as far as this probe can tell{near}; {asked}"

@@ -213,9 +213,10 @@ def _cut_off(base: Base, config: Config) -> list[str]:
     """Where the model itself does not come to an end: every width is then measured on answers that are halves."""
     if base.truncated_share < CUT_OFF:
         return []
+    tokens = config.sampling.max_tokens
     return [
-        f"{base.truncated_share:.0%} of the unperturbed model's own answers are cut off at {config.sampling.max_tokens} "
-        "tokens, so their ends are never scored; try twice as many (sampling.max_tokens), and probe again"
+        f"{base.truncated_share:.0%} of the unperturbed model's own answers are cut off at {tokens} tokens, so their "
+        "ends are never scored; try twice as many (sampling.max_tokens), and probe again"
     ]
 
 
