@@ -26,10 +26,12 @@ def test_experts_that_do_not_evolve_are_a_warning_with_its_mend(tmp_path: Path) 
     assert not any("do not evolve" in line for line in dry_run(mended))
 
 
-def test_a_module_that_evolves_in_some_layers_is_not_said_to_stay_without_saying_where() -> None:
-    lora = {"target_layers": [3], "target_modules": ["down_proj"]}
-    _, share, *_ = dry_run(make_config("tiny", task={"name": "conciseness"}, lora=lora))
+def test_a_module_that_evolves_in_some_layers_is_not_said_to_stay_without_saying_where(tmp_path: Path) -> None:
+    here, lora = str(tmp_path / "run"), {"target_layers": [3], "target_modules": ["down_proj"]}
+    _, share, *_ = dry_run(make_config("tiny", task={"name": "conciseness"}, lora=lora, output_dir=here))
     reached, _, others = share.partition(" of the weights: ")[2].partition("; not: ")
     assert reached == "down_proj" and others.endswith(", up_proj, down_proj of other layers")
-    _, share, *_ = dry_run(make_config("tiny", task={"name": "conciseness"}, lora={"target_layers": [3]}))
+    _, share, *_ = dry_run(
+        make_config("tiny", task={"name": "conciseness"}, lora={"target_layers": [3]}, output_dir=here)
+    )
     assert "q_proj of other layers" in share and "embed_tokens," in share
