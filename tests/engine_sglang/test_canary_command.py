@@ -84,6 +84,7 @@ def adapter(folder: Path, rank: int = 4, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("api", ["completions", "chat", "generate"])
+@pytest.mark.last("chat")
 def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
     for _ in range(2):
         report = asked(url, api=api)
@@ -95,7 +96,7 @@ def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.last("q_proj", "mixed up", "no sign", "one for all", "unknown")
+@pytest.mark.last("q_proj", "stale", "mixed up", "no sign", "one for all", "unknown")
 def test_a_planted_fault_is_found_and_no_other(url: str, fault: str) -> None:
     make, wanted = FAULTS[fault]
     with between(url, os.environ[KEY], make()) as address:
@@ -153,7 +154,7 @@ def test_one_that_is_interrupted(url: str) -> None:
         asked(url, tell=interrupt)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_a_signal_is_no_verdict(url: str, tmp_path: Path, number: int) -> None:
     folder = tmp_path / "memory"
     command = [sys.executable, "-m", "evoalign.cli", "canary", url, "--key-variable", KEY, "--folder", str(folder)]
