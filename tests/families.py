@@ -135,7 +135,7 @@ def make_config(path: str | Path = "tiny", space: str = "lora", /, **tree: Any) 
     sections: dict[str, Any] = {
         "seed": 5,
         "space": space,
-        "model": {"name": str(path)},
+        "model": {"name": str(path), "dtype": "float32"},  # as on a CPU where a GPU is
         "es": {"sigma": 0.05, "learning_rate": 0.025, "population_size": 30},
     }
     for name, section in tree.items():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from evoalign.engines.transformers.decode import COMPACT_EVERY
+from evoalign.engines.transformers.decode import COMPACT_EVERY, SIZES, size_for
 from evoalign.types import MEAN, MEAN_PLAN, Plan, Request, Rollout, Sampling
 from families import PREFIX, PROMPTS, VOCABULARY, Bench, build, ids, make_config, next_logits, requests
 
@@ -162,9 +162,15 @@ def test_finished_rows_leave_at_once(folder: Path) -> None:
     lengths = [len(r.token_ids) for r in cells.values()]
     assert max(lengths) - min(lengths) > 6, "all rows end together: nothing is tested"
     for step, (rows, _) in enumerate(seen[1:], 1):
-        living = sum(length > step for length in lengths)
-        assert living <= rows <= max(living, living * 8 // 7 + 1)
+        assert rows == size_for(sum(length > step for length in lengths))
     assert len(seen) == max(lengths)
+
+
+def test_batches_shrink_to_few_sizes_that_are_hardly_larger() -> None:
+    """A GPU looks for its kernels anew at each size; no row more than an eighth of those that are needed."""
+    sizes = {rows: size_for(rows) for rows in range(1, 4097)}
+    assert all(rows <= size <= rows * 9 / 8 for rows, size in sizes.items())
+    assert len(set(sizes.values())) == 16 + SIZES * 8 and set(range(1, 17)) < set(sizes.values())
 
 
 def test_finished_rows_leave_in_fixed_steps_when_deterministic(folder: Path) -> None:

@@ -136,9 +136,9 @@ def check_generation(case: Case) -> Finding:
     said = [(*prompts[i % len(prompts)], *r.token_ids) for i, r in enumerate(rollouts)]
     # Another first token for each row: an engine reads what all begin with once, and training does not.
     micro = [(i % 64, *said[i % len(said)][1:]) for i in range(grpo.per_device_train_batch_size)]
-    passed = time.perf_counter()
-    collect(engine, MEAN_PLAN, [Request(i, ids, Sampling(1), i) for i, ids in enumerate(micro)])
-    rest = PASS * (time.perf_counter() - passed) * grpo.gradient_accumulation_steps
+    reads = [Request(i, ids, Sampling(1), i) for i, ids in enumerate(micro)]
+    passed, _ = pace.timed(lambda: collect(engine, MEAN_PLAN, reads))
+    rest = PASS * passed * grpo.gradient_accumulation_steps
     rest += scoring * size / len(rewards) / steps
     detail = (
         f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in {seconds_text(took)}; a "

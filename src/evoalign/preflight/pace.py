@@ -12,9 +12,11 @@ members answer, and the rest counts in proportion.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from evoalign.types import Member, Request, Rollout
 
@@ -24,7 +26,10 @@ BUDGET = 20.0
 """Seconds that the two pieces may take together, by what a pair of members took; one pair always answers."""
 MOST_PROMPTS = 64
 """Of more prompts these alone are asked."""
+AGAIN = 3.0
+"""A piece that took fewer seconds is timed twice: what a GPU compiles for shapes that are new is most of the first."""
 
+T = TypeVar("T")
 Ask = Callable[[Sequence[Member], Sequence[Request]], Sequence[Rollout]]
 
 
@@ -62,6 +67,18 @@ def answering(ask: Ask, members: Sequence[Member], requests: Sequence[Request], 
     return Answering((reading + rest * usual) * share, (reading + rest * (limit - 1) / mean) * share)
 
 
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of some work, and what it returned: of the quicker one of two tries, unless the first is long."""
+    best = math.inf
+    while True:
+        start = time.perf_counter()
+        done = work()
+        took = time.perf_counter() - start
+        if took >= AGAIN or best < math.inf:
+            return min(best, took), done
+        best = took
+
+
 def _steps(lengths: Sequence[int]) -> float:
     """Tokens after the first, which comes with reading the prompt, in the mean."""
     return sum(lengths) / len(lengths) - 1
@@ -76,6 +93,4 @@ def _time(
     ask: Ask, members: Sequence[Member], requests: Sequence[Request], tokens: int
 ) -> tuple[float, Sequence[Rollout]]:
     short = [replace(r, sampling=replace(r.sampling, max_tokens=tokens)) for r in requests]
-    start = time.perf_counter()
-    said = ask(members, short)
-    return time.perf_counter() - start, said
+    return timed(lambda: ask(members, short))

@@ -118,11 +118,10 @@ def _moving(case: Case, plan: Plan) -> float:
     """Seconds of a generation's update and its hash. The mean of the engine is another one after it."""
     engine, members = need(case.engine, "engine"), plan.members[:UPDATED_MEMBERS]
     shares = [1.0 if member.sign > 0 else -1.0 for member in members]
-    began = time.perf_counter()
-    engine.apply(evolve.update_of(case.config, replace(plan, generation=0, members=members), shares))
-    moved = time.perf_counter()
-    engine.fingerprint()
-    return (moved - began) * len(plan.members) / len(members) + time.perf_counter() - moved
+    update = evolve.update_of(case.config, replace(plan, generation=0, members=members), shares)
+    moved, _ = pace.timed(lambda: engine.apply(update))
+    hashed, _ = pace.timed(engine.fingerprint)
+    return moved * len(plan.members) / len(members) + hashed
 
 
 def tried(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding | None:

@@ -32,8 +32,9 @@ TAIL_TOKENS = 4
 """Tokens that one character takes at most: the bytes of UTF-8."""
 COMPACT_EVERY = 8
 """Finished rows leave at every so many steps when `deterministic`, so that redone work repeats the same shapes."""
-COMPACT_SHARE = 0.125
-"""Otherwise they leave as soon as they make up this share of the batch."""
+SIZES = 8
+"""Otherwise they leave for the next smaller size of a batch, so many of which lie between a power of two and the next.
+Few sizes, since a GPU picks and loads kernels for each that is new, which takes longer than the step itself."""
 
 
 @dataclass(slots=True)
@@ -111,18 +112,21 @@ class Decoder:
             rows.done |= ended
             if last or bool(rows.done.all()):
                 break
-            if self._compacts(step, rows):
-                index = (~rows.done).nonzero()[:, 0]
+            index = self._staying(step, rows)
+            if index is not None:
                 rows, token = rows.keep(index), token[index]
                 cache.select(index)
                 if adapters is not None and not alone:
                     adapters.scatter(slots[rows.identity])
             logits = self._step(token, rows, cache)
 
-    def _compacts(self, step: int, rows: _Rows) -> bool:
+    def _staying(self, step: int, rows: _Rows) -> torch.Tensor | None:
+        """Which rows the batch goes on with, in order; None: all. Finished ones fill it up to its size."""
+        done = int(rows.done.sum())
         if self._deterministic:
-            return (step + 1) % COMPACT_EVERY == 0 and bool(rows.done.any())
-        return int(rows.done.sum()) >= max(1, int(COMPACT_SHARE * len(rows.done)))
+            return (~rows.done).nonzero()[:, 0] if done and (step + 1) % COMPACT_EVERY == 0 else None
+        size = size_for(len(rows.done) - done)
+        return rows.done.argsort(stable=True)[:size].sort().values if size < len(rows.done) else None
 
     def _rows(self, asked: Sequence[tuple[int, Request]], mask: torch.Tensor | None) -> _Rows:
         device = self._device
@@ -179,6 +183,12 @@ class Decoder:
                 completion.logprobs.append(logprobs[i])
             if stop:
                 completion.finish_reason = "stop"
+
+
+def size_for(rows: int) -> int:
+    """The least size of a batch that holds so many rows: SIZES between 2^k and 2^(k+1), all integers where few."""
+    step = 1 << max(0, (rows - 1).bit_length() - SIZES.bit_length())
+    return -(-rows // step) * step
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> torch.Tensor:
