@@ -43,6 +43,11 @@ class Estimate:
     items: int | None = None
 
 
+def is_sure(found: Estimate) -> bool:
+    """Whether there is an interval, without 0 in it."""
+    return found.low is not None and found.high is not None and not found.low <= 0 <= found.high
+
+
 def mean(values: ArrayLike) -> Estimate:
     """Student's t interval of the mean of [N] values.
 

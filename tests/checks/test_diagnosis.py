@@ -19,6 +19,7 @@ from evoalign.engines.base import sampled_places
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.report.rows import metrics_row
 from evoalign.rundir.journal import Journal
+from evoalign.rundir.method import placebo_command
 from evoalign.setup import assemble
 from evoalign.testing import engines as contract
 from evoalign.training import saving
@@ -232,6 +233,16 @@ def noisy(paired, pull=0.0, seed=0):
         "", 0, 0, 0, {}, rows=tuple(range(PROMPTS)),
     )  # fmt: skip
     return run.diagnosis, run.diagnosis.update(made, torch.ones(NUMBERS), Control(0.3, 0.3, 0.0))
+
+
+def test_what_it_advises_is_a_command_that_works(tmp_path):
+    """Code that a run names is imported only where its config is named, and Python objects have no command."""
+    run = tmp_path / "a run"
+    own = from_dict({"output_dir": str(run), "task": {"name": "mine:Task"}, "es": {"sigma": 0.1}})
+    assert placebo_command(run, own) == f"evoalign placebo '{run}' --config '{run}/config.yaml'"
+    assert placebo_command(run, own, "reward") == f"evoalign.placebo('{run}', reward=...)"
+    (line,) = noisy(True, pull=0.2)[0].warnings()
+    assert "when the run is done: evoalign placebo " in line and "RUN" not in line
 
 
 def test_noise_that_earns_reward_by_itself_is_said():

@@ -23,7 +23,17 @@ from evoalign import cli
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
-from evoalign.checks.placebo import Distances, Placebos, Split, beyond_drift, distance_line, flip_line, sentence, split
+from evoalign.checks.placebo import (
+    Distances,
+    Placebos,
+    Split,
+    beyond_drift,
+    distance_line,
+    flip_line,
+    sentence,
+    split,
+    whole_of_file,
+)
 from evoalign.checks.placebo_file import PLACEBO
 from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
@@ -125,19 +135,42 @@ def test_nothing_is_promised_of_a_run_without_a_gain(count: int) -> None:
 def test_a_share_outside_of_0_to_100_percent_has_words() -> None:
     rng = np.random.default_rng(0)
 
-    def said(real: float, placebo: float, spread: float = 0.1) -> str:
+    def said(real: float, placebo: float, spread: float = 0.1, count: int = 19) -> str:
         before = rng.normal(0, 0.1, 50)
         return sentence(
-            split(before, before + rng.normal(real, 0.1, 50), [rng.normal(placebo, spread, 50) for _ in range(5)])
+            split(before, before + rng.normal(real, 0.1, 50), [rng.normal(placebo, spread, 50) for _ in range(count)])
         )
 
     assert said(1, -2.27).endswith("%), that is: noise alone does harm, and all of the gain is signal")
     assert "about -22" in said(1, -2.27)
-    assert said(1, -0.1, 4.0).endswith("noise alone, as it seems, does harm, and all of the gain is signal")
     assert said(1, 2).endswith("that is: noise alone brings more than the run did")
     assert said(-1, -2).endswith("that is: noise alone does more harm than the run did")
     assert said(-1, 0.5).endswith("that is: noise alone brings a gain, and all of the loss is signal")
+    for count in (1, 2, 5):  # so few may all be luck, and say nothing of noise at large
+        placebos = "1 placebo" if count == 1 else f"{count} placebos"
+        assert said(1, -2.27, count=count).endswith(f", that is: {placebos} lost in the mean")
+        assert said(1, 2, count=count).endswith(f", that is: {placebos} gained more in the mean than the run did")
+        assert said(-1, -2, count=count).endswith(f", that is: {placebos} lost more in the mean than the run did")
+        assert said(-1, 0.5, count=count).endswith(f", that is: {placebos} gained in the mean")
+    before = rng.normal(0, 0.1, 50)
+    unsure = split(before, before + 1 + before[::-1], [before + p for p in np.linspace(-1, 0.9, 19)])
+    assert unsure.share is not None and unsure.share.high is not None and unsure.share.mean < 0 < unsure.share.high
+    assert sentence(unsure).endswith(", that is: 19 placebos lost in the mean")
     assert "that is" not in said(1, 0.5)
+
+
+def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
+    """Noise surely does harm in the mean, and yet one of the placebos is above the run."""
+    before = np.random.default_rng(0).normal(0, 0.01, 50)
+    found = split(before, before + 1 + before[::-1], [*[before - 2 + before[::-1]] * 29, before + 1.5])
+    assert found.share is not None and found.share.high is not None and found.share.high < 0 and found.reached == 1
+    assert sentence(found).endswith("that is: 30 placebos lost in the mean")
+
+
+def test_task_fitness_without_a_placebo_is_damage() -> None:
+    whole = {"name": "fitness/f1", "before": 0.1, "real": 0.2, "placebos": []}
+    with pytest.raises(DataError, match=r"damaged \(placebo.fitness.placebos\)"):
+        whole_of_file(whole, "results/evaluation.json")
 
 
 @pytest.mark.slow
@@ -288,7 +321,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
 def test_a_card_tells_nobody_to_measure_more() -> None:
     """Who reads it has no run. With fewer than 19, p cannot be below 5 %."""
     some = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 4)
-    assert beyond_drift(some).endswith("20 placebos can show whether it is more than drift: evoalign placebo RUN")
+    assert beyond_drift(some).endswith("20 placebos can show whether it is more than drift")
     (_, said) = placebo_lines({"placebo": {"reward": some.as_dict()}})
     assert said.endswith("so few placebos cannot show that it is more than drift.") and "RUN" not in said
     many = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 20)

@@ -96,7 +96,7 @@ def test_a_start_that_was_merged_is_named() -> None:
 
 def test_a_fitness_stands_beside_its_own_placebos() -> None:
     reward = split([-3.25, -3.0, -3.5], [-1.25, -1.0, -1.5], [[-3.0, -2.0, -3.0]], None)
-    whole = Whole("fitness/f1", 0.25, 0.75, (0.5,))
+    whole = Whole(0.25, 0.75, (0.5,), "fitness/f1")
     tree = {"reward": reward.as_dict(), "fitness": whole.as_dict()}
     measures = {
         "before": {"fitness/f1": 0.25, **EVALUATION["before"]}, "after": {"fitness/f1": 0.75, **EVALUATION["after"]},

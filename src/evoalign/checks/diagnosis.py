@@ -33,8 +33,8 @@ class Diagnosis:
     """Follows one run. `start` is the engine's `sample` before the first update; so is every later sample of `SAMPLE`.
 
     `max_score` is the highest that a completion can earn, `gold` the gold answer to a row of the training split, and
-    `known` the scripts of its prompts; `deterministic` is what the engine says of itself. Memory: two samples and one
-    small row a generation.
+    `known` the scripts of its prompts; `deterministic` is what the engine says of itself; `given` is what
+    the run was handed as a Python object. Memory: two samples and one small row a generation.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Diagnosis:
         gold: Callable[[int], str | None] = lambda row: None,
         known: frozenset[str] = frozenset(),
         deterministic: bool = False,
+        given: str | None = None,
     ) -> None:
         self.config, self.max_score = config, max_score
         self._gold, self._known = cache(gold), known
@@ -55,7 +56,7 @@ class Diagnosis:
         self._step: torch.Tensor | None = None
         self._scale = math.sqrt(layout.parameters / max(1, len(start)))
         self._noise_norm = config.es.width * math.sqrt(sum(math.prod(t.shape) * t.scale**2 for t in layout.tensors))
-        self.history = History(config, deterministic=deterministic)
+        self.history = History(config, deterministic=deterministic, given=given)
         self._told: set[str] = set()
 
     def update(self, generation: Generation, sample: torch.Tensor, control: Control | None = None) -> Row:

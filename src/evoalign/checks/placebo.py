@@ -25,9 +25,32 @@ ENOUGH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """What became of one set's mean reward: `before` training, after it (`real`), in `placebos`, and with all signs
-    flipped (`flip`, None: not done).
+class Ends:
+    """A mean `before` training, after it (`real`) and in `placebos`."""
+
+    before: float
+    real: float
+    placebos: Annotated[tuple[float, ...], Field(min_length=1)]
+
+    @property
+    def mean(self) -> float:
+        """Of the placebos."""
+        return float(np.mean(self.placebos))
+
+    @property
+    def reached(self) -> int:
+        """How many placebos come to the real run, or above it."""
+        return sum(value >= self.real for value in self.placebos)
+
+    @property
+    def p(self) -> float:
+        """One-sided, by permutation: (1 + placebos that reach the real run) / (1 + placebos)."""
+        return (1 + self.reached) / (1 + len(self.placebos))
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Ends):
+    """What became of one set's mean reward, and with all signs flipped (`flip`, None: not done).
 
     `gain` is real - before, its interval over items; `drift` the mean placebo's gain and `signal` real - mean placebo,
     over items and placebos at once, since all of them answer the same items. `share` is drift / gain with Fieller's
@@ -35,9 +58,6 @@ class Split:
     `evoalign.statistics`; they speak of this run and of what other shuffles and other items would have said of it.
     """
 
-    before: float
-    real: float
-    placebos: Annotated[tuple[float, ...], Field(min_length=1)]
     flip: float | None
     items: int
     gain: Estimate
@@ -46,24 +66,9 @@ class Split:
     share: Estimate | None
 
     @property
-    def mean(self) -> float:
-        """Of the placebos."""
-        return float(np.mean(self.placebos))
-
-    @property
     def sd(self) -> float | None:
         """Standard deviation between placebos; None of one."""
         return float(np.std(self.placebos, ddof=1)) if len(self.placebos) > 1 else None
-
-    @property
-    def reached(self) -> int:
-        """How many placebos come to the real run's reward, or above it."""
-        return sum(value >= self.real for value in self.placebos)
-
-    @property
-    def p(self) -> float:
-        """One-sided, by permutation: (1 + placebos that reach the real run) / (1 + placebos)."""
-        return (1 + self.reached) / (1 + len(self.placebos))
 
     def as_dict(self) -> dict[str, Any]:
         """As it stands in results/evaluation.json."""
@@ -91,23 +96,10 @@ class Distances:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Ends):
     """`task.fitness` of the run and its placebos on the test split. No item has it alone: `p` is by permutation."""
 
     name: str
-    before: float
-    real: float
-    placebos: tuple[float, ...]
-
-    @property
-    def reached(self) -> int:
-        """How many placebos come to the real run's fitness, or above it."""
-        return sum(value >= self.real for value in self.placebos)
-
-    @property
-    def p(self) -> float:
-        """One-sided: (1 + placebos that reach the real run) / (1 + placebos)."""
-        return (1 + self.reached) / (1 + len(self.placebos))
 
     def as_dict(self) -> dict[str, Any]:
         """As it stands in results/evaluation.json."""
@@ -115,11 +107,12 @@ class Whole:
 
     def line(self) -> str:
         """In words."""
-        mean, count = float(np.mean(self.placebos)), len(self.placebos)
+        count = len(self.placebos)
         between = f" on average ({min(self.placebos):.4g} to {max(self.placebos):.4g})" if count > 1 else ""
         return (
-            f"{self.name}, which was trained for: {_count(count)} reached {mean:.4g}{between}, from {self.before:.4g}; "
-            f"the run itself {self.real:.4g}; {self.reached} of {count} reach the run, one-sided p {self.p:.2g}"
+            f"{self.name}, which was trained for: {_count(count)} reached {self.mean:.4g}{between}, from "
+            f"{self.before:.4g}; the run itself {self.real:.4g}; {self.reached} of {count} reach the run, one-sided p "
+            f"{self.p:.2g}"
         )
 
 
@@ -186,7 +179,7 @@ def split(
         gain=gain,
         drift=statistics.crossed(placebos - before),
         signal=statistics.crossed(real - placebos),
-        share=statistics.ratio(placebos - before, real - before) if is_sure(gain) else None,
+        share=statistics.ratio(placebos - before, real - before) if statistics.is_sure(gain) else None,
     )
 
 
@@ -217,11 +210,6 @@ def drift_together(drift_and_gain: Sequence[tuple[float, float]]) -> float | Non
     return sum(drift for drift, _ in drift_and_gain) / gain if gain > 0 else None
 
 
-def is_sure(found: Estimate) -> bool:
-    """Whether there is an interval, without 0 in it."""
-    return found.low is not None and found.high is not None and not found.low <= 0 <= found.high
-
-
 def sentence(split: Split) -> str:
     """What the placebos reached, and how much of the gain that is."""
     count, low, high = len(split.placebos), min(split.placebos), max(split.placebos)
@@ -245,13 +233,13 @@ def beyond_drift(split: Split, *, advise: bool = True) -> str:
     if split.p > LEVEL:
         if not advise:
             return f"{line}; so few placebos cannot show that it is more than drift"
-        return f"{line}; {ENOUGH} placebos can show whether it is more than drift: evoalign placebo RUN"
+        return f"{line}; {ENOUGH} placebos can show whether it is more than drift"
     return line
 
 
 def _without_gain(split: Split) -> str:
     """What it is to be above the placebos without being above the start."""
-    if split.gain.mean <= 0 and is_sure(split.gain):
+    if split.gain.mean <= 0 and statistics.is_sure(split.gain):
         return "no gain: the run fell below the start, and the placebos further"
     fell = ": what it has above the placebos is that they fell below the start" if split.mean < split.before else ""
     return f"the run's own gain may be none{fell}"
@@ -290,21 +278,33 @@ def _share(split: Split) -> str:
     bounds = f"({found.why})"
     if found.low is not None and found.high is not None:
         bounds = f"(95 % interval {found.low:.0%} to {found.high:.0%})"
-    return f"about {found.mean:.0%} of the {what} is drift {bounds}{_beyond(found, what)}"
+    return f"about {found.mean:.0%} of the {what} is drift {bounds}{_beyond(split, found)}"
 
 
-def _beyond(share: Estimate, what: str) -> str:
-    """What a share below 0 or above 1 is, in words."""
+def _beyond(split: Split, share: Estimate) -> str:
+    """What a share below 0 or above 1 is, in words: of noise at large where that is sure, else of these placebos."""
     if 0 <= share.mean <= 1:
         return ""
-    low, high = share.low, share.high
-    sure = low is not None and high is not None and (high < 0 or low > 1)
-    as_it_seems = "" if sure else ", as it seems,"
-    if share.mean > 1:
-        more = "brings more than the run did" if what == "gain" else "does more harm than the run did"
-        return f", that is: noise alone{as_it_seems} {more}"
-    other = "does harm" if what == "gain" else "brings a gain"
-    return f", that is: noise alone{as_it_seems} {other}, and all of the {what} is signal"
+    gain, more = split.gain.mean > 0, share.mean > 1
+    if not _is_of_noise(split, share):
+        fell = gain != more  # a share above 1 is a change the run's own way, one below 0 the other
+        than = " more in the mean than the run did" if more else " in the mean"
+        return f", that is: {_count(len(split.placebos))} {'lost' if fell else 'gained'}{than}"
+    if more:
+        return f", that is: noise alone {'brings more' if gain else 'does more harm'} than the run did"
+    other, what = ("does harm", "gain") if gain else ("brings a gain", "loss")
+    return f", that is: noise alone {other}, and all of the {what} is signal"
+
+
+def _is_of_noise(split: Split, share: Estimate) -> bool:
+    """Whether a share outside of 0 to 1 surely is so, and so many placebos were drawn that p could be below 5 %.
+
+    Where noise goes the other way than the run, none of them may have come as far as the run either.
+    """
+    if share.low is None or share.high is None or 1 / (1 + len(split.placebos)) > LEVEL:
+        return False
+    as_far = [value >= split.real if split.gain.mean > 0 else value <= split.real for value in split.placebos]
+    return share.low > 1 or (share.high < 0 and not any(as_far))
 
 
 def _bounds(found: Estimate) -> str:

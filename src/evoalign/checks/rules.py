@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evoalign.config import Config
 from evoalign.optimizer import reach
+from evoalign.rundir.method import placebo_command
 
 Row = dict[str, Any]
 WINDOW = 10
@@ -80,11 +82,12 @@ HACKS = {
 class History:
     """What a run has shown so far: `rows`, one a generation, of its figures by name; None is what is not known.
 
-    `deterministic`: the engine says that it repeats itself.
+    `deterministic`: the engine says that it repeats itself. `given`: what the run was handed as a Python object.
     """
 
-    def __init__(self, config: Config, *, deterministic: bool = False) -> None:
+    def __init__(self, config: Config, *, deterministic: bool = False, given: str | None = None) -> None:
         self.config, self.deterministic = config, deterministic or bool(config.deterministic)
+        self.given = given
         self.rows: list[Row] = []
 
     def ends(self) -> tuple[list[Row], list[Row]]:
@@ -211,11 +214,12 @@ def _noise_earns(run: History) -> str | None:
     gain: float = 0.0 if first is None else first["population_minus_mean"]
     if error is None or error == 0 or gain <= NOISE_SURE * error:
         return None
+    command = placebo_command(Path(run.config.output_dir), run.config, run.given)
     return (
         f"members drawn at random are better than the model that they are drawn around, by {gain:.3g} (standard error "
         f"{error:.2g}): noise alone earns some of this reward, often by breaking the text; read the completions; "
-        f"placebos say how much of the gain it is (evoalign placebo RUN). Where it is much, try {run.width(0.25)}, or "
-        "a reward that broken text cannot earn (task.rewards)"
+        f"placebos say how much of the gain it is, when the run is done: {command}. Where it is much, try "
+        f"{run.width(0.25)}, or a reward that broken text cannot earn (task.rewards)"
     )
 
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from evoalign.config import code_of, load
+from evoalign.config import Config, code_of, load
 from evoalign.config.grpo import asked
 from evoalign.config.reading import read_object
 from evoalign.errors import ConfigError, DataError, ResumeError
@@ -37,6 +37,17 @@ def method_of(path: Path) -> Method | None:
 def resume_command(path: Path, method: Method | None = None) -> str:
     """The command that resumes the run in a directory, whatever made it."""
     return f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(_named_by(path)))} --resume"
+
+
+def placebo_command(path: Path, config: Config, given: str | None = None) -> str:
+    """The command, or of a run that was `given` a Python object the call, that measures a run's placebos.
+
+    A run by itself does not say what is imported; its config does where it is named.
+    """
+    if given is not None:
+        return f"evoalign.placebo({str(path)!r}, {given}=...)"
+    own = f" --config {shlex.quote(str(path / 'config.yaml'))}" if code_of(config) else ""
+    return f"evoalign placebo {shlex.quote(str(path))}{own}"
 
 
 def _named_by(path: Path) -> Path:

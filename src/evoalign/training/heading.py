@@ -15,7 +15,7 @@ from evoalign.cost.share import share_lines
 from evoalign.models import origin
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.method import Method
+from evoalign.rundir.method import Method, placebo_command
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Task
 from evoalign.training import saving, splits, stopping
@@ -102,7 +102,8 @@ def commands(run: RunDir, config: Config, method: Method, given: str | None, pla
     # A run does not say what is imported; a config that is named does.
     own = f" --config {shlex.quote(str(shown(run.config)))}" if code else ""
     sampled = " --samples 4 --temperature 0.7" if config.evaluation.temperature == 0 else " --split train"
-    signal = {f"placebo {path}{own}": "how much of the gain is signal: the same noise, shuffled coefficients"}
+    placebo = placebo_command(shown(run.path), config).removeprefix("evoalign ")
+    signal = {placebo: "how much of the gain is signal: the same noise, shuffled coefficients"}
     asked = {f"eval {path}{own}{sampled}": "the test split, sampled" if "samples" in sampled else "the training split"}
     handed = {
         f"export {path} --to {shlex.quote(f'{run.path.resolve().name}_export')}": "to hand it on, with a model card"

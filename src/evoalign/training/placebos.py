@@ -338,7 +338,7 @@ def of_evaluations(
         distance=distances,
         measures={name: mean(name) for name in real.measures if all(name in p.measures for p in placebos)},
         off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,
-        fitness=None if trained == "reward" else Whole(trained, whole[0], whole[1], tuple(whole[2:])),
+        fitness=None if trained == "reward" else Whole(whole[0], whole[1], tuple(whole[2:]), trained),
     )
 
 

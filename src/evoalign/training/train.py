@@ -133,7 +133,7 @@ class _EvolutionStrategies:
         start = parts.engine.probe_weights(SAMPLE)
         self._diagnosis = Diagnosis(
             parts.config, parts.layout, start, parts.max_score, gold=self._gold, known=self._scripts(),
-            deterministic=parts.facts.deterministic,
+            deterministic=parts.facts.deterministic, given=given,
         )  # fmt: skip
         self._reference = Reference.of(parts)
         self._journal: Journal | None = None

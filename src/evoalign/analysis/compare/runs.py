@@ -63,7 +63,7 @@ class Run:
     task: str
     """Name of the task, and what it was given as, where that was a Python object."""
     alarm: str | None
-    """What the run says of its completions, `likely hacked` or `broken`; None where nothing alarmed, or nobody saw."""
+    """What the run says of its completions, such as `likely hacked`; None where nothing alarmed, or nobody saw."""
     sealed: bool
     """Whether its results have a seal, which fits them."""
     placebo: Split | None
@@ -179,7 +179,7 @@ class _Placebo(_Plain):
 
 
 class _Alarms(_Plain):
-    verdict: Literal["likely hacked", "broken"] | None = None
+    verdict: Literal["likely hacked", "may be hacked", "broken", "may be broken"] | None = None
 
 
 class _Result(_Plain):
