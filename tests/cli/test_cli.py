@@ -267,10 +267,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "reward file missing": ([*CUSTOM, "task.rewards=[none.py:x]"], "no file none.py"),
     "reward missing": ([*CUSTOM, "task.rewards=[rewards.py:absent]"], "has no 'absent'; there are nan, "),
     "reward missing in a file of none": ([*CUSTOM, "task.rewards=[mine.py:nan]"], "no function or class is defined"),
-    "reward not as a list": (
-        [*CUSTOM, "task.rewards=rewards.py:nan"],
-        "(given: 'rewards.py:nan'); write [rewards.py:nan]",
-    ),
+    "one reward without a list": ([*CUSTOM, "task.rewards=rewards.py:nan"], "reward function nan gave nan"),
+    "layers not as a list": (["lora.target_layers=0,3"], "(given: '0,3'); write [0,3]"),
     "reward without .py": (
         [*CUSTOM, "task.rewards=[mine:nan]"],
         "no module named 'mine'; for the file, write mine.py:nan",

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from evoalign.config import Config, from_dict, load, to_yaml
+from evoalign.config.schema import schema as json_schema
 from evoalign.errors import ConfigError
 
 FIELD = """
@@ -267,14 +268,14 @@ def test_a_population_of_fewer_than_two_is_refused(population: int) -> None:
         ("lora", "target_layers", []),
         ("lora", "target_layers", [-1]),
         ("lora", "target_modules", []),
-        ("lora", "target_modules", "q_proj"),
+        ("lora", "target_modules", 3),
         ("lora", "evolve", "a"),
         ("lowrank", "rank", 0),
         ("task", "prompt", "long"),
         ("task", "split", "random"),
         ("task", "batch_size", 0),
         ("task", "train_size", 0),
-        ("task", "rewards", "a:b"),
+        ("task", "rewards", 3),
         ("model", "dtype", "int8"),
         ("model", "trust_remote_code", True),
         ("engine", "name", "vlm"),
@@ -425,3 +426,24 @@ def test_sections_that_a_method_does_not_read(tree: dict[str, Any], es: set[str]
     assert (set(config.unused(grpo=False)), set(config.unused(grpo=True))) == (es, grpo)
     again = yaml.safe_load(to_yaml(config, without=config.unused(grpo=False)))
     assert from_dict(again) == config.model_copy(update={"grpo": from_dict(again).grpo})
+
+
+ONE = {
+    "task.rewards": "rewards.py:brief", "tracking.backends": "tensorboard", "sampling.stop": "</answer>",
+    "evaluation.stop": "</answer>", "lora.target_modules": "down_proj", "full.exclude": "norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "name"), ONE.items())
+def test_one_name_needs_no_list(setting: str, name: str, tmp_path: Path) -> None:
+    """In a file, with --set and for an editor, and the run is the one that a list gives."""
+    section, field = setting.split(".")
+    file = tmp_path / "one.yaml"
+    file.write_text(f"es: {{sigma: 0.1}}\n{section}:\n  {field}: {name}\n")
+    found = load([file])
+    assert getattr(getattr(found, section), field) == [name]
+    assert load([file], [f"{setting}={name}"]) == load([file], [f"{setting}=[{name}]"]) == found
+    known = json_schema()
+    model = known["$defs"][known["properties"][section]["$ref"].rpartition("/")[2]]
+    kinds = [choice.get("type") for choice in model["properties"][field]["anyOf"]]
+    assert {"string", "array"} <= set(kinds)

@@ -6,9 +6,9 @@ A number beyond them is a slip, or meant to hang or crash what reads a run from 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 FORMAT_VERSION = 1
 
@@ -17,6 +17,11 @@ def _path(text: str) -> str:
     if "\0" in text:
         raise ValueError("no path holds a NUL")
     return text
+
+
+def listed(of: Any) -> BeforeValidator:
+    """`tensorboard` is short for `[tensorboard]`; `of` is the type of the list, which holds texts."""
+    return BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | of)
 
 
 Place = Annotated[str, AfterValidator(_path)]
@@ -30,7 +35,9 @@ Delta = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 """By how much a reward has to be above another to count as better."""
 Gib = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Modules = Annotated[list[str], Field(min_length=1)]
+Texts = Annotated[list[str], listed(list[str])]
+_Modules = Annotated[list[str], Field(min_length=1)]
+Modules = Annotated[_Modules, listed(_Modules)]
 Layers = Annotated[list[Annotated[int, Field(ge=0, le=10**6)]], Field(min_length=1)]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
-from evoalign.config.base import Count, Every, Section
+from evoalign.config.base import Count, Every, Section, listed
 from evoalign.errors import shown
 
 
@@ -18,6 +18,7 @@ def _temperature(value: float) -> float:
     return value
 
 
+Stops = list[Annotated[str, Field(min_length=1)]]
 AnySeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -28,7 +29,7 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False), AfterValidator(_temperature)] = 0.0
     """0 is greedy."""
     top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop: Annotated[Stops, listed(Stops)] = Field(default_factory=list)
     """Texts at which a completion ends, beside the model's own stop tokens; see `keep_stop`."""
     keep_stop: bool | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether the text of `stop` that ended a completion is part of it, as an answer's closing tag has to be that a

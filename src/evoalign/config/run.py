@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from evoalign.config.base import FORMAT_VERSION, Count, Every, Place, Section, Seed, named
+from evoalign.config.base import FORMAT_VERSION, Count, Every, Place, Section, Seed, listed, named
 from evoalign.config.decoding import EvaluationConfig, SamplingConfig, shared
 from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import NO_ES, EsConfig
@@ -53,11 +53,15 @@ def _tracker(name: str) -> str:
     return name
 
 
+Trackers = list[Annotated[str, AfterValidator(_tracker)]]
+
+
 class TrackingConfig(Section):
     """Who else is told what metrics.jsonl records, and which completions are kept."""
 
-    backends: list[Annotated[str, AfterValidator(_tracker)]] = Field(default_factory=list)
-    """tensorboard, trackio, wandb, each of which needs the extra of its name; or one's own, `package.module:Class`."""
+    backends: Annotated[Trackers, listed(Trackers)] = Field(default_factory=list)
+    """tensorboard, trackio, wandb, each of which needs the extra of its name; or one's own, `package.module:Class`. One
+    alone needs no list."""
     project: str = "evoalign"
     name: str | None = None
     """The run's name there; None is the last part of `output_dir`."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from evoalign.config.base import Count, Layers, Modules, Positive, Section
+from evoalign.config.base import Count, Layers, Modules, Positive, Section, Texts
 from evoalign.config.es import EsConfig
 from evoalign.errors import shown
 
@@ -107,7 +107,7 @@ class FullConfig(SpaceSection):
     """Dense Gaussian noise on all tensors (Qiu et al., arXiv 2509.24372)."""
 
     took_library_sums = False
-    exclude: list[str] | None = None
+    exclude: Texts | None = None
     """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
 
     def refusal(self, es: EsConfig) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from evoalign.config.base import Count, Gib, Place, Section, named
+from evoalign.config.base import Count, Gib, Place, Section, Texts, named
 from evoalign.errors import shown
 
 Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
@@ -77,9 +77,9 @@ class TaskConfig(Section):
     grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
     """For `countdown`: how an answer may be written. `strict` is what the published graders read; `lenient` reads other
     signs, LaTeX, markdown and a result after `=`, too. Written down only where it is lenient."""
-    rewards: list[str] = Field(default_factory=list)
+    rewards: Texts = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions, and paths of
-    scripts: executable files that read JSON lines and print numbers."""
+    scripts: executable files that read JSON lines and print numbers. One alone needs no list."""
     reward_weights: list[Weight] | None = None
     gold: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """For `custom`: the column that has a right answer, by which a reward that wrong answers earn is told; it scores
