@@ -17,6 +17,7 @@ import yaml
 
 from calling import Run, caller
 from evoalign import preflight
+from evoalign.config import from_dict, load
 from evoalign.models import tiny
 from evoalign.version import install
 
@@ -63,14 +64,16 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     )
     tree = yaml.safe_load(resolved)
     unused = {"grpo", "lora", "lowrank", "full"} - {tree["space"]["name"]}
-    assert not unused & tree.keys() and "# not used here, and shown with --all: " in resolved
-    everything = yaml.safe_load(
-        run("train", ROOT / f"configs/{config}.yaml", "--dry-run", "--all").out.split("\n\n")[0]
-    )
-    assert everything.keys() - tree.keys() == unused
-    assert {name: everything[name] for name in tree} == tree
+    assert not unused & tree.keys()
+    last = resolved.splitlines()[-1]
+    assert last.startswith("# with --all: the defaults, and ") and all(name in last for name in unused)
+    printed = run("train", ROOT / f"configs/{config}.yaml", "--dry-run", "--all").out.split("\n\n")[0]
+    everything = yaml.safe_load(printed)
+    assert everything.keys() >= unused and everything["evaluation"]["top_p"] == 1.0, "defaults are written out"
+    assert from_dict(tree) == from_dict(everything) == load(ROOT / f"configs/{config}.yaml")
+    assert "top_p" not in resolved and len(done.out.splitlines()) <= 45 < len(printed.splitlines())
     es = tree["es"]
-    assert tree["es"]["population_size"] > 1 and tree["evaluation"]["top_p"] == 1.0, "defaults are written out"
+    assert tree["es"]["population_size"] > 1
     assert float(told.split()[0]) == pytest.approx(es["learning_rate"] / es["sigma"], rel=1e-3)
     assert "effective sigma" in told and "memory" in told and "M parameters" in told
     rollouts = next(line for line in told.splitlines() if line.startswith("rollouts"))
@@ -78,6 +81,31 @@ def test_a_dry_run_tells_all_and_writes_nothing(config: str, run: Run, tmp_path:
     assert each % es["population_size"] == 0 and f"{each * es['num_generations']:,} in all" in rollouts
     assert f"tokens at most {each * tree['evaluation']['max_tokens']:,} a generation" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_ends_with_what_asks_for_something(run: Run) -> None:
+    done = run("train", QUICKSTART, "--dry-run", "-s", "es.learning_rate=1.0", "-s", "task.batch_size=999")
+    *_, note, warning = done.out.splitlines()
+    assert note == "note: task.batch_size 999 is more than there are training rows: each generation asks all 203"
+    assert warning.startswith("warning: eta 40 is outside")
+    assert "note: task.batch_size" not in run("train", QUICKSTART, "--dry-run", "-s", "task.batch_size=203").out
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [([], "messages for the model's chat template (task.prompt is not set: the task's own form)"),
+     (["task.prompt=raw"], "raw text, without the model's chat template (task.prompt: raw)"),
+     (["task.prompt=chat"], "messages for the model's chat template (task.prompt: chat)"),
+     (["task.name=custom", "task.train_data=mixed.json", "task.test_data=mixed.json", "task.rewards=r.py:r"],
+      "messages for the model's chat template; 1 of 2 are raw text (task.prompt is not set")],
+)  # fmt: skip
+def test_a_dry_run_says_which_form_the_prompts_have(settings: list[str], said: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def r(prompts, completions): return [0.0 for _ in completions]\n")
+    rows = [{"prompt": "one"}, {"prompt": [{"role": "user", "content": "two"}]}]
+    (tmp_path / "mixed.json").write_text(json.dumps(rows))
+    words = [word for setting in settings for word in ("-s", setting)]
+    done = run("train", QUICKSTART, "--dry-run", *words)
+    assert f"\nprompts are {said}" in done.out, done.out + done.err
 
 
 def test_a_dry_run_warns_of_an_unusual_step(run: Run) -> None:

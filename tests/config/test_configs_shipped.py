@@ -14,7 +14,7 @@ import yaml
 
 from evoalign.baselines import planning
 from evoalign.baselines.settings import round_size
-from evoalign.config import Config, load
+from evoalign.config import Config, from_dict, load, to_yaml
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.adapters import form, slots
 from evoalign.engines.vllm.settings import VllmConfig
@@ -270,3 +270,18 @@ def test_the_quickstart_of_grpo_does_the_work_of_the_one_of_es() -> None:
     ours, theirs = (load([REPOSITORY / "configs" / f"quickstart_{name}.yaml"]) for name in ("grpo", "countdown"))
     assert ours.task.model_copy(update={"batch_size": theirs.task.batch_size}) == theirs.task
     assert (ours.model, ours.evaluation) == (theirs.model, theirs.evaluation)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_a_config_changes_is_the_config(path: Path) -> None:
+    """A dry run shows no default, and what it shows loads to the same."""
+    config = load([path])
+    shown = to_yaml(config, changed=True)
+    assert from_dict(yaml.safe_load(shown), needs_es=False) == config
+    assert len(shown.splitlines()) < 0.7 * len(to_yaml(config, without=config.unused(grpo=is_grpo(path))).splitlines())
+
+
+def test_what_sampling_and_evaluation_share_stays_apart_where_it_is_shown() -> None:
+    drawn = {"es": {"sigma": 0.1}, "sampling": {"top_p": 1.0, "max_tokens": 128}}
+    config = from_dict({**drawn, "evaluation": {"top_p": 0.9, "temperature": 0.5, "max_tokens": 7}})
+    assert from_dict(yaml.safe_load(to_yaml(config, changed=True))) == config

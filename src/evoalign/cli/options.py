@@ -15,7 +15,7 @@ from evoalign.report.terminal import quiet as quiet
 Given = Annotated[Path, typer.Argument(help="A YAML config; with --resume, also a run directory.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run there, or begin it.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Rename the existing run and start afresh.")]
-All = Annotated[bool, typer.Option("--all", help="With --dry-run: also the settings that nothing here uses.")]
+All = Annotated[bool, typer.Option("--all", help="With --dry-run: all settings, defaults and unused ones too.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")]
 More = Annotated[list[Path] | None, typer.Option("--config", "-c", help="A further config; later ones win.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="a.b=c", help="Override one setting.")]

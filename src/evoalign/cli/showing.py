@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from evoalign.rundir.method import Method
 
 
+LAST = ("warning", "refused", "note")
+
+
 def show_plan(config: Config, method: Method, lines: Sequence[str], *, everything: bool) -> None:
-    """The config as YAML, without the sections that nothing reads unless `everything`, and the lines."""
+    """The config as YAML, and the lines, those last that ask for something.
+
+    Without `everything` only what is not a default, of the sections that the method reads: lines and config are to
+    fit one screen.
+    """
     from evoalign.config import to_yaml
 
     left_out = [] if everything else config.unused(grpo=method == "grpo")
-    typer.echo(to_yaml(config, without=left_out), nl=False)
-    if left_out:
-        typer.echo(f"# not used here, and shown with --all: {', '.join(left_out)}")
-    typer.echo("\n" + "\n".join(lines))
+    typer.echo(to_yaml(config, without=left_out, changed=not everything), nl=False)
+    if not everything:
+        typer.echo(f"# with --all: the defaults, and what is not used here ({', '.join(left_out)})")
+    typer.echo("\n" + "\n".join(sorted(lines, key=lambda line: line.startswith(LAST))))

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from evoalign.config import source
 from evoalign.config.base import named
+from evoalign.config.decoding import SamplingConfig
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import OF_TRL, in_place, place_of
@@ -106,9 +107,26 @@ def _at(tree: object, place: Sequence[str | int]) -> bool:
     return True
 
 
-def to_yaml(config: Config, without: Iterable[str] = ()) -> str:
-    """The resolved config, all defaults written out, but for the sections `without`."""
-    return yaml.safe_dump(config.model_dump(mode="json", exclude={*without}), sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, without: Iterable[str] = (), *, changed: bool = False) -> str:
+    """The resolved config but for the sections `without`: all defaults written out, or what is `changed` from them.
+
+    Both load to the same config. Names of space, task, model and engine are always there.
+    """
+    tree = config.model_dump(mode="json", exclude={*without})
+    tree = _changed(config, tree) if changed else tree
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _changed(config: Config, whole: Mapping[str, Any]) -> dict[str, Any]:
+    found = config.model_dump(mode="json", exclude_defaults=True)
+    for name in ("space", "task", "model", "engine"):
+        found[name] = {"name": getattr(config, name).name, **found.get(name, {})}
+    drawn = {name: found.get(name, {}) for name in ("sampling", "evaluation")}
+    # What only one of the two said would hold for the other as well.
+    both = {key for section in drawn.values() for key in section} & SamplingConfig.model_fields.keys()
+    for name, section in drawn.items():
+        found[name] = {key: value for key, value in whole[name].items() if key in both or key in section}
+    return {name: found[name] for name in whole if found.get(name)}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -45,8 +45,17 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
         f"{es.num_generations:,} generations of {members * asked:,} completions ({members} members x "
         f"{asked // samples} prompts{each}) of at most {config.sampling.max_tokens:,} tokens; the first one shows how "
         "long they take",
+        *_batch_lines(config, len(data.train)),
         *warnings,
     ]
+
+
+def _batch_lines(config: Config, rows: int) -> list[str]:
+    """A note where a generation has fewer prompts than were asked for."""
+    wanted = config.task.batch_size
+    if wanted is None or wanted <= rows:
+        return []
+    return [f"note: task.batch_size {wanted:,} is more than there are training rows: each generation asks all {rows:,}"]
 
 
 def opening(parts: Parts) -> list[str]:

@@ -28,7 +28,18 @@ NO_VALIDATION = (
 
 def lines(config: Config, task: Task, data: Data) -> list[str]:
     """What a run tells, and a dry run."""
-    return [*shared_lines(task, data), *_chosen_lines(config, data)]
+    return [_form_line(config, task, data), *shared_lines(task, data), *_chosen_lines(config, data)]
+
+
+def _form_line(config: Config, task: Task, data: Data) -> str:
+    """In which form the model reads the training prompts: raw text is often a slip where it was trained to chat."""
+    raw, count = sum(isinstance(task.prompt(example), str) for example in data.train), len(data.train)
+    form = config.task.prompt
+    asked = "task.prompt is not set: the task's own form" if form is None else f"task.prompt: {form}"
+    if raw == count:
+        return f"prompts are raw text, without the model's chat template ({asked})"
+    some = f"; {raw:,} of {count:,} are raw text" if raw else ""
+    return f"prompts are messages for the model's chat template{some} ({asked})"
 
 
 def shared_lines(task: Task, data: Data) -> list[str]:
