@@ -285,3 +285,11 @@ def test_what_sampling_and_evaluation_share_stays_apart_where_it_is_shown() -> N
     drawn = {"es": {"sigma": 0.1}, "sampling": {"top_p": 1.0, "max_tokens": 128}}
     config = from_dict({**drawn, "evaluation": {"top_p": 0.9, "temperature": 0.5, "max_tokens": 7}})
     assert from_dict(yaml.safe_load(to_yaml(config, changed=True))) == config
+
+
+@pytest.mark.parametrize(
+    "path", [*SHIPPED, *(REPOSITORY / "src/evoalign/cli/templates").iterdir()], ids=lambda p: p.name
+)
+def test_no_comment_names_a_package_that_only_an_index_would_have(path: Path) -> None:
+    """From a clone, `pip install 'evoalign[math]'` finds nothing, or something else."""
+    assert "evoalign[" not in path.read_text(encoding="utf-8")

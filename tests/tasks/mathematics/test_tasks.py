@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import answers
 from evoalign.tasks.mathematics.competition import Math
 from evoalign.tasks.mathematics.gsm8k import Gsm8k
+from evoalign.version import install
 from math_rows import GSM8K, MATH, written
 
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -131,7 +133,7 @@ def test_without_data_it_is_the_hubs_and_offline_says_what_to_do(task: Any, monk
 
 def test_without_math_verify_it_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"gsm8k compares answers by math-verify: pip install 'evoalign\[math\]'"):
+    with pytest.raises(ConfigError, match=re.escape(f"gsm8k compares answers by math-verify: {install('math')}")):
         tasks.create(TaskConfig(name="gsm8k"))
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from evoalign.errors import ConfigError
+from evoalign.version import install
 
 MOST_CHARACTERS = 300
 """Of an answer; the longest of MATH has about 150."""
@@ -75,7 +76,7 @@ class _TooMuchWork(BaseException):
 def require(task: str) -> None:
     """Raise ConfigError where math-verify is not installed."""
     if find_spec("math_verify") is None:
-        raise ConfigError(f"task {task} compares answers by math-verify: pip install 'evoalign[math]'")
+        raise ConfigError(f"task {task} compares answers by math-verify: {install('math')}")
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
