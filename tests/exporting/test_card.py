@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,6 +159,32 @@ def test_data_seeds_versions_and_hashes() -> None:
     assert "evoalign 9.8.7" in text and "a" * 64 in text and "b" * 64 in text
     assert "at revision `f00`" in text and "from_pretrained(base, revision='f00', dtype='bfloat16')" in text
     assert "/home/ann" not in text, "the command of the manifest names a place of this machine"
+
+
+def test_the_code_asks_as_the_training_asked() -> None:
+    """A system message is part of it, whatever stands in it."""
+    system = 'Say "hi".\nThen ```$stop``` \\ end.'
+    asked = {"role": "user", "content": "What is 3 + 5?"}
+    for told, wanted in ((None, [asked]), (system, [{"role": "system", "content": system}, asked])):
+        text = card(facts(system=told))
+        lines = text.split("```python\n")[1].partition("inputs = tokenizer")[0].partition("messages = ")[2]
+        assert ast.literal_eval(lines.strip()) == wanted
+        assert "apply_chat_template" in text
+    assert "system" not in card(facts(system=None, chat=False)).split("## Data")[0]
+
+
+def test_weights_that_were_rounded_after_the_measuring_say_so() -> None:
+    def said(kind: str, served: str, saved: str) -> str:
+        return card(facts(kind=kind, dtype=served, saved=saved)).split("## Limits")[1]
+
+    lost = "rounded to {}, each by up to about {} %, after the run's figures were measured"
+    for kind in ("merged", "model"):
+        assert lost.format("bfloat16", "0.4") in said(kind, "float32", "bfloat16")
+        assert lost.format("float16", "0.05") in said(kind, "float32", "float16")
+        assert "were measured" not in said(kind, "float32", "float32")
+    assert lost.format("bfloat16", "0.4") in said("merged", "bfloat16", "bfloat16")  # base and adapter were apart
+    assert "were measured" not in said("model", "bfloat16", "bfloat16")
+    assert "were measured" not in said("adapter", "bfloat16", "float32")
 
 
 def test_a_python_object_is_told() -> None:

@@ -22,8 +22,10 @@ from peft import PeftModel
 from rich.console import Console
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
+from typer.testing import CliRunner
 
 import evoalign
+from evoalign import cli
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, RunExistsError
 from evoalign.exporting import facts
@@ -32,6 +34,7 @@ from evoalign.models import tiny
 from evoalign.report.tables import visible
 from evoalign.rundir import checkpoint, journal, parquet
 from evoalign.rundir.directory import saved_folders
+from evoalign.tasks.countdown.task import SYSTEM
 from evoalign.types import MEAN_PLAN, Request, Sampling
 from families import Bench
 
@@ -438,16 +441,36 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
-    def found(**sections: Any) -> tuple[tuple[int, int, int] | None, bool]:
+    def found(**sections: Any) -> tuple[tuple[int, int, int] | None, bool, str | None]:
         return facts._task_of(from_dict({"es": {"sigma": 0.01}, "task": {"name": "conciseness"}, **sections}))
 
-    counts, _ = found()
+    counts, *_ = found()
     assert counts is not None and min(counts[:2]) > 0 and counts[2] == 0
     none = "nowhere:Part"
     parts = {"engine": "nowhere:Engine", "space": "nowhere:Space", "tracking": {"backends": ["nowhere:Lines"]}}
     assert found(**parts)[0] == counts
     assert found(task={"name": "conciseness", "objective": none})[0] is None
     assert found(task={"name": none})[0] is None
+    for more, system in (({}, None), ({"system_prompt": "Be brief."}, "Be brief.")):
+        assert found(task={"name": "conciseness", **more})[1:] == (True, system)
+        assert found(task={"name": "custom", "rewards": "r.py:r", "prompt": "chat", **more})[1:] == (True, system)
+    assert found(task={"name": "countdown", "prompt": "chat"})[2] == SYSTEM  # the task's own
+    assert found(task={"name": "countdown", "prompt": "short"})[1:] == (False, None)
+
+
+def test_the_last_line_says_that_weights_were_rounded(tiny_run: Path, tmp_path: Path) -> None:
+    def said(*options: str) -> str:
+        done = CliRunner().invoke(
+            cli.app, ["export", str(tiny_run), "--to", str(tmp_path / "-".join(options)), *options]
+        )
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()[-1]
+
+    lost = ", rounded to bfloat16, each by up to about 0.4 %, after the run's figures were measured"
+    assert said("--merge", "--dtype", "bfloat16").endswith(f"weights in bfloat16{lost}")
+    assert said("--merge").endswith(f"--dtype for another){lost}")
+    assert said("--merge", "--dtype", "float32").endswith("weights in float32")
+    assert said("--samples", "0").endswith("weights in float32"), "an adapter is as it evolved"
 
 
 @pytest.mark.slow

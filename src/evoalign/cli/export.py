@@ -30,7 +30,7 @@ def export(
 ) -> None:
     """Write a run's mean as PEFT and transformers load it, with a model card."""
     quiet()
-    from evoalign.exporting.export import dtype_in
+    from evoalign.exporting.export import dtype_in, rounding_of
     from evoalign.exporting.export import export as write
 
     folder = write(
@@ -38,4 +38,6 @@ def export(
         dtype=dtype, samples=samples,
     )  # fmt: skip
     why = " (the base's own, or narrower as the run served it; --dtype for another)" if merge and dtype is None else ""
-    typer.echo(f"exported to {folder}" + (f" and to {push}" if push else "") + f", weights in {dtype_in(folder)}{why}")
+    lost = rounding_of(run, folder, merged=merge)
+    weights = f"weights in {dtype_in(folder)}{why}" + (f", {lost}" if lost else "")
+    typer.echo(f"exported to {folder}" + (f" and to {push}" if push else "") + f", {weights}")

@@ -16,7 +16,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from evoalign.checks.placebo import Split, beyond_drift, of_file, sentence, whole_of_file
 from evoalign.checks.placebo_file import with_most
 from evoalign.config import Config, to_yaml
+from evoalign.exporting.asking import asking
 from evoalign.exporting.excerpts import Sample, excerpts
+from evoalign.exporting.weights import rounding
 from evoalign.report.tables import visible
 from evoalign.rewards.fitness import aim_of
 from evoalign.rundir.method import Method
@@ -34,13 +36,6 @@ NOT_SEALED = (
     "These numbers are **not sealed**: the run that wrote them was of an earlier release, went on since, or its seal "
     "was taken away, so that nothing shows whether they were changed."
 )
-ASK_TEXT = ['inputs = tokenizer("What is 3 + 5?", return_tensors="pt")']
-ASK_CHAT = [
-    'messages = [{"role": "user", "content": "What is 3 + 5?"}]',
-    "inputs = tokenizer.apply_chat_template(",
-    '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-    ")",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +65,8 @@ class Facts:
     stop_ids: tuple[int, ...]
     chat: bool
     """Whether prompts are messages that go through the tokenizer's chat template."""
+    system: str | None = None
+    """The system message that they begin with; None where they have none, or it is not known without code of others."""
     method: Method = "es"
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
@@ -94,10 +91,6 @@ def card(facts: Facts) -> str:
     config, manifest = facts.config, facts.manifest
     text = to_yaml(config).rstrip()
     drawn, longest_run = config.evaluation, max(map(len, re.findall("`+", text)), default=0)
-    merged = (
-        f"- The merged weights are W + (alpha / r) B A in float32, rounded once to {_saved(facts)}: in half precision, "
-        "tokens can differ from those of base and adapter apart.\n"
-    )
     template = files("evoalign.exporting").joinpath("card.md").read_text(encoding="utf-8")
     page = Template(template).substitute(
         metadata=_metadata(facts),
@@ -122,7 +115,7 @@ def card(facts: Facts) -> str:
         weights_hash=facts.weights_hash,
         again="\n".join(_again(facts)),
         scored="" if facts.evaluation else ", while it trained",
-        merged=merged if facts.kind == "merged" else "",
+        rounded=_rounded(facts),
         fence="`" * max(3, 1 + longest_run),
         config=text,
     )
@@ -172,6 +165,17 @@ def _model_index(facts: Facts) -> dict[str, Any]:
 
 def _saved(facts: Facts) -> str:
     return facts.saved or facts.dtype
+
+
+def _rounded(facts: Facts) -> str:
+    """What is to be known of weights that are not those whose figures the card has."""
+    saved, merged = _saved(facts), facts.kind == "merged"
+    lost = "" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=merged)
+    formed = (
+        f"- The merged weights are W + (alpha / r) B A in float32, rounded once to {saved}: in half precision, tokens "
+    )
+    apart = "can differ from those of base and adapter apart.\n"
+    return (formed + apart if merged else "") + (f"- The weights here were {lost}.\n" if lost else "")
 
 
 def _whole_in_another(facts: Facts) -> bool:
@@ -304,9 +308,7 @@ def _load(facts: Facts) -> list[str]:
         *(["model = PeftModel.from_pretrained(model, here)"] if adapter else []),
         f"settings = GenerationConfig.from_pretrained(here, max_new_tokens={facts.config.evaluation.max_tokens})",
         "",
-        *(ASK_CHAT if facts.chat else ASK_TEXT),
-        "output = model.generate(**inputs, generation_config=settings)",
-        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        *asking(facts.system, chat=facts.chat),
     ]
 
 

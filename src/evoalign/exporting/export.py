@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from evoalign import tokens
-from evoalign.config import Config, ModelConfig, reading, to_yaml
+from evoalign.config import Config, ModelConfig, load, reading, to_yaml
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card, facts, weights
 from evoalign.exporting.excerpts import FIGURE
 from evoalign.exporting.public import private_paths
 from evoalign.exporting.source import ADAPTER_CONFIG, Source, opened, shown_name
 from evoalign.models.origin import origin
-from evoalign.rundir import files
+from evoalign.rundir import files, journal
 from evoalign.rundir.checkpoint import ADAPTER
 from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
@@ -201,6 +201,15 @@ def _copy_records(source: Source, folder: Path) -> None:
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     if source.log is not None:
         (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])
+
+
+def rounding_of(run: Path, folder: Path, *, merged: bool) -> str:
+    """What the weights that were exported from a run into a folder lost since they were measured; see `rounding`."""
+    if method_of(run) == "grpo":
+        served = load([run / "config.yaml"]).model.trained_dtype
+    else:
+        served = journal.read(run / "journal.jsonl").header.dtype
+    return weights.rounding(served, dtype_in(folder), merged=merged)
 
 
 def dtype_in(folder: Path) -> str:

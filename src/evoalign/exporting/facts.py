@@ -32,7 +32,7 @@ def gather(
 ) -> card.Facts:
     """All that the card says; `saved` is the dtype of the exported weights. Raises DataError for what was altered."""
     config, mark, start = source.config, source.mark, origin(source.model)
-    sizes, messages = _task_of(config)
+    sizes, messages, system = _task_of(config)
     evaluation = _evaluation(source)
     return card.Facts(
         name=name,
@@ -49,6 +49,7 @@ def gather(
         weights_hash=mark.weights_hash,
         stop_ids=tokens_.stop_ids,
         chat=messages and bool(tokens_.tokenizer.chat_template),
+        system=system,
         with_records=with_records,
         evaluation=evaluation,
         placebo=placebo_file.read(source.run, source.config),
@@ -108,13 +109,18 @@ def _sha256(source: str) -> str | None:
     return files.digest_of(file) if not source.startswith(HUB) and file.is_file() else None
 
 
-def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool]:
-    """Sizes of training, test and validation where that takes no network and no code but ours; whether it chats."""
+def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool, str | None]:
+    """Sizes of training, test and validation where that takes no network and no code but ours; whether it chats, and
+    after which system message."""
     chosen = config.task
+    known = None, chosen.prompt != "raw", chosen.system_prompt
     if code_of_task(chosen) or any((file or "").startswith(HUB) for file in chosen.files):
-        return None, chosen.prompt != "raw"
+        return known
     try:
         task, data = task_and_data(config, None, None)
-        return data.sizes, not isinstance(task.prompt(data.test[0]), str)
+        prompt = task.prompt(data.test[0])
     except EvoalignError:  # the data has moved since; the card does without
-        return None, chosen.prompt != "raw"
+        return known
+    if isinstance(prompt, str):
+        return data.sizes, False, None
+    return data.sizes, True, next((m["content"] for m in prompt if m["role"] == "system"), None)

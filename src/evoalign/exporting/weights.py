@@ -35,6 +35,17 @@ def dtype_of(source: Source, wanted: str | None, *, merge: bool) -> str:
     return own if own is not None and _bytes(own) <= _bytes(served) else served
 
 
+def rounding(served: str, saved: str, *, merged: bool) -> str:
+    """What the weights of an export lost after the run's figures were measured, in words; empty where that is nothing.
+
+    A checkpoint in the served dtype is what was measured; a merge is not, which rounds base and adapter as one.
+    """
+    if saved == "float32" or (saved == served and not merged):
+        return ""
+    most = 50 * torch.finfo(getattr(torch, saved)).eps
+    return f"rounded to {saved}, each by up to about {most:.1g} %, after the run's figures were measured"
+
+
 def _bytes(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
