@@ -49,11 +49,14 @@ def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(figures, "evolution", lambda *a, **named: (drawn.append(named), whole(*a, **named)))
     told = io.StringIO()
     tree = {"output_dir": str(tmp_path / "run"), "es": ES, "evaluation": {"max_tokens": 8}, "checks": {"placebo": 0},
-            "task": {"validation_size": 1, "test_size": 5}, "tracking": {"backends": ["tensorboard"]}}  # fmt: skip
+            "task": {"validation_size": 1, "test_size": 5, "batch_size": 3},
+            "tracking": {"backends": ["tensorboard"]}}  # fmt: skip
     result = evoalign.train(tree, console=Console(file=told, width=300))
     lines = told.getvalue().splitlines()
     assert lines[0].startswith("model tiny of 0.5 M parameters; task conciseness: 1 training, 1 validation and 5 test")
     assert lines[1].startswith("space lora: ") and lines[2].startswith("1 generations of 4 completions (4 members x 1 ")
+    assert "note: task.batch_size 3 is more than there are training rows: each generation asks all 1" in lines
+    assert any(line.startswith("prompts are messages for the model's chat template") for line in lines)
     last = lines[lines.index("to go on:") - 6 :]
     places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:6]]
     assert [place.name for place in places] == ["results", "completions", "figures", "adapter", "tensorboard", "run"]

@@ -81,6 +81,13 @@ class EngineSettings(Section):
         """What it holds beside the weights and a mean of `mean` bytes, the start's copy among them."""
         return Held()
 
+    def batch_bytes(
+        self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
+    ) -> float:
+        """Bytes that it holds while it answers at once what it can of `rows` prompts of at most `prompt` tokens; 0:
+        what is asked does not decide it, and `held` says it all."""
+        return 0.0
+
     def limit(self) -> tuple[str, int] | None:
         """The setting that bounds a prompt and its completion together, and the tokens; None: the model alone does."""
         return None

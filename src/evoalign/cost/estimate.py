@@ -12,6 +12,7 @@ import torch
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.config.engines import Held
+from evoalign.cost.budget import resident
 from evoalign.cost.flops import es_flops, noise_numbers
 from evoalign.engines.specs import on_gpu
 from evoalign.optimizer import reach
@@ -73,17 +74,35 @@ def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: t
     return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, own)
 
 
-def memory_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> list[str]:
-    """Bytes of weights, master and cache, in words."""
+def memory_lines(
+    config: Config,
+    specs: Sequence[TensorSpec],
+    layout: Layout,
+    dtype: torch.dtype,
+    asked: tuple[int, int] | None = None,
+) -> list[str]:
+    """Bytes of the process, weights, master and cache, in words.
+
+    `asked`: the most completions that are asked for together, and the tokens of the longest prompt; None: not known.
+    """
     need, weights = memory(config, specs, layout, dtype), sum(math.prod(s.shape) for s in specs)
+    batch = 0.0 if asked is None else config.engine.batch_bytes(config, specs, dtype, *asked)
+    # What lies on a GPU is counted there; a CPU has the process beside it.
+    base = 0 if on_gpu(config) else resident() or 0
+    bound = "about" if batch else need.own.bound
+    total = need.kept + base + (batch or need.own.cache)
+    parts = {
+        "this process so far (Python and its libraries)": base, "weights": need.weights, "float32 master": need.master,
+        "starting weights for decay": need.start,
+    }  # fmt: skip
+    said = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     return [
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
-        f"memory {gib(need.kept + need.own.cache)}: weights {gib(need.weights)}, float32 master {gib(need.master)}, "
-        f"starting weights for decay {gib(need.start)}, {_own_words(need.own)}",
+        f"memory {bound} {gib(total)}: {said}, {_own_words(need.own, batch, asked)}",
         *second_copy_lines(config, weights, dtype),
         *filter(None, [spaces.create(config).left_out(specs, layout)]),
-    ]  # fmt: skip
+    ]
 
 
 def second_copy_lines(config: Config, parameters: int, dtype: torch.dtype) -> list[str]:
@@ -96,10 +115,13 @@ def second_copy_lines(config: Config, parameters: int, dtype: torch.dtype) -> li
     return [f"second copy of the model {gib(size)}{where}: asked {' and '.join(when)}"] if when else []
 
 
-def _own_words(own: Held) -> str:
+def _own_words(own: Held, batch: float, asked: tuple[int, int] | None) -> str:
     adapters = f"adapters {gib(own.adapters)}, " if own.adapters else ""
-    setting = f" ({own.setting}{own.note})" if own.setting else ""
     host = f"; {gib(own.host)} of it in host memory" if own.host else ""
+    if batch and asked is not None:
+        most = f", in batches that keep to {own.setting}" if own.setting and batch >= own.cache else ""
+        return f"{adapters}cache, logits and activations {gib(batch)} for {asked[0]:,} completions{most}{host}"
+    setting = f" ({own.setting}{own.note})" if own.setting else ""
     return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 

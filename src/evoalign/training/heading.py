@@ -8,11 +8,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from evoalign import tokens
 from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, code_of
 from evoalign.cost import estimate, rounding
 from evoalign.cost.share import share_lines
+from evoalign.errors import EvoalignError
 from evoalign.models import origin
+from evoalign.rollouts import lengths_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method, placebo_command
@@ -56,6 +59,20 @@ def _batch_lines(config: Config, rows: int) -> list[str]:
     if wanted is None or wanted <= rows:
         return []
     return [f"note: task.batch_size {wanted:,} is more than there are training rows: each generation asks all {rows:,}"]
+
+
+def most_asked(config: Config, task: Task, data: Data) -> tuple[int, int] | None:
+    """The most completions that a generation or an evaluation asks for, and the tokens of the longest prompt.
+
+    None where the tokenizer cannot be loaded, or not make text of the prompts.
+    """
+    drawn = config.evaluation
+    tested = len(data.test) * (len(drawn.seeds) * drawn.samples if drawn.temperature > 0 else 1)
+    try:
+        lengths = lengths_of(task, tokens.load(config.model), [*data.train, *data.test])
+    except EvoalignError:  # which the run itself says best
+        return None
+    return max(config.es.population_size * config.task.asked(len(data.train)), tested), max(lengths)
 
 
 def opening(parts: Parts) -> list[str]:

@@ -112,7 +112,8 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     weights = () if known is None else rounding.weights_of_files(config.model, layout)
     step = [*estimate.step_lines(config, known), *rounding.rounding_lines(config, layout, dtype, weights)]
     head = heading.of_es(config, task, data, specs, layout)
-    return [*standing, *head, *step, *work, *estimate.memory_lines(config, specs, layout, dtype)]
+    asked = heading.most_asked(config, task, data)
+    return [*standing, *head, *step, *work, *estimate.memory_lines(config, specs, layout, dtype, asked)]
 
 
 def _place(config: Config, *, resume: bool) -> RunDir:

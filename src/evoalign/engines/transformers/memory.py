@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 PREFILL_TOKENS = 1024
 """A prefill has room for so many tokens at least, for few at a time leave a GPU idle."""
@@ -31,15 +31,21 @@ class Footprint:
     @classmethod
     def of(cls, model: Any) -> Footprint:
         """Of a causal language model as it is served."""
-        text, size = model.config.get_text_config(), model.dtype.itemsize
+        shapes = [(name, p.shape) for name, p in model.named_parameters()]
+        return cls.of_shapes(model.config, shapes, model.dtype.itemsize)
+
+    @classmethod
+    def of_shapes(cls, config: Any, shapes: Iterable[tuple[str, Sequence[int]]], size: int) -> Footprint:
+        """Of a model that need not be loaded: its configuration, names and shapes of its tensors, bytes of a number."""
+        text = config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         experts = getattr(text, "num_experts_per_tok", None) or 1
         # A mask of booleans and what a kernel makes of it; without a kernel the scores, also in float32.
-        kernel = getattr(model.config, "_attn_implementation", None) != "eager"
+        kernel = getattr(config, "_attn_implementation", None) != "eager"
         return cls(
             cache=2 * text.num_hidden_layers * heads * head_dim * size,
-            activations=(4 * _widest(model) * experts + 6 * text.hidden_size) * size,
+            activations=(4 * _widest(shapes) * experts + 6 * text.hidden_size) * size,
             pair=1 + size if kernel else 12 * text.num_attention_heads + size,
             vocabulary=text.vocab_size,
         )
@@ -58,7 +64,7 @@ class Footprint:
         return max(1, PREFILL_TOKENS // tokens) * self.prefill(tokens, tokens)
 
 
-def _widest(model: nn.Module) -> int:
+def _widest(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
     """The longest side of a matrix in a layer."""
-    sides = [max(p.shape[-2:]) for n, p in model.named_parameters() if p.dim() > 1 and _IN_LAYER.search(n)]
+    sides = [max(shape[-2:]) for name, shape in shapes if len(shape) > 1 and _IN_LAYER.search(name)]
     return max(sides, default=torch.iinfo(torch.int16).max)

@@ -47,5 +47,21 @@ class TransformersConfig(EngineSettings):
         note = "; unset, half the free memory of a GPU that is not deterministic"
         return Held((self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, setting="engine.memory_gib", note=note)
 
+    def batch_bytes(
+        self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
+    ) -> float:
+        from evoalign.engines.specs import model_config, on_gpu
+        from evoalign.engines.transformers.memory import Footprint
+
+        drawn = (config.sampling, config.evaluation)
+        shapes = [(spec.name, spec.shape) for spec in specs]
+        footprint = Footprint.of_shapes(model_config(config), shapes, dtype.itemsize)
+        tokens, greedy = prompt + max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
+        each = footprint.row(tokens, greedy=greedy) + footprint.prefill(prompt, prompt)
+        wanted = float(min(rows, self.max_rows or rows) * each)
+        if self.memory_gib is None and on_gpu(config) and not config.deterministic:
+            return wanted
+        return min(wanted, (self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30)
+
     def smaller(self, config: Config) -> str:
         return "lower engine.memory_gib or engine.max_rows"
