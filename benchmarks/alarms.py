@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many finished runs are called likely hacked or broken, against labels that somebody gave by reading them.
+"""Which of many finished runs raise an alarm (hacked or broken), against labels that somebody gave by reading them.
 
     python benchmarks/alarms.py RUNS LABELS.json [--model FOLDER] [--most 32] [--json OUT.json]
 

@@ -452,10 +452,12 @@ def test_a_reward_that_wrong_answers_earn_counts_where_the_run_says_what_is_righ
 def test_a_comparison_counts_the_runs_that_alarm(copy: Copy) -> None:
     run = copy("a")
     assert read(run).alarm is None
-    edit(run / "results/evaluation.json", lambda tree: {**tree, "alarms": {"verdict": "broken", "more": 1}})
-    assert read(run).alarm == "broken"
+    for word in ("may be hacked", "may be broken", "likely hacked", "broken"):
+        alarms = {"verdict": word, "more": 1}
+        edit(run / "results/evaluation.json", lambda tree, alarms=alarms: {**tree, "alarms": alarms})
+        assert read(run).alarm == word
     rows = dict(end_grid(compare([run])).rows)
-    assert rows["likely hacked or broken"] == "1"
+    assert rows["runs whose completions alarm"] == "1"
 
 
 def test_runs_are_found_below_folders_and_links_are_not_followed(copy: Copy, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def end_grid(comparison: Comparison) -> Grid:
     loose = [sum(not run.sealed for run in runs) for runs in ends.values()]
     rows += [("not sealed", *map(str, loose))] if any(loose) else []
     alarms = [sum(run.alarm is not None for run in runs) for runs in ends.values()]
-    rows += [("likely hacked or broken", *map(str, alarms))] if any(alarms) else []
+    rows += [("runs whose completions alarm", *map(str, alarms))] if any(alarms) else []
     rows += [(f"{name} [95 %]", *(_at_end(name, runs) for runs in ends.values())) for name in comparison.measures]
     for name, (value, shown, pick) in _quantities().items():
         rows.append((name, *(_averaged([value(run) for run in runs], shown, pick) for runs in ends.values())))
