@@ -49,7 +49,7 @@ class FitnessFunction:
         except TypeError:
             return "does not take completions and examples, and nothing else"
         except ValueError:  # of C, without a signature that can be read
-            return ""
+            pass
         return ""
 
     def value(self, texts: Sequence[str], examples: Sequence[Example]) -> float:
