@@ -195,6 +195,34 @@ def test_a_run_ends_after_a_time_that_adds_up_over_resumes(tmp_path: Path) -> No
     assert evoalign.replay(run) == results(run)["weights_hash"]
 
 
+def test_a_patience_set_later_counts_from_there_as_the_journal_does(tmp_path: Path) -> None:
+    """What it goes by is in the journal, where a reward comes from the day on that a setting asks for it."""
+    tree = config(tmp_path, generations=4)
+    train(tree)
+    run = tmp_path / "run"
+    log = journal.read(run / "journal.jsonl")
+    assert log.sealed == 4 and log.validated == [], "four evaluations, and nothing asked for them"
+    longer = {**tree, "es": {**tree["es"], "num_generations": 20}, "stopping": {"patience": 2}}
+    told = train(longer, resume=True)
+    (line,) = [line for line in told.splitlines() if "goes by the journal" in line]
+    assert "stopping.patience" in line and "the rewards of 3 earlier evaluations" in line
+    assert line.endswith("so that they count from generation 4 on")
+    log = journal.read(run / "journal.jsonl")
+    recorded = [i for i, generation in enumerate(log.generations, 1) if generation.validation is not None]
+    assert recorded == [4, 5, 6] and "ends after generation 6 of 20" in told
+
+    without = {key: value for key, value in longer.items() if key != "stopping"}
+    train({**without, "es": {**tree["es"], "num_generations": 8}}, resume=True)
+    told = train({**longer, "stopping": {"patience": 4}}, resume=True)
+    (line,) = [line for line in told.splitlines() if "goes by the journal" in line]
+    assert "the rewards of 4 earlier evaluations" in line and "count from" not in line
+    assert "ends after generation 9 of 20" in told, "of 4, 5, 6, 8 and 9, which the journal has, four brought nothing"
+    kept = (run / "journal.jsonl").read_bytes()
+    (run / "metrics.jsonl").unlink()
+    assert "ends after generation 9 of 20" in train({**longer, "stopping": {"patience": 4}}, resume=True)
+    assert (run / "journal.jsonl").read_bytes() == kept, "it is the journal's rewards that decide, and no others"
+
+
 # --- settings ---
 
 

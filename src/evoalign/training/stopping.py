@@ -18,22 +18,24 @@ from evoalign.rundir.journal import Ending, Journal, Log
 
 def waited(rewards: Sequence[float], min_delta: float) -> int:
     """How many of the latest rewards are not better than the best one before them; the first one sets the mark."""
-    best, count = -math.inf, 0
-    for reward in rewards:
-        better = reward > best + min_delta
-        best, count = (reward, 0) if better else (best, count + 1)
-    return count
+    return _waits(rewards, min_delta)[-1]
 
 
 def plateaus(rewards: Sequence[float], patience: int, min_delta: float) -> int:
     """How often `patience` rewards in a row were not better than the best one; after each time they count anew."""
-    best, count, found = -math.inf, 0, 0
+    return sum(wait // patience for wait in _waits(rewards, min_delta))
+
+
+def _waits(rewards: Sequence[float], min_delta: float) -> list[int]:
+    """How many rewards in a row were not better than the best one: before the first, and after each that was better."""
+    best, waits = -math.inf, [0]
     for reward in rewards:
-        better = reward > best + min_delta
-        best, count = (reward, 0) if better else (best, count + 1)
-        if count == patience:
-            count, found = 0, found + 1
-    return found
+        if reward > best + min_delta:
+            best = reward
+            waits.append(0)
+        else:
+            waits[-1] += 1
+    return waits
 
 
 class Course:
@@ -70,6 +72,21 @@ class Course:
             return None
         limit = stopping.max_hours * 3600
         return Ending("time", limit) if self._timed_out(limit) or seconds(rows) >= limit else None
+
+    def unrecorded(self, log: Log, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What a run that is resumed tells of evaluations on the way that do not count, as the journal lacks them.
+
+        A reward is written down from the day on that a setting asks for it: `stopping.patience` may be set later.
+        """
+        wanted, pairs = self.config.follows_validation, zip(log.generations[:-1], rows, strict=False)
+        count = sum(bool(row.get("validation")) and recorded.validation is None for recorded, row in pairs)
+        if wanted is None or not count:
+            return []
+        since = "" if log.validated else f", so that they count from generation {len(log.generations)} on"
+        return [
+            f"{wanted} goes by the journal: no setting asked for the rewards of {count} earlier evaluations of the "
+            f"validation split, which are not in it{since}"
+        ]
 
     def is_written(self, ending: Ending) -> bool:
         """Whether the journal that is resumed says that it ended so already, at its last generation."""

@@ -199,6 +199,8 @@ class _EvolutionStrategies:
             self.parts.objective.restore(log.generations[-1].objective)
         saving.restore(self.parts, session.run, log, self.journal.seal, session.tell)
         rebuilt = self._restore_rows(session, log)
+        for line in self._course.unrecorded(log, session.run.rows):
+            session.tell(line)
         self._end_if_due(session)
         if session.done:  # the run may have died before, or while, it saved its last generation
             self._weights_hash = self.parts.engine.fingerprint()
