@@ -212,6 +212,9 @@ FORMS: list[Form] = [
     ("columns that collide", jsonl({"prompt": "Hi", "question": "Ho"}), {"columns": {"prompt": "question"}},
      "line 1: task.columns calls 'question' prompt, and there is a column prompt too; name that one as well, as in "
      "{prompt: question, own_prompt: prompt}"),
+    ("a row with a column of the task's own name in place of the other", jsonl({"question": "Hi"}, {"prompt": "Ho"}),
+     {"columns": {"prompt": "question"}},
+     "rows.jsonl, line 2: no column 'question', which task.columns takes as prompt; found prompt"),
     ("an answer alone", jsonl({"messages": [SAID]}), {}, "line 1: messages holds the assistant's answer alone; put"),
     ("messages as text", jsonl({"messages": "Hi"}), {}, "line 1: messages is 'Hi'; expected a list of messages"),
     ("ShareGPT's tools", jsonl({"conversations": [{"from": "function_call", "value": "f()"}]}), {},

@@ -29,17 +29,21 @@ ALIKE: dict[str, tuple[str, ...]] = {
 def renamed(rows: Iterable[Row], columns: Mapping[str, str], source: str) -> Iterator[Row]:
     """The rows with `task.columns`, which names each by the file's own. Raises DataError.
 
-    A row may lack a column that others have; one that no row has is a slip.
+    A row may lack a column that others have, unless it has another of the name that the task uses: that one is not what
+    was asked for. A column that no row has is a slip.
     """
     names = {there: name for name, there in columns.items()}
     found: dict[str, None] = {}
     for where, row in rows:
         for name, there in columns.items():
-            if there in row and name in row and name not in names:
-                raise DataError(
-                    f"{where}: task.columns calls {shown(there)} {name}, and there is a column {name} too; name that "
-                    f"one as well, as in {_option({**columns, f'own_{name}': name})}"
-                )
+            if name not in row or name in names:
+                continue
+            if there not in row:
+                raise DataError(f"{where}: {_unknown(name, there, row)}")
+            raise DataError(
+                f"{where}: task.columns calls {shown(there)} {name}, and there is a column {name} too; name that "
+                f"one as well, as in {_option({**columns, f'own_{name}': name})}"
+            )
         found.update(dict.fromkeys(row))
         yield where, {names.get(name, name): value for name, value in row.items()}
     for name, there in columns.items():
