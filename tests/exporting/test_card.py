@@ -71,6 +71,13 @@ def test_the_hubs_listing_has_no_number_that_the_card_warns_of() -> None:
     two = {"task": {"name": "custom", "train_data": "hub:org/rows:train", "test_data": "hub:org/asked:test"}}
     (asked,) = metadata(card(facts(two)))["model-index"][0]["results"]
     assert asked["dataset"]["name"] == "org/asked", "the one that the numbers are of"
+    own = {"test_data": "hub:org/asked:main:validation[:20]"}, {"train_data": "hub:org/rows"}
+    splits = [{"task": {"name": "custom", "train_data": "hub:org/rows:train", **data}} for data in own]
+    named = [metadata(card(facts(tree)))["model-index"][0]["results"][0]["dataset"] for tree in splits]
+    assert named == [
+        {"name": "org/asked", "type": "org/asked", "config": "main", "split": "validation[:20]"},
+        {"name": "org/rows", "type": "org/rows", "split": "train"},
+    ], "as the data set calls the rows that were asked, also where a run tests on a part of the training split"
     infinite = {**EVALUATION, "after": {"reward": float("nan"), "accuracy": 0.5}}
     (left,) = metadata(card(facts(evaluation=infinite)))["model-index"][0]["results"][0]["metrics"]
     assert left["type"] == "accuracy"

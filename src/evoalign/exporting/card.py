@@ -22,6 +22,7 @@ from evoalign.exporting.weights import rounding
 from evoalign.report.tables import visible
 from evoalign.rewards.fitness import aim_of
 from evoalign.rundir.method import Method
+from evoalign.tasks.data import HUB, hub_parts
 
 Kind = Literal["adapter", "merged", "model"]
 WHAT = {
@@ -126,7 +127,7 @@ def card(facts: Facts) -> str:
 
 def _metadata(facts: Facts) -> str:
     task = facts.config.task
-    hub = [source.split(":")[1] for source in task.files if source and source.startswith("hub:")]
+    hub = [hub_parts(source)[0] for source in task.files if source and source.startswith(HUB)]
     adapter = facts.kind == "adapter"
     return ModelCardData(
         base_model=facts.base if facts.base_on_hub else None,
@@ -140,7 +141,7 @@ def _metadata(facts: Facts) -> str:
 
 
 def _model_index(facts: Facts) -> dict[str, Any]:
-    """The measures after training, as the hub lists them.
+    """The measures after training, as the hub lists them: of a data set of the hub, by the split that it calls its own.
 
     A listing shows a number without the words beside it, so those that the card has to warn of are left out: what is
     not sealed, and what alarmed.
@@ -150,11 +151,11 @@ def _model_index(facts: Facts) -> dict[str, Any]:
         return {}
     task, split = facts.config.task, str(found["split"])
     asked = task.test_data or task.train_data or ""
-    source = asked.split(":")[1] if asked.startswith("hub:") else None
+    source, part, called = hub_parts(asked) if asked.startswith(HUB) else (task.name, None, split)
     results = [
         EvalResult(
-            task_type="text-generation", dataset_type=source or task.name, dataset_name=source or task.name,
-            dataset_split=split, metric_type=name, metric_name=f"{name}, {split} split", metric_value=float(value),
+            task_type="text-generation", dataset_type=source, dataset_name=source, dataset_config=part,
+            dataset_split=called, metric_type=name, metric_name=f"{name}, {split} split", metric_value=float(value),
             verified=False,
         )
         for name, value in found["after"].items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from evoalign.tasks.data.columns import lacking, likely, listed
 from evoalign.tasks.data.files import MAX_TEXT, Row
-from evoalign.tasks.data.sources import HUB, read, rows_of
+from evoalign.tasks.data.sources import HUB, hub_parts, read, rows_of
 from evoalign.tasks.data.splits import Check, Parts, held_back, load, random_state, split
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Parts",
     "Row",
     "held_back",
+    "hub_parts",
     "lacking",
     "likely",
     "listed",

@@ -108,16 +108,21 @@ def _no_split(folder: Path, part: str, splits: Any) -> str:
     return f"{folder} has no split {part}; there are {', '.join(names)}: write {folder}:{names[0]}"
 
 
-def _hub(source: str) -> Iterator[Row]:
-    import datasets
-
+def hub_parts(source: str) -> tuple[str, str | None, str]:
+    """The name of a data set of the hub, its config, where one is named, and its split. Raises ConfigError."""
     # A split may be train[:100].
     name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB))
     if not name or len(rest) > 2 or not all(rest):
         raise ConfigError(f"{source!r} names no data set; write {HUB_FORMS}")
-    part = rest[-1] if rest else "train"
+    return name, rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
+
+
+def _hub(source: str) -> Iterator[Row]:
+    import datasets
+
+    name, chosen, part = hub_parts(source)
     try:
-        found = datasets.load_dataset(name, *rest[:-1], split=part)
+        found = datasets.load_dataset(name, *([] if chosen is None else [chosen]), split=part)
     except Exception as error:  # the library raises a score of kinds, from its own to HTTP errors
         hint = "; write hub:NAME:CONFIG:SPLIT" if "Config name is missing" in str(error) else ""
         raise DataError(f"cannot load {source}: {type(error).__name__}: {_one_line(error)}{hint}") from error
