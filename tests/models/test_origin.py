@@ -155,6 +155,46 @@ def test_an_adapter_that_changes_is_merged_anew(plain: Path, tmp_path: Path) -> 
     assert origin.model_path(ModelConfig(name=str(mine))) != first
 
 
+@pytest.mark.parametrize("lost", ["model.safetensors", "config.json", "tokenizer.json", "merged.json", "cut short"])
+def test_a_merged_model_that_lost_a_file_is_made_anew(lost: str, plain: Path) -> None:
+    model = ModelConfig(name=str(plain))
+    folder = Path(origin.model_path(model))
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    if lost == "cut short":
+        (folder / "model.safetensors").write_bytes(whole["model.safetensors"][:-1])
+    else:
+        (folder / lost).unlink()
+    (folder / "left.txt").write_text("of somebody else")
+    assert origin.described(model) == (str(tiny()), None), "what is not whole says nothing of the model"
+    assert origin.model_path(model) == str(folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    (folder / "left.txt").write_text("of somebody else")
+    assert origin.model_path(model) == str(folder) and (folder / "left.txt").is_file(), "nothing is lost: it stays"
+    (folder / "left.txt").unlink()
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_of_the_hub_is_fetched_with_its_weights(
+    weights: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into one folder; a pickle is fetched where there is nothing else, and refused as what it is."""
+    asked: list[str] = []
+
+    def find(path: str, name: str, revision: str | None) -> Path | None:
+        asked.append(name)
+        there = {"adapter_config.json": "adapter_config.json", weights: "adapter_model.safetensors"}
+        return shutil.copy(plain / there[name], tmp_path / name) if name in there else None
+
+    monkeypatch.setattr(origin, "find", find)
+    model = ModelConfig(name=f"who/{weights.replace('.', '_')}", base="tiny")
+    if weights.endswith(".bin"):
+        with pytest.raises(ModelError, match="its weights are a pickle, which is not read"):
+            origin.origin(model)
+    else:
+        assert origin.origin(model).adapters == (tmp_path,)
+        assert "adapter_model.bin" not in asked, "what would be refused is not fetched beside what is read"
+
+
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +208,7 @@ def test_a_run_says_where_it_starts_and_its_journal_has_the_merged_weights(run: 
     assert header.model_hash == weights_hash(merged.named_parameters())
     assert header.model_hash != weights_hash(base_model().named_parameters())
     start = json.loads((path / "manifest.json").read_text())["start"]
-    assert start["base"] == str(tiny()) and start["merged"] == [f"adapter {plain} (LORA, rank 4)"]
+    assert start == {"base": "tiny", "merged": ["adapter adapter (LORA, rank 4)"]}, "no folder of this machine"
 
 
 def test_such_a_run_resumes_replays_and_is_scored(run: tuple[Path, str], plain: Path, tmp_path: Path) -> None:

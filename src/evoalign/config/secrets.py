@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What looks like a secret: refused in settings, which a run writes down, and left out of what is recorded.
+"""What others are not to read: secrets, and the folders of this machine.
+
+What looks like a secret is refused in settings, which a run writes down, and left out of what is recorded.
 
 A name decides: `hub_token`, `api_key`, `password`. Of `max_tokens`, `tokenizer`, `pad_token` and `answer_key` it does
 not, so of a name that may be either the value decides too. Known forms of tokens, and passwords in an address, count
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from evoalign.errors import ConfigError, cut
@@ -145,3 +148,13 @@ def _of_environment() -> list[str]:
     given = {name: value for name, value in os.environ.items() if name != "PWD"}  # the shell's folder, no password
     found = {value for name, value in given.items() if drawn.fullmatch(value) and is_secret(name, value)}
     return sorted(found, key=len, reverse=True)
+
+
+def is_private(path: str) -> bool:
+    """Whether it names a place on this machine from its root or from a home."""
+    return path.startswith("~") or Path(path).is_absolute()
+
+
+def public_path(path: str) -> str:
+    """A path as others may read it: of one that is private its last part alone."""
+    return Path(path).name if is_private(path) else path

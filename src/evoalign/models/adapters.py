@@ -22,6 +22,7 @@ from evoalign.models.experts import tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 MOST_BYTES = 2**40
 MERGED = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",

@@ -2,10 +2,11 @@
 """Adapters merged into their base, once, in a folder that every engine and check reads as it reads any model.
 
     $EVOALIGN_CACHE, $XDG_CACHE_HOME/evoalign or ~/.cache/evoalign
-      merged/KEY/     config.json, model*.safetensors, generation_config.json, tokenizer files
+      merged/KEY/     config.json, model*.safetensors, generation_config.json, tokenizer files, merged.json
 
 KEY follows from the adapters' bytes, the base's files and the dtype, so that what has changed is merged anew. A folder
-is there whole or not at all, may be deleted at any time, and is then made again. The sum is formed in float32 and
+is written whole or not at all. It, or any of its files, may be deleted at any time: merged.json has their names and
+sizes, and what is not whole by that is made again. The sum is formed in float32 and
 rounded once: kept in float32, or in half precision where `model.dtype` asks for that.
 """
 
@@ -16,13 +17,15 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evoalign.errors import EvoalignError, ModelError, RunExistsError
+from evoalign.config.reading import read_object
+from evoalign.errors import DataError, EvoalignError, ModelError, RunExistsError
 from evoalign.models.adapters import ADAPTER_CONFIG, put_into, weights_of
 from evoalign.models.files import find, load_whole
 from evoalign.rundir import files
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 FORM = 1
 """Goes up where the same files are merged into others."""
 SHARD = "5GB"
+RECORD = "merged.json"
+"""Of a folder: its other files' sizes in bytes, by name."""
 PATIENCE = 0.5
 """Seconds between two looks at a folder that another process is filling."""
 OF_MODEL = (".json", ".jinja", ".model", ".safetensors")
@@ -60,12 +65,12 @@ def folder_of(origin: Origin, dtype: str) -> Path:
 
 
 def merged(origin: Origin, dtype: str) -> Path:
-    """The folder of the merged model, made where it is not there. Raises ModelError.
+    """The folder of the merged model, made where it is not there, or not whole. Raises ModelError.
 
     Where another process is making it, as of several runs that begin at once, that is waited for, however it ends.
     """
     folder = folder_of(origin, dtype)
-    while not folder.is_dir():
+    while not is_whole(folder):
         try:
             _make(folder, origin, dtype)
         except RunExistsError:
@@ -73,19 +78,34 @@ def merged(origin: Origin, dtype: str) -> Path:
     return folder
 
 
-def _make(folder: Path, origin: Origin, dtype: str) -> None:
-    """Fill the folder. Raises ModelError, RunExistsError where another process is filling it."""
+def is_whole(folder: Path) -> bool:
+    """Whether all that was written there is there still, by names and sizes: what clears a cache takes single files."""
     try:
-        with files.filled(folder, replace=False) as temporary:
+        recorded: Mapping[str, Any] = read_object(folder / RECORD)
+        return recorded.items() <= _sizes(folder).items()
+    except (DataError, OSError):  # also of a release that kept no record
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+
+
+def _make(folder: Path, origin: Origin, dtype: str) -> None:
+    """Fill the folder. Raises ModelError, RunExistsError where another process is filling it, or has just done so."""
+    try:
+        with files.filled(folder) as temporary:
+            if is_whole(folder):  # and may be read by now
+                raise RunExistsError(f"{folder} was made by another process")
             _fill(temporary, origin, getattr(torch, kept_dtype(dtype)))
+            (temporary / RECORD).write_text(json.dumps(_sizes(temporary)), encoding="utf-8")
     except EvoalignError:
         raise
     except OSError as error:
-        if not folder.is_dir():  # else another process was faster
-            raise ModelError(
-                f"the merged model does not go into {folder} ({error.strerror or error}); EVOALIGN_CACHE names another "
-                "place"
-            ) from error
+        raise ModelError(
+            f"the merged model does not go into {folder} ({error.strerror or error}); EVOALIGN_CACHE names another "
+            "place"
+        ) from error
 
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype) -> None:

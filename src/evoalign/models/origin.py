@@ -22,9 +22,10 @@ from typing import Any
 
 from evoalign.config import ModelConfig, load
 from evoalign.config.reading import read_object
+from evoalign.config.secrets import public_path
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
 from evoalign.models import merging
-from evoalign.models.adapters import ADAPTER_CONFIG, weights_of
+from evoalign.models.adapters import ADAPTER_CONFIG, PICKLE, WEIGHTS, weights_of
 from evoalign.models.files import find, place
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import generation_of, saved_folders
@@ -35,18 +36,31 @@ DEEPEST = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """How one thing that a model is made of was found: as `what` of a `name`, and `more` about it."""
+
+    what: str
+    name: str
+    more: str = ""
+
+    def words(self, name: str | None = None) -> str:
+        """In words; `name` stands for its own."""
+        return f"{self.what} {self.name if name is None else name}{self.more}"
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """A model, a folder or a hub name, and the adapters that are merged into it, the first one first.
 
     `tokenizer` is where the tokenizer's files are, with its revision: those beside the last adapter that has any.
-    `told` is how it was found, in words; nothing of a model that is given as it is.
+    `told` is how it was found; nothing of a model that is given as it is.
     """
 
     base: str
     revision: str | None
     tokenizer: tuple[str, str | None]
     adapters: tuple[Path, ...] = ()
-    told: tuple[str, ...] = ()
+    told: tuple[Found, ...] = ()
 
 
 def origin(config: ModelConfig) -> Origin:
@@ -64,7 +78,7 @@ def described(config: ModelConfig) -> tuple[str, str | None]:
     """A folder, or a hub name and its revision, whose config.json is that of the model; nothing is merged for it."""
     found = origin(config)
     there = merging.folder_of(found, config.dtype) if found.adapters else None
-    return (found.base, found.revision) if there is None or not there.is_dir() else (str(there), None)
+    return (found.base, found.revision) if there is None or not merging.is_whole(there) else (str(there), None)
 
 
 def own_dtype(config: ModelConfig) -> str | None:
@@ -84,18 +98,23 @@ def lines(config: ModelConfig) -> list[str]:
     found = origin(config)
     if config.base is not None and not found.adapters:
         return [f"warning: model.base {config.base} is not used: model.name {config.name} is no adapter"]
+    told = "; ".join(part.words() for part in found.told)
     if not found.adapters:
-        return [f"start: {'; '.join(found.told)}"] if found.told else []
+        return [f"start: {told}"] if told else []
     return [
-        f"start: {'; '.join(found.told)}: merged into {found.base} in float32 and kept in "
+        f"start: {told}: merged into {found.base} in float32 and kept in "
         f"{merging.folder_of(found, config.dtype)}; the run trains the merged model, not the adapter itself"
     ]
 
 
 def record(config: ModelConfig) -> dict[str, Any]:
-    """What a run's manifest says of where it starts; nothing where `model.name` is a model itself."""
+    """What a run's manifest says of where it starts; nothing where `model.name` is a model itself.
+
+    Folders of this machine are named by their last part, as on a model card: nothing is found by what stands here.
+    """
     found = origin(config)
-    return {"start": {"base": found.base, "merged": list(found.told)}} if found.told else {}
+    merged = [part.words(public_path(part.name)) for part in found.told]
+    return {"start": {"base": public_path(found.base), "merged": merged}} if merged else {}
 
 
 def elsewhere(config: ModelConfig, name: str) -> ModelConfig:
@@ -118,10 +137,12 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
         saved = saved_folders(folder)
         if not saved:
             raise ModelError(f"model {name} is a run that saved no weights yet; train it first, or name its own model")
-        return _of_mean(name, saved[-1], base, depth, f"run {name}, after generation {generation_of(saved[-1])}")
+        return _of_mean(
+            name, saved[-1], base, depth, Found("run", name, f", after generation {generation_of(saved[-1])}")
+        )
     run = folder.resolve().parent.parent
     if (folder / checkpoint.RECORD).is_file() and (run / "config.yaml").is_file() and method_of(run) is not None:
-        return _of_mean(name, folder, base, depth, f"the mean that a run saved in {name}")
+        return _of_mean(name, folder, base, depth, Found("the mean that a run saved in", name))
     if not (folder / ADAPTER_CONFIG).is_file():
         return Origin(path, revision, (path, revision))
     if any(folder.glob("model*.safetensors")):
@@ -133,7 +154,7 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
     return _over(name, folder, own, base, depth)
 
 
-def _of_mean(name: str, saved: Path, base: str | None, depth: int, told: str) -> Origin:
+def _of_mean(name: str, saved: Path, base: str | None, depth: int, told: Found) -> Origin:
     """A saved mean of a run, whose config says what is below an adapter."""
     _verified(saved, merging.signature(saved))
     if not (saved / ADAPTER_CONFIG).is_file():
@@ -156,7 +177,7 @@ def _over(name: str, adapter: Path, tokenizer: tuple[str, str | None] | None, ba
     return replace(
         below,
         adapters=(*below.adapters, adapter),
-        told=(*below.told, f"adapter {name} ({kind})"),
+        told=(*below.told, Found("adapter", name, f" ({kind})")),
         tokenizer=tokenizer or below.tokenizer,
     )
 
@@ -188,9 +209,9 @@ def _adapter_of_hub(name: str, revision: str | None) -> Path | None:
         settings = find(name, ADAPTER_CONFIG, revision)
         if settings is None:
             return None
-        for weights in ("adapter_model.safetensors", "adapter_model.bin"):
-            if find(name, weights, revision) is not None:
-                break
+        # Fetched into the folder of the settings, where they are looked for; a pickle to be refused as one.
+        if find(name, WEIGHTS, revision) is None:
+            find(name, PICKLE, revision)
     except (OSError, ValueError):  # no name of a model: who loads it says so
         return None
     return settings.parent
