@@ -36,6 +36,13 @@ OTHER = [
     ("\\frac{", "72"), ("72 or 73", "72"), ("11_3", "11_2"), ("1101", "1101_2"),
     ("(11)_3", "11"), ("\\sum_{k=1}^{3} k", "6"),
 ]  # fmt: skip
+WORDS = [
+    ("6 million", "6000000"), ("6\\text{ million}", "6,000,000"), ("\\$6\\,\\text{million dollars}", "6000000"),
+    ("$6$ million", "6000000"), ("\\text{6 million}", "6000000"), ("2.5 Hundred Thousand", "250{,}000"),
+    ("1,200.5 thousand", "1200500"), ("-.0025 billions", "-2500000"), ("6\\mathrm{trillion}", "6\\cdot 10^{12}"),
+    ("6000000", "6\\text{ million}"), ("3.25 hundred", "325"),
+]  # fmt: skip
+"""The same number with a word and without."""
 BOMBS = {
     "a tower": "9^{9^{9^9}}", "a large power": "10^{10^{10}}", "a negative power": "(\\frac{1}{7})^{-10^{12}}",
     "a factorial": "99999999!", "factorials of factorials": "9!!!!!", "in a floor": "\\lfloor 9^{9^9} \\rfloor",
@@ -75,6 +82,22 @@ def test_the_same_answer_written_otherwise(answer: str, gold: str) -> None:
 @pytest.mark.parametrize(("answer", "gold"), OTHER)
 def test_another_answer(answer: str, gold: str) -> None:
     assert not answers.is_equal(answer, gold)
+
+
+@pytest.mark.parametrize(("answer", "gold"), WORDS)
+def test_words_that_make_a_number_larger_are_read(answer: str, gold: str) -> None:
+    assert answers.is_equal(answer, gold)
+
+
+@pytest.mark.parametrize("word", ["hundred", "thousand", "million", "billion", "trillion"])
+@pytest.mark.parametrize(
+    "answer",
+    ["6 %s", "6\\text{ %s}", "6\\ \\text{%ss}", "6 \\mathrm{%s}", "6 \\text{ %s dollars}", "\\frac{12}{2}\\text{ %s}",
+     "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}"],
+)  # fmt: skip
+def test_a_number_of_millions_is_none_of_units(answer: str, word: str) -> None:
+    """Also where it is not read as one: math-verify drops words."""
+    assert not answers.is_equal(answer % word, "6") and not answers.is_equal("6", answer % word)
 
 
 def test_bombs_are_wrong_and_go_off_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +182,43 @@ def test_math_verify_is_imported_only_where_an_answer_is_compared() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
+
+
+def calls_of(answer: str, gold: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How much of the bound a comparison takes."""
+    made: list[answers._Work] = []
+
+    class Seen(answers._Work):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "_Work", Seen)
+        answers._is_verified(answer, gold)
+    return made[0]._calls
+
+
+def test_what_a_comparison_takes_is_the_same_whatever_was_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the call. What the libraries import at their first use is what the first round is for."""
+    pairs = [("\\frac{x+7}{5}", "x"), ("\\lfloor x+\\frac{2}{3}\\rfloor", "x"), ("\\cot(x)+\\sec(y)", "1"),
+             ("[4,7)", "(4,7)"), ("360360", "x"), ("\\overline{AB}", "x"),
+             ("\\sqrt{7+4\\sqrt{3}}", "2+\\sqrt{3}")]  # fmt: skip
+    for pair in pairs:
+        calls_of(*pair, monkeypatch)
+    there = [calls_of(*pair, monkeypatch) for pair in pairs]
+    back = [calls_of(*pair, monkeypatch) for pair in reversed(pairs)]
+    twice = [[calls_of(*pair, monkeypatch) for _ in range(2)] for pair in pairs]
+    assert there == back[::-1] and twice == [[calls, calls] for calls in there]
+    assert min(there) > 1_000
+
+
+def test_an_answer_beyond_the_bound_is_no_nearer_once_its_like_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = "\\csc(3x)+\\lvert y\\rvert", "\\lvert y\\rvert+\\csc(3x)"
+    first = calls_of(*pair, monkeypatch)
+    assert answers._is_verified(*pair)
+    monkeypatch.setattr(answers, "MOST_CALLS", first * 9 // 10)
+    assert not answers._is_verified(*pair)
 
 
 def test_what_ends_the_work_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,25 @@ def test_the_last_answer_of_gsm8k_counts(text: str, reward: float) -> None:
     assert task.measures(text, GSM8K[0])["accuracy"] == reward == float(task.is_right(text, GSM8K[0]))
 
 
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("6 million", "6000000"), ("\\$6 million dollars.", "6,000,000"), ("6 \\text{ thousand}", "6000"),
+        ("$6k", "6000"), ("6.5K", "6500"), ("6 kg", "6"), ("6 dozen", "6"), ("6 km", "6"),
+        ("-2 hundred thousand", "-200000"),
+    ],
+)  # fmt: skip
+def test_a_number_of_gsm8k_is_as_large_as_its_word_says(said: str, number: str) -> None:
+    task, row = gsm8k(), {"question": "q", "answer": f"#### {number}"}
+    bare = {"question": "q", "answer": "#### 6"}
+    for text in (f"\\boxed{{{said}}}", f"#### {said}"):
+        assert task.compute_reward(text, row) == 1.0
+        assert task.compute_reward(text, bare) == float(number == "6")
+    worded = {"question": "q", "answer": f"#### {said}"}
+    assert task.compute_reward(task.gold(row), row) == 1.0
+    assert task.is_right(task.gold(worded), worded) and task.is_right(task.gold(row), worded)
+
+
 def test_measures_tell_a_wrong_answer_from_none() -> None:
     assert competition().measures("\\boxed{3}", MATH[2]) == {"accuracy": 0.0, "answered": 1.0}
     assert competition().measures("It is 2.", MATH[2]) == {"accuracy": 0.0, "answered": 0.0}

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from evoalign.errors import ConfigError
+from evoalign.tasks.mathematics.memory import Memory
 from evoalign.version import install
 
 MOST_CHARACTERS = 300
@@ -31,7 +32,8 @@ MOST_BITS = 20_000
 MOST_CALLS = 3_000_000
 """Calls of functions and returns from them, while an answer is read and compared; usual ones take under a million.
 
-What has been read before is read with fewer, as the parser learns: `_learn` has it begin with what is usual."""
+What has been read before would be read with fewer, as the parser learns: `_learn` has it learn what is usual, and
+`Memory` nothing else."""
 MOST_CHOSEN_FROM = 10_000
 """In an answer with a binomial coefficient, which is computed as it is read: no number is larger."""
 MOST_POWERS = 10_000_000
@@ -50,9 +52,11 @@ COMMANDS = frozenset(_COMMANDS.split())
 _FIRST = (
     "\\frac{1}{2}x^2+3xy-\\sqrt[3]{5}", "-\\sqrt{2}\\cdot(x+1)^{2n}", "(-\\infty,-2]\\cup[3,5)",
     "\\{1,-2,\\frac{3}{4}\\}", "\\begin{pmatrix}1&-2\\\\0&x\\end{pmatrix}", "2\\sin^2(x)\\cos x+\\ln x",
-    "\\frac{x^2-1}{x+1}+e^{i\\pi/3}", "y=-x+4",
+    "\\frac{x^2-1}{x+1}+e^{i\\pi/3}", "y=-x+4", "\\text{Evelyn}", "72", "\\frac{2400}{2}", "50\\%", "90^\\circ",
+    "(3,\\frac{\\pi}{2})", "5!", "\\log_2 8", "\\binom{10}{3}", "3,2,1", "2<x", "1-i", "a_1+b_2", "(x+1)^3(x-2)",
+    "\\frac{-3\\pm\\sqrt{5}}{2}", "[1,2]", "\\tan(x)", "x\\in[1,2)", "120.5", "\\frac{\\sqrt{3}}{2}",
 )  # fmt: skip
-"""Read before anything is counted."""
+"""Read before anything is counted: what is usual, since nothing that is read later is learnt."""
 _BASE = re.compile(r"[\d)}]\s*_")
 """Of a number in another base than ten."""
 _BAR = re.compile(r"\||vert")
@@ -60,6 +64,15 @@ _FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_WORD = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_ZEROS)})s?(?![A-Za-z])\s*", re.IGNORECASE)
+_SCALED = re.compile(
+    r"(?<![\d./^_])((?:\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+    r"((?:[\s~$]|\\[ ,;:!]|\\(?:text|textrm|textbf|textit|mathrm|mbox)\s*\{)*)"
+    rf"((?:{_WORD.pattern})+)",
+    re.IGNORECASE,
+)
+"""A number, what may stand between, and words that make it larger."""
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 """But between two digits, which are two numbers then."""
 _INDEX = re.compile(r"_\{(\w+)\}")
@@ -95,6 +108,18 @@ def last_boxed(text: str) -> tuple[int, str] | None:
     return None
 
 
+def written_out(text: str) -> str:
+    """The text with `2.5 million` as 2500000, since a number of millions is none of units: what is read drops words."""
+    return _SCALED.sub(lambda found: _shifted(found[1], found[3]) + found[2], text)
+
+
+def _shifted(digits: str, words: str) -> str:
+    zeros = sum(_ZEROS[word.lower()] for word in _WORD.findall(words))
+    whole, _, part = re.sub("[,{}]", "", digits).partition(".")
+    part = part.ljust(zeros, "0")
+    return f"{whole}{part[:zeros]}" + (f".{part[zeros:]}" if part[zeros:] else "")
+
+
 def number(text: str) -> Fraction | None:
     """A plain decimal number, such as `-1,234.50`, with or without a dollar sign; None for all else."""
     found = _NUMBER.fullmatch(_tidy(text).removesuffix("."))
@@ -108,6 +133,9 @@ def is_equal(answer: str, gold: str) -> bool:
         return True
     if len(answer) > MOST_CHARACTERS or len(gold) > MOST_CHARACTERS:
         return False
+    answer, gold = written_out(answer), written_out(gold)
+    if [*map(str.lower, _WORD.findall(answer))] != [*map(str.lower, _WORD.findall(gold))]:
+        return False  # what is read drops the others
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
         return ours == theirs
@@ -166,7 +194,7 @@ def _largest_in(text: str) -> int:
 
 
 @cache
-def _learn() -> None:
+def _learn() -> Memory:
     """Have the libraries do what they do once in a process: import, and learn their grammar as they read.
 
     That takes up to MOST_CALLS, so that the first answer of a process would be wrong which is right later on.
@@ -175,14 +203,13 @@ def _learn() -> None:
 
     read = [_parsed(text) for text in _FIRST]
     verify(read[0], read[1], timeout_seconds=None)
+    return Memory()
 
 
 def _is_verified(answer: str, gold: str) -> bool:
     from math_verify import verify
-    from sympy.core.cache import clear_cache
 
-    _learn()
-    clear_cache()  # or what is counted would depend on the answers before this one
+    _learn().restore()  # or what is counted would depend on the answers before this one
     equal = False
     with _Work() as work:
         ours, theirs = _parsed(answer), _parsed(gold)

@@ -7,14 +7,14 @@ Qwen2.5-Math and DeepSeek-R1 give and that instruction-tuned models know; `raw`,
 `####`, as verl's examples do. Whatever was asked, the last of `\boxed{..}` and `####` in a completion is its answer.
 
 What deviates: published graders compare digits; here `$1,200`, `1200.00` and `\frac{2400}{2}` are 1200, and a unit
-after the number is passed over.
+after the number is passed over. `6 million` and `6k`, of which they read the 6, are 6,000,000 and 6,000 here.
 """
 
 from __future__ import annotations
 
 import re
 
-from evoalign.tasks.mathematics.answers import MOST_CHARACTERS, last_boxed
+from evoalign.tasks.mathematics.answers import MOST_CHARACTERS, last_boxed, written_out
 from evoalign.tasks.mathematics.questions import Questions
 from evoalign.types import Example
 
@@ -24,6 +24,9 @@ _WITH_UNIT = re.compile(
     r"(?:\\?%|\\text\{[^{}]*\}|[A-Za-z][A-Za-z ./]*)?\.?"
 )
 """A number, and what may stand behind it. No exponent, no operator, no further number."""
+
+
+_THOUSANDS = re.compile(r"(\d)\s*[kK](?![A-Za-z])")
 
 
 class Gsm8k(Questions):
@@ -37,16 +40,23 @@ class Gsm8k(Questions):
     raw = 'Question: {}\nLet\'s think step by step and output the final answer after "####".\nAnswer:'
 
     def right(self, example: Example) -> str | None:
-        return _marked(example["answer"])
+        return _number(_marked(example["answer"]))
 
     def final(self, text: str) -> str | None:
         boxed, mark = last_boxed(text), text.rfind(MARK)
-        found = _marked(text) if boxed is None or mark > boxed[0] else boxed[1].strip()
-        number = _WITH_UNIT.fullmatch(found) if found and len(found) <= MOST_CHARACTERS else None
-        return found or None if number is None else re.sub(r"[\s\\$€£+]", "", number[1])
+        return _number(_marked(text) if boxed is None or mark > boxed[0] else boxed[1].strip())
 
     def gold(self, example: Example) -> str:
         return f"{MARK} {self.right(example)}"
+
+
+def _number(found: str | None) -> str | None:
+    """An answer without what stands around its number, where it is one; None for none."""
+    if not found or len(found) > MOST_CHARACTERS:
+        return found or None
+    found = written_out(_THOUSANDS.sub(r"\1 thousand", found))
+    number = _WITH_UNIT.fullmatch(found)
+    return found if number is None else re.sub(r"[\s\\$€£+]", "", number[1])
 
 
 def _marked(text: str) -> str | None:
