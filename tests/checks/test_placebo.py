@@ -25,14 +25,15 @@ from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
 from evoalign.checks.placebo import (
     Distances,
+    Known,
     Placebos,
     Split,
     beyond_drift,
     distance_line,
     flip_line,
+    of_file,
     sentence,
     split,
-    whole_of_file,
 )
 from evoalign.checks.placebo_file import PLACEBO
 from evoalign.config import from_dict, load
@@ -168,9 +169,10 @@ def test_a_gain_that_a_placebo_reaches_is_not_all_signal() -> None:
 
 
 def test_task_fitness_without_a_placebo_is_damage() -> None:
+    reward = split(np.zeros(5), np.ones(5), [np.zeros(5)]).as_dict()
     whole = {"name": "fitness/f1", "before": 0.1, "real": 0.2, "placebos": []}
     with pytest.raises(DataError, match=r"damaged \(placebo.fitness.placebos\)"):
-        whole_of_file(whole, "results/evaluation.json")
+        of_file({"reward": reward, "fitness": whole}, "results/evaluation.json")
 
 
 @pytest.mark.slow
@@ -311,7 +313,7 @@ def test_what_the_command_finds_is_kept_for_cards_and_comparisons(ended: tuple[P
     assert (folder / "results/sealed.json").read_bytes() == sealed and is_sealed(folder)
     assert "Reward: 3 placebos" in shown(folder)
     found = read(folder).placebo
-    assert found is not None and found.as_dict() == kept["reward"]
+    assert found is not None and found.reward.as_dict() == kept["reward"] and found.fitness is None
     assert "has 3 placebos; delete it to keep these" in measure(folder, "--shuffles", "1")
     assert json.loads((folder / PLACEBO).read_text()) == kept
     (folder / "results/evaluation.json").unlink()
@@ -326,9 +328,9 @@ def test_a_card_tells_nobody_to_measure_more() -> None:
     assert said.endswith("so few placebos cannot show that it is more than drift.") and "RUN" not in said
     many = split([0.0] * 9, [0.9, 1.0, 1.1] * 3, [[0.0, 0.1, 0.2] * 3] * 20)
     for own, other in ((some, many), (many, some)):
-        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, other)
+        (_, said) = placebo_lines({"placebo": {"reward": own.as_dict()}}, Known(other))
         assert "Reward: 20 placebos" in said
-    assert placebo_lines({}, some), "of a run that measured none itself"
+    assert placebo_lines({}, Known(some)), "of a run that measured none itself"
 
 
 def forged(file: Path, **changes: Any) -> None:
@@ -498,10 +500,10 @@ def test_runs_together_have_one_share_of_drift(ended: tuple[Path, str]) -> None:
     """Drift of all over gain of all: a run whose gain may be 0 counts, and has no share of its own."""
     found = read(ended[0])
     some, none = split(BEFORE, REAL, PLACEBOS), split(BEFORE, [b + 0.1 for b in BEFORE], PLACEBOS)
-    runs = [replace(found, placebo=some), replace(found, placebo=none)]
+    runs = [replace(found, placebo=Known(some)), replace(found, placebo=Known(none))]
     assert _drift(runs) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%}"
     assert _drift([*runs, replace(found, placebo=None)]) == f"{(5.4 + 5.4) / (7.4 + 0.1):.0%} (of 2)"
-    assert _drift([replace(found, placebo=split(REAL, BEFORE, PLACEBOS))]) == _drift([]) == "-"
+    assert _drift([replace(found, placebo=Known(split(REAL, BEFORE, PLACEBOS)))]) == _drift([]) == "-"
 
 
 def test_the_table_of_a_sweep_has_the_drift_of_each_cell(run: Path, ended: tuple[Path, str], tmp_path: Path) -> None:
@@ -548,7 +550,7 @@ def test_few_enough_for_a_tenth_by_counts_alone() -> None:
 def test_comparisons_and_cards_say_it(ended: tuple[Path, str]) -> None:
     folder, _ = ended
     found, own = read(folder), results(folder)["placebo"]["reward"]
-    assert found.placebo is not None and found.placebo.placebos == tuple(own["placebos"])
+    assert found.placebo is not None and found.placebo.reward.placebos == tuple(own["placebos"])
     rows = {row[0]: row[1] for row in end_grid(compare(folder)).rows}
     assert rows["reward of the mean placebo"] == f"{own['mean']:.4g}"
     share = (own["mean"] - own["before"]) / (own["real"] - own["before"])

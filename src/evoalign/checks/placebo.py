@@ -81,9 +81,6 @@ class Split(Ends):
         }  # fmt: skip
 
 
-_SPLIT = TypeAdapter(Split)
-
-
 @dataclass(frozen=True, slots=True)
 class Distances:
     """L2 norm of the change of all numbers that evolve. `expected` is that of shuffled coefficients by formula
@@ -116,7 +113,20 @@ class Whole(Ends):
         )
 
 
-_WHOLE = TypeAdapter(Whole)
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of the placebos of a run that is done: of its reward, and of `task.fitness`, where there is one."""
+
+    reward: Split
+    fitness: Whole | None = None
+
+    @property
+    def aim(self) -> Ends:
+        """Of what was trained for."""
+        return self.reward if self.fitness is None else self.fitness
+
+
+_KNOWN = TypeAdapter(Known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +193,12 @@ def split(
     )
 
 
-def of_file(tree: object, where: str) -> Split:
-    """What `Placebos.as_dict` wrote of the reward, back. Raises DataError where it cannot be that."""
+def of_file(tree: object, where: str) -> Known:
+    """What `Placebos.as_dict` wrote of reward and fitness, back. Raises DataError where it cannot be that."""
     try:
-        return _SPLIT.validate_python(tree)
+        return _KNOWN.validate_python(tree)
     except ValidationError as error:
-        what = ".".join(["placebo.reward", *map(str, error.errors()[0]["loc"])])
-        raise DataError(f"{where} is damaged ({what}); put it back from a copy") from None
-
-
-def whole_of_file(tree: object, where: str) -> Whole:
-    """What `Placebos.as_dict` wrote of `task.fitness`, back. Raises DataError where it cannot be that."""
-    try:
-        return _WHOLE.validate_python(tree)
-    except ValidationError as error:
-        what = ".".join(["placebo.fitness", *map(str, error.errors()[0]["loc"])])
+        what = ".".join(["placebo", *map(str, error.errors()[0]["loc"])])
         raise DataError(f"{where} is damaged ({what}); put it back from a copy") from None
 
 

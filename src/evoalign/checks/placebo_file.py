@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from evoalign.checks.placebo import Placebos, Split
+from evoalign.checks.placebo import Known, Placebos, Split, Whole
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import MissingError, read_object
 from evoalign.errors import DataError
@@ -35,6 +35,7 @@ class _Kept(BaseModel):
     journal: Hash
     settings: dict[str, Any]
     reward: Split
+    fitness: Whole | None = None
     hash: Hash
 
 
@@ -45,8 +46,8 @@ def write(run: Path, config: Config, found: Placebos) -> None:
     write_text(run / PLACEBO, json.dumps({**record, "hash": hash_of(record)}, indent=2, allow_nan=False) + "\n")
 
 
-def read(run: Path, config: Config) -> Split | None:
-    """What is kept of the reward on the test split; None where nothing is.
+def read(run: Path, config: Config) -> Known | None:
+    """What is kept of the test split; None where nothing is.
 
     Raises DataError naming the file where it is damaged or altered, or not of this journal or these settings.
     """
@@ -65,12 +66,13 @@ def read(run: Path, config: Config) -> Split | None:
         raise DataError(f"{file} is not of {run / JOURNAL}; {MEND}")
     if record.settings != _settings(config):
         raise DataError(f"{file} was not evaluated with the settings of {run / 'config.yaml'}; {MEND}")
-    return record.reward
+    return Known(record.reward, record.fitness)
 
 
-def with_most(*found: Split | None) -> Split | None:
+def with_most(*found: Known | None) -> Known | None:
     """That with the most placebos, the first of several; None where there is none."""
-    return max((split for split in found if split is not None), key=lambda split: len(split.placebos), default=None)
+    known = (one for one in found if one is not None)
+    return max(known, key=lambda one: len(one.reward.placebos), default=None)
 
 
 def remove(run: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from evoalign.checks.placebo import Split, beyond_drift, of_file, sentence, whole_of_file
+from evoalign.checks.placebo import Known, beyond_drift, of_file, sentence
 from evoalign.checks.placebo_file import with_most
 from evoalign.config import Config, to_yaml
 from evoalign.exporting.asking import asking
@@ -72,7 +72,7 @@ class Facts:
     with_records: bool = True
     evaluation: Mapping[str, Any] | None = None
     """results/evaluation.json, where it is of this mean."""
-    placebo: Split | None = None
+    placebo: Known | None = None
     """What results/placebo.json has of the end of the run."""
     manifest: Mapping[str, Any] = field(default_factory=dict[str, Any])
     data: Sequence[DataFile] = ()
@@ -251,18 +251,14 @@ def _change(facts: Facts) -> str:
     return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
 
 
-def placebo_lines(found: Mapping[str, Any], kept: Split | None = None) -> list[str]:
+def placebo_lines(found: Mapping[str, Any], kept: Known | None = None) -> list[str]:
     """How much of the gain is drift, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
-    own, whole = None, list[str]()
-    if "placebo" in found:
-        tree: Any = found["placebo"]
-        own = of_file(tree.get("reward") if isinstance(tree, Mapping) else tree, "results/evaluation.json")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        if "fitness" in tree:
-            whole = [f"{_text(whole_of_file(tree['fitness'], 'results/evaluation.json').line())}."]
-    split = with_most(own, kept)
-    if split is None:
+    own = of_file(found["placebo"], "results/evaluation.json") if "placebo" in found else None
+    known = with_most(own, kept)
+    if known is None:
         return []
-    reward = f"Reward: {sentence(split)}; {beyond_drift(split, advise=False)}."
+    whole = [] if known.fitness is None else [f"{_text(known.fitness.line())}."]
+    reward = f"Reward: {sentence(known.reward)}; {beyond_drift(known.reward, advise=False)}."
     return ["", " ".join(["**Signal beside drift.**", *whole, reward])]
 
 

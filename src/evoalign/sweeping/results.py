@@ -15,6 +15,7 @@ from evoalign.checks.placebo import drift_together
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
+from evoalign.rewards.fitness import PREFIX
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
@@ -104,16 +105,19 @@ def outcome(run: Run, failed: Ended | None = None) -> Tree:
 
 
 def placebo_of(run: Run, tree: Tree) -> Tree | None:
-    """What its placebos gained, and what it gained beside them; None where there are none that can be read."""
+    """What its placebos gained in what it was trained for, and what it gained beside them; None where there are none
+    that can be read."""
     try:
-        own = placebo.of_file(tree["placebo"]["reward"], str(run.path / EVALUATION)) if "placebo" in tree else None
-        found = placebo_file.with_most(own, placebo_file.read(run.path, run.config))
-    except (DataError, TypeError, KeyError):
+        own = placebo.of_file(tree["placebo"], str(run.path / EVALUATION)) if "placebo" in tree else None
+        known = placebo_file.with_most(own, placebo_file.read(run.path, run.config))
+    except DataError:
         return None
-    if found is None:
+    if known is None:
         return None
+    found = known.aim
+    of = {} if known.fitness is None else {"measure": known.fitness.name}
     gains = {"drift": found.mean - found.before, "gain": found.real - found.before}
-    return {"placebos": len(found.placebos), **gains}
+    return {"placebos": len(found.placebos), **of, **gains}
 
 
 def hacked_share(path: Path) -> float | None:
@@ -194,6 +198,8 @@ def table(cells: Sequence[Tree], measure: str, keys: Sequence[str] = ()) -> str:
         )
     starts = [cell["mean"]["start"] for cell in cells if "start" in cell["mean"]]
     start = f" The reward of the start is {np.mean(starts):.4g}." if starts else ""
+    firsts = [run["before"][measure] for cell in cells for run in cell["runs"] if measure in run.get("before", {})]
+    start += f" {measure} of the start is {np.mean(firsts):.4g}." if measure.startswith(PREFIX) and firsts else ""
     where = "on the test split" + (" or the validation split" if any(map(_is_validated, names)) else "")
     ranked = best_line(None if keys else best(cells, measure), measure)
     note = f"Mean and standard deviation over seeds (ddof 1), of the final model {where}.{start} {ranked}".rstrip()

@@ -189,8 +189,8 @@ def keep(run: Path, found: Placebos) -> str:
         before = placebo_file.read(run, config)
     except DataError:
         before = None
-    if before is not None and len(before.placebos) > len(found.seeds):
-        return f"not kept: {file} has {len(before.placebos)} placebos; delete it to keep these"
+    if before is not None and len(before.reward.placebos) > len(found.seeds):
+        return f"not kept: {file} has {len(before.reward.placebos)} placebos; delete it to keep these"
     placebo_file.write(run, config, found)
     return f"kept in {file}: `evoalign export` and `evoalign compare` read it there"
 

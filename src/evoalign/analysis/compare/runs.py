@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from evoalign.checks import placebo_file, verdict
-from evoalign.checks.placebo import Split
+from evoalign.checks.placebo import Known
 from evoalign.config import Config, load
 from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_json
 from evoalign.cost.budget import Cost
@@ -66,8 +66,8 @@ class Run:
     """What the run says of its completions, such as `likely hacked`; None where nothing alarmed, or nobody saw."""
     sealed: bool
     """Whether its results have a seal, which fits them."""
-    placebo: Split | None
-    """The gain split in signal and drift, of a run of ES that measured it."""
+    placebo: Known | None
+    """Of a run of ES that measured them."""
     questions: str | None
     """SHA-256 over the prompts and targets of the test split."""
     items: Mapping[str, tuple[float, ...]]
@@ -164,18 +164,14 @@ class _Plain(BaseModel):
 
 
 Measures = dict[str, FiniteFloat]
-Known = dict[str, FiniteFloat | None]
+Quantities = dict[str, FiniteFloat | None]
 
 
 class _Row(_Plain):
     generation: Annotated[int, Field(ge=0)]
     budget: Annotated[Cost, AfterValidator(_no_negative)] | None = None
     evaluation: Measures | None = None
-    divergence: Known | None = None
-
-
-class _Placebo(_Plain):
-    reward: Split
+    divergence: Quantities | None = None
 
 
 class _Alarms(_Plain):
@@ -187,9 +183,9 @@ class _Result(_Plain):
     generation: Annotated[int, Field(ge=0)] | None = None
     before: Measures
     after: Measures
-    divergence: Known | None = None
-    distance: Known | None = None
-    placebo: _Placebo | None = None
+    divergence: Quantities | None = None
+    distance: Quantities | None = None
+    placebo: Known | None = None
 
 
 class _Manifest(_Plain):
@@ -289,9 +285,9 @@ def _points(
     return [points[step] for step in sorted(points)]
 
 
-def _gain(path: Path, config: Config, result: _Result | None) -> Split | None:
-    """Split by the placebos of the end of training, or of `evoalign placebo` where those are more."""
-    own = result.placebo.reward if result and result.placebo else None
+def _gain(path: Path, config: Config, result: _Result | None) -> Known | None:
+    """The placebos of the end of training, or of `evoalign placebo` where those are more."""
+    own = result.placebo if result else None
     return placebo_file.with_most(own, placebo_file.read(path, config))
 
 

@@ -12,7 +12,7 @@ from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.sensitivity import SHARES
 from evoalign.analysis.compare.statistics import Pair
 from evoalign.analysis.compare.words import counted, duration, seeds, where
-from evoalign.checks.placebo import drift_together
+from evoalign.checks.placebo import Known, Split, Whole, drift_together
 from evoalign.statistics import Estimate, mean
 
 PLACEBO = "reward of the mean placebo"
@@ -121,13 +121,39 @@ def end_grid(comparison: Comparison) -> Grid:
     for name, (value, shown, pick) in _quantities().items():
         rows.append((name, *(_averaged([value(run) for run in runs], shown, pick) for runs in ends.values())))
         if name == PLACEBO:
-            rows.append(("share of the gain that is drift, of all runs together", *map(_drift, ends.values())))
+            rows += _drift_rows(list(ends.values()))
     return Grid(where(comparison.end), ("", *ends), tuple(rows))
 
 
-def _drift(runs: Sequence[Run]) -> str:
-    known = [run.placebo for run in runs if run.placebo]
-    share = drift_together([(split.mean - split.before, split.real - split.before) for split in known])
+def _drift_rows(groups: Sequence[Sequence[Run]]) -> list[tuple[str, ...]]:
+    """How much of the gain is drift: of the reward and, where runs were trained for it, of `task.fitness`."""
+    drift = "share of the gain that is drift, of all runs together"
+    rows = [(drift, *map(_drift, groups))]
+    names = {run.placebo.fitness.name for runs in groups for run in runs if run.placebo and run.placebo.fitness}
+    for name in sorted(names):
+
+        def of(known: Known, name: str = name) -> Whole | None:
+            return known.fitness if known.fitness and known.fitness.name == name else None
+
+        means = [[None if found is None else found.mean for found in _known(runs, of)] for runs in groups]
+        rows.append(
+            (f"{name} of the mean placebo", *(_averaged(of_runs, "{:.4g}".format, "mean") for of_runs in means))
+        )
+        rows.append((f"{name}: {drift}", *(_drift(runs, of) for runs in groups)))
+    return rows
+
+
+def _known(runs: Sequence[Run], of: Callable[[Known], Split | Whole | None]) -> list[Split | Whole | None]:
+    return [None if run.placebo is None else of(run.placebo) for run in runs]
+
+
+def _reward(known: Known) -> Split:
+    return known.reward
+
+
+def _drift(runs: Sequence[Run], of: Callable[[Known], Split | Whole | None] = _reward) -> str:
+    known = [found for found in _known(runs, of) if found is not None]
+    share = drift_together([(found.mean - found.before, found.real - found.before) for found in known])
     if share is None:
         return "-"
     text = f"{share:.0%}"
@@ -158,7 +184,7 @@ def _quantities() -> dict[str, tuple[Numbers, Callable[[float], str], str]]:
         "hacked share": (share("hacked"), percent, "mean"),
         "hacked share before training": (lambda run: (run.shares_before or {}).get("hacked"), percent, "mean"),
         "truncated share": (share("truncated"), percent, "mean"),
-        PLACEBO: (lambda run: run.placebo.mean if run.placebo else None, plain, "mean"),
+        PLACEBO: (lambda run: run.placebo.reward.mean if run.placebo else None, plain, "mean"),
         "KL from the base model, exact (nats a token)": (divergence("exact"), plain, "mean"),
         "KL from the base model, exact (nats a completion)": (divergence("completion"), plain, "mean"),
         "tokens that the KL is over": (divergence("tokens"), plain, "mean"),
