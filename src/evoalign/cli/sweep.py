@@ -34,7 +34,10 @@ def sweep(
     trials: Annotated[int, typer.Option(min=1, help="Trials of a search, earlier ones counted.")] = 20,
     prune: Annotated[bool, typer.Option("--prune", help="Stop trials whose evaluations lag the median.")] = False,
     axes: Annotated[str | None, typer.Option(metavar="X,Y", help="Settings that the heat map lies over.")] = None,
-    measure: Annotated[str, typer.Option(help="What figures show and a search maximises.")] = "reward",
+    measure: Annotated[
+        str | None,
+        typer.Option(help="What figures show and a search maximises; default: the reward, or what task.fitness gives."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a grid of settings with several seeds, each run a process. Exit code 1 where one failed."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from evoalign.errors import ConfigError, RewardError
@@ -34,7 +34,7 @@ class FitnessFunction:
     def __init__(self, path: str) -> None:
         self.function: Any = load_object(path, "task.fitness")
         self.name = path.rpartition(":")[2]
-        self.measure = PREFIX + self.name
+        self.measure = measure_of(path)
         wrong = self._wrong()
         if wrong:
             raise ConfigError(f"task.fitness: {path} {wrong}; write def {self.name}(completions, examples) -> float")
@@ -84,6 +84,28 @@ class SetFitness(Objective):
         if group.fitness_M is None:
             raise RewardError(f"{self.name} was not counted for this group")
         return group.fitness_M[:, None]
+
+
+def measure_of(fitness: str | None) -> str:
+    """The measure of an evaluation that a run is after, by its `task.fitness`; nothing is imported for it."""
+    return "reward" if fitness is None else PREFIX + fitness.rpartition(":")[2]
+
+
+def shared_aim(fitnesses: Iterable[str | None], asked: str | None) -> tuple[str, list[str]]:
+    """The measure that runs are held against each other by, whose `task.fitness` these are, and why, in a line.
+
+    It is what was `asked` for; else that of all where it is one, and the reward, which each of them has, where it is
+    not. No line where there is nothing to say.
+    """
+    if asked is not None:
+        return asked, []
+    ways = list(fitnesses)
+    names = sorted({measure_of(way) for way in ways})
+    if len(set(ways)) == 1:
+        (name,) = names
+        return name, [] if name == "reward" else [f"goes by {name}, which is trained for (task.fitness)"]
+    trained = " or ".join(f"{name} ({sum(measure_of(way) == name for way in ways)} of {len(ways)})" for name in names)
+    return "reward", [f"goes by the reward, which all have, since task.fitness differs: trained for is {trained}"]
 
 
 def aim_of(measures: Mapping[str, Any]) -> str:

@@ -117,6 +117,8 @@ class Folder:
         for cell in list(self.cells.values())[: 0 if odd else 1]:
             ours, theirs = (resolve(tree, cell.settings, self.method, seed=0) for tree in (self.base, base))
             odd = differences(ours, theirs, self.method)[0]
+            if self.search is not None and ours.stopping != theirs.stopping:  # trials would not be of one kind
+                odd.append("stopping is another there than now")
         if search != self.search:
             odd.append(f"search is {search} there and {self.search} now")
         if odd:

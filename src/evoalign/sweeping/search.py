@@ -22,6 +22,7 @@ from rich.console import Console
 from evoalign import tracking
 from evoalign.config import Config, to_yaml
 from evoalign.errors import ConfigError
+from evoalign.rewards.fitness import shared_aim
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike
@@ -95,14 +96,15 @@ def search(
     trials: int = 20,
     seeds: Sequence[int] | None = None,
     method: Method = "es",
-    measure: str = "reward",
+    measure: str | None = None,
     prune: bool = False,
     jobs: int | None = None,
     gpus: Sequence[str] | None = None,
     to: str | Path | None = None,
     console: Console | None = None,
 ) -> Sweep:
-    """Look for the settings with the highest mean of `measure` over the seeds, on the validation split.
+    """Look for the settings with the highest mean of `measure` over the seeds, on the validation split; None: of what
+    is trained for, the reward or that of `task.fitness`.
 
     The pruner reads that too, and neither reads the test split, on which the best is reported. `trials` counts those
     of earlier commands too. Raises ConfigError before anything runs, also where there is no validation split;
@@ -117,6 +119,7 @@ def search(
             raise ConfigError(
                 "--prune needs evaluations on the way: set evaluation.every, such as --set evaluation.every=5"
             )
+    measure, why = shared_aim([found.task.fitness for found in configs], measure)
     check_measure(configs, measure)
     check_validation(configs, "--search")
     study_of = _optuna()
@@ -130,6 +133,8 @@ def search(
         with Display(children, trials * len(seeds), source.runs_ended, console) as display:
             display.tell(f"{trials} trials, {len(seeds)} seeds, in {folder.path}; {children.jobs} runs at once")
             display.tell(f"chooses by {measure} on {_judge(base)}; the test split is left for what is reported")
+            for line in why:
+                display.tell(line)
             failed = drive(source, children, display, folder, measure, ())
         best = source.conclude()
         found = conclude(folder, failed, measure, (), console)

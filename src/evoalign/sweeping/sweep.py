@@ -18,7 +18,7 @@ from evoalign.config import Config, read
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.evaluation import RIGHT
 from evoalign.report.terminal import print_line
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.fitness import aim, shared_aim
 from evoalign.rundir.manifest import command_line
 from evoalign.rundir.method import Method
 from evoalign.setup import ConfigLike, task_and_data
@@ -84,7 +84,7 @@ def sweep(
     gpus: Sequence[str] | None = None,
     to: str | Path | None = None,
     axes: Sequence[str] | None = None,
-    measure: str = "reward",
+    measure: str | None = None,
     console: Console | None = None,
 ) -> Sweep:
     """Train every cell of `grid` (or of the explicit `cells`; of both: each with each) once a seed.
@@ -92,6 +92,7 @@ def sweep(
     `grid` maps dotted settings to values. A run that is done is not run again; one that was stopped or failed goes on.
     `jobs` runs at once (None: one a GPU, or one), each on one of `gpus` in turn (None: all visible ones). `to` is the
     sweep's folder (None: the config's output_dir with `_sweep`). `axes` names what the heat map lies over.
+    `measure` is what figures show (None: what is trained for, the reward or that of `task.fitness`).
     A run that fails is reported in `failed` and the others go on. Raises ConfigError before anything runs, naming the
     cell; StoppedError after a signal, when the runs under way have saved.
     """
@@ -100,6 +101,7 @@ def sweep(
     runs = make_runs(base, chosen, seeds, method, folder.path)
     for run in runs:
         tracking.check(run.config)
+    measure, why = shared_aim([run.config.task.fitness for run in runs], measure)
     check_measure([run.config for run in runs], measure, results.COLUMNS)
     console = console or Console()
     folder.lock()
@@ -113,6 +115,8 @@ def sweep(
                 f"{len(chosen)} cells, {len(seeds)} seeds: {len(runs)} runs in {folder.path}, "
                 f"{len(runs) - len(source.waiting)} of them done already; {children.jobs} at once"
             )
+            for line in why:
+                display.tell(line)
             failed = drive(source, children, display, folder, measure, axes)
         return conclude(folder, failed, measure, axes, console)
     finally:

@@ -25,7 +25,10 @@ def compare(
     match: Annotated[
         str | None, typer.Option(help="The budget to match: wall, completions, tokens or flops. Without it, each.")
     ] = None,
-    measure: Annotated[str, typer.Option(help="The measure of the test split to compare by.")] = "reward",
+    measure: Annotated[
+        str | None,
+        typer.Option(help="The measure of the test split to compare by; default: what all runs were trained for."),
+    ] = None,
     name: Annotated[
         list[str] | None, typer.Option(metavar="LABEL=GLOB", help="Call the group whose runs' paths fit GLOB so.")
     ] = None,
@@ -67,7 +70,7 @@ class Settings:
     """As the options of `evoalign compare`; `names` is label to pattern."""
 
     match: str | None = None
-    measure: str = "reward"
+    measure: str | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     plan: Path | None = None
 

@@ -23,6 +23,7 @@ from evoalign.analysis.compare.statistics import Pair, adjust
 from evoalign.analysis.compare.statistics import compare as compare_groups
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, EvoalignError
+from evoalign.rewards.fitness import shared_aim
 from evoalign.statistics import LEVEL, Estimate, interquartile_mean, mean
 
 Matching = Literal["wall", "completions", "tokens", "flops"]
@@ -136,19 +137,20 @@ def compare(
     runs: str | Path | Iterable[str | Path],
     match: Matching | None = None,
     *,
-    measure: str = "reward",
+    measure: str | None = None,
     names: Mapping[str, str] | None = None,
     plan: str | Path | None = None,
 ) -> Comparison:
     """Compare runs, or all runs below folders, at equal budgets; None: at each of the four.
 
-    `measure` is one of the test split. `names` gives a group another label: label to a pattern, as in shells, of the
+    `measure` is one of the test split; None is what all were trained for, the reward or that of `task.fitness`, and the
+    reward where that differs. `names` gives a group another label: label to a pattern, as in shells, of the
     path or the name of its runs. `plan` is a file that says all of these beforehand, with the size of the budget and
     the pairs to decide on. Raises ConfigError where runs cannot be compared, and names the setting.
     """
     planned = None if plan is None else read_plan(Path(plan))
     if planned is not None:
-        if match is not None or names or measure != "reward":
+        if match is not None or names or measure is not None:
             raise ConfigError(
                 f"{planned.path} says budget, measure and groups: leave out --match, --measure and --name"
             )
@@ -164,11 +166,12 @@ def compare(
             left_out.append((path, str(error)[:WHY]))
     if not found:
         raise ConfigError("no run can be read:\n" + "\n".join(f"{path}: {why}" for path, why in left_out))
-    check_comparable(found)
+    measure, said = shared_aim([run.config.task.fitness for run in found], measure)
+    check_comparable(found, measure)
     groups = named(grouped(found), names or {})
     matches = [_match(groups, by, measure, planned) for by in ((match,) if match else MATCHINGS)]
     end = replace(_match(groups, None, measure), exploratory=planned is not None)
-    return Comparison(measure, tuple(groups), tuple(matches), end, tuple(left_out), tuple(_notes(groups)), planned)
+    return Comparison(measure, tuple(groups), tuple(matches), end, tuple(left_out), (*said, *_notes(groups)), planned)
 
 
 def amount(by: Matching, cost: Cost | None) -> float | None:

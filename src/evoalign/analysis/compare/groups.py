@@ -14,6 +14,7 @@ from evoalign.analysis.compare.runs import Run
 from evoalign.config import Config
 from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError
+from evoalign.rewards.fitness import PREFIX, measure_of
 from evoalign.rundir.identity import identity
 from evoalign.rundir.method import Method
 
@@ -40,21 +41,22 @@ class Group:
     differing: Mapping[str, Any]
 
 
-def usable(run: Run, measure: str) -> Run:
-    """Raise DataError or ConfigError where a run has nothing to compare."""
+def usable(run: Run, measure: str | None) -> Run:
+    """Raise DataError or ConfigError where a run has nothing to compare; None is what it was trained for."""
     ends = [point for point in run.points if point.step > 0]
     if not ends:
         raise ConfigError("it was never evaluated after its start; finish it, or set evaluation.every")
+    measure = measure_of(run.config.task.fitness) if measure is None else measure
     if measure not in ends[-1].measures:
         raise ConfigError(f"its test split has no measure {measure!r}; it has {', '.join(ends[-1].measures)}")
     return run
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
+def check_comparable(runs: Sequence[Run], measure: str) -> None:
     """Raise ConfigError where task, data or evaluation are not the same, or one run is there twice."""
-    first, what = runs[0], _measured(runs[0])
+    first, what = runs[0], _measured(runs[0], measure)
     for run in runs[1:]:
-        other = _measured(run)
+        other = _measured(run, measure)
         for key in sorted({*what, *other}):
             if what.get(key) != other.get(key):
                 raise ConfigError(
@@ -73,10 +75,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def _measured(run: Run) -> dict[str, Any]:
-    """The settings that decide what a number on the test split means."""
+def _measured(run: Run, measure: str) -> dict[str, Any]:
+    """The settings that decide what a number on the test split means: `task.fitness` where it gives that number."""
     tree = run.config.model_dump(mode="json", include={"task", "evaluation"})
-    flat = {key: value for key, value in _flat(tree) if key not in ("evaluation.every", *SAME_PROMPTS)}
+    unasked = ("evaluation.every", *SAME_PROMPTS, *([] if measure.startswith(PREFIX) else ["task.fitness"]))
+    flat = {key: value for key, value in _flat(tree) if key not in unasked}
     return {**flat, "the task": run.task}
 
 

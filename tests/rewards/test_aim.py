@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs are held against each other by: what they were trained for, where that is one thing."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import evoalign
+from evoalign.analysis.compare.comparison import compare
+from evoalign.analysis.compare.pages import as_tree, markdown
+from evoalign.analysis.compare.runs import read
+from evoalign.analysis.compare.tables import end_grid
+from evoalign.checks import placebo_file
+from evoalign.config import from_dict
+from evoalign.errors import ConfigError
+from evoalign.rewards.fitness import FitnessFunction, measure_of, shared_aim
+from evoalign.sweeping import results
+from evoalign.sweeping.cells import Cell, Run
+from evoalign.sweeping.children import Ended
+from evoalign.sweeping.search import domain, search
+from evoalign.sweeping.sweep import Source, sweep
+from evoalign.training import placebos
+
+CODE = """
+def letters(completions, examples):
+    return float(len(set("".join(completions))))
+
+def words(completions, examples):
+    return float(len(" ".join(completions).split()))
+"""
+NAME = "fitness/letters"
+
+
+def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
+    code = folder / "own.py"
+    code.write_text(CODE)
+    tree: dict[str, Any] = {
+        "output_dir": str(folder / "run"), "seed": 3,
+        "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 1, "population_size": 4},
+        "task": {"name": "conciseness", "train_size": 1, "test_size": 4, "validation_size": 1},
+        "evaluation": {"max_tokens": 6}, "checks": {"control_every": 0, "canary_every": 0, "placebo": 1},
+        "tracking": {"completions_every": 0}, "grader": {"isolated": False},
+    }  # fmt: skip
+    tree["task"] |= {} if fitness is None else {"fitness": f"{code}:{fitness}"}
+    return tree
+
+
+def in_this_process(source: Source, *rest: Any) -> list[Ended]:
+    """The runs of a sweep one after another: as many processes would take half a minute to begin."""
+    while (run := source.next()) is not None:
+        evoalign.train(run.config, console=Console(file=io.StringIO()))
+        source.done(run)
+    return []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("sweep", "search"):
+            patch.setattr(f"evoalign.sweeping.{module}.drive", in_this_process)
+        yield
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """A sweep of two runs that train for a fitness: its folder, config and what it said."""
+    folder, out = tmp_path_factory.mktemp("swept"), io.StringIO()
+    tree = config(folder)
+    sweep(tree, grid={"es.sigma": [0.05, 0.1]}, to=folder / "sweep", jobs=2, console=Console(file=out, width=400))
+    return folder / "sweep", tree, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+    """A run of the same task that trains for another fitness, or for the reward."""
+    made: dict[str | None, Path] = {}
+
+    def run(fitness: str | None) -> Path:
+        if fitness not in made:
+            folder = tmp_path_factory.mktemp("other")
+            made[fitness] = evoalign.train(config(folder, fitness), console=Console(file=io.StringIO())).path
+        return made[fitness]
+
+    return run
+
+
+def test_the_name_of_what_is_trained_for_needs_no_import() -> None:
+    assert measure_of(None) == "reward" and measure_of("no/such.py:letters") == NAME
+    assert FitnessFunction("math:dist").measure == "fitness/dist"
+    assert shared_aim([None, None], None) == ("reward", [])
+    assert shared_aim(["a:letters"] * 2, "reward") == ("reward", [])
+    assert shared_aim(["a:letters"] * 2, None) == (NAME, [f"goes by {NAME}, which is trained for (task.fitness)"])
+    for ways in (["a:letters", None], ["a:letters", "b:letters"]):
+        name, (said,) = shared_aim(ways, None)
+        assert name == "reward" and said.startswith("goes by the reward, which all have, since task.fitness differs")
+    assert shared_aim(["a:f", None, None], None)[1][0].endswith("trained for is fitness/f (1 of 3) or reward (2 of 3)")
+
+
+def test_a_sweep_goes_by_what_is_trained_for(swept: tuple[Path, dict[str, Any], str]) -> None:
+    folder, _, said = swept
+    found = json.loads((folder / "results.json").read_text())
+    assert found["measure"] == NAME and f"goes by {NAME}, which is trained for (task.fitness)" in said
+    ranked = sorted(found["cells"], key=lambda cell: -cell["mean"][f"validation/{NAME}"])
+    assert found["best"]["cell"] == ranked[0]["name"] and found["best"]["chosen_on"] == "validation"
+    table = (folder / "table.md").read_text()
+    assert table.startswith(f"| cell | seeds done | {NAME} | validation {NAME} |")
+    start = np.mean([run["before"][NAME] for cell in found["cells"] for run in cell["runs"]])
+    assert f"{NAME} of the start is {start:.4g}." in table
+
+
+def test_a_sweep_over_what_is_trained_for_goes_by_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.sweeping.sweep.drive", lambda *given: [])
+    out = io.StringIO()
+    ways = [f"{tmp_path}/own.py:letters", None]
+    sweep(config(tmp_path), grid={"task.fitness": ways}, to=tmp_path / "sweep", console=Console(file=out, width=400))
+    assert "since task.fitness differs: trained for is fitness/letters (1 of 2) or reward (1 of 2)" in out.getvalue()
+    assert json.loads((tmp_path / "sweep/results.json").read_text())["measure"] == "reward"
+    out = io.StringIO()
+    sweep(config(tmp_path), to=tmp_path / "asked", measure="reward", console=Console(file=out, width=400))
+    assert "goes by" not in out.getvalue()
+    assert json.loads((tmp_path / "asked/results.json").read_text())["measure"] == "reward"
+
+
+def test_a_search_chooses_by_it_and_its_trials_end_by_one_rule(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    out = io.StringIO()
+    space, told = dict([domain("es.sigma=0.05,0.1")]), Console(file=out, width=400)
+    done = search(config(tmp_path), space, trials=1, to=tmp_path / "search", jobs=1, console=told)
+    found = json.loads((tmp_path / "search/results.json").read_text())
+    (cell,) = done.cells
+    assert found["search"]["best"][NAME] == cell["mean"][f"validation/{NAME}"] and found["measure"] == NAME
+    assert f"chooses by {NAME} on " in out.getvalue() and f"mean {NAME} " in (tmp_path / "search/best.yaml").read_text()
+    tree = config(tmp_path) | {"stopping": {"max_hours": 1}}
+    with pytest.raises(ConfigError, match="holds a sweep of another config: stopping is another there than now"):
+        search(tree, space, trials=2, to=tmp_path / "search", jobs=1, console=told)
+
+
+def test_runs_are_compared_by_what_all_were_trained_for(
+    swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
+) -> None:
+    found = compare(swept[0])
+    assert found.measure == NAME and found.notes[0] == f"goes by {NAME}, which is trained for (task.fitness)"
+    assert found.notes[0] in markdown(found) and as_tree(found)["measure"] == NAME
+    ends = {run.path: run.points[-1].measures[NAME] for group in found.groups for run in group.runs}
+    means = sorted(s.estimate.mean for s in found.end.standings if s.estimate)
+    assert means == sorted(ends.values())
+    for asked in ("reward", NAME):
+        chosen = compare(swept[0], measure=asked)
+        assert chosen.measure == asked and not any("goes by" in note for note in chosen.notes)
+    assert compare([swept[0], others(None)], measure=NAME).left_out[0][0] == others(None)
+
+
+@pytest.mark.parametrize("fitness", [None, "words"])
+def test_runs_of_which_only_some_have_it_are_compared_by_the_reward(
+    fitness: str | None, swept: tuple[Path, dict[str, Any], str], others: Callable[[str | None], Path]
+) -> None:
+    found = compare([swept[0], others(fitness)])
+    assert found.measure == "reward" and len(found.groups) == 3 and not found.left_out
+    other = "reward (1 of 3)" if fitness is None else "fitness/words (1 of 3)"
+    assert f"trained for is {NAME} (2 of 3) or {other}" in found.notes[0]
+    assert "since task.fitness differs" in found.notes[0]
+    alone = compare(others(None))
+    assert alone.measure == "reward" and not any("goes by" in note for note in alone.notes)
+
+
+def test_two_functions_of_one_name_are_two_things(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+    first = next(iter(sorted(swept[0].glob("*/seed_3"))))
+    twin = Path(shutil.copytree(first, tmp_path / "twin"))
+    text = (twin / "config.yaml").read_text()
+    (twin / "config.yaml").write_text(text.replace("own.py:letters", "others.py:letters"))
+    assert compare([first, twin]).measure == "reward"
+    with pytest.raises(ConfigError, match=r"cannot be compared: task\.fitness is"):
+        compare([first, twin], measure=NAME)
+
+
+def test_its_placebos_are_kept_for_cards_comparisons_and_sweeps(
+    swept: tuple[Path, dict[str, Any], str], tmp_path: Path
+) -> None:
+    _, tree, _ = swept
+    run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
+    tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}
+    tree["es"]["sigma"] = float(run_setting(run, "sigma"))
+    measured = placebos.placebo(run, shuffles=3, config=tree)
+    assert measured.fitness is not None and len(measured.fitness.placebos) == 3
+    assert placebos.keep(run, measured).startswith("kept in ")
+    kept = placebo_file.read(run, read(run).config)
+    assert kept is not None and (kept.reward, kept.fitness) == (measured.reward, measured.fitness)
+    assert kept.aim is kept.fitness
+
+    evoalign.export(run, tmp_path / "card")
+    card = (tmp_path / "card/README.md").read_text()
+    assert "fitness/letters, which was trained for: 3 placebos reached" in card and "Reward: 3 placebos" in card
+
+    rows = {row[0]: row[1:] for row in end_grid(compare(run)).rows}
+    whole, drift = measured.fitness, "share of the gain that is drift, of all runs together"
+    assert rows["reward of the mean placebo"] == (f"{measured.reward.mean:.4g}",)
+    assert rows[f"{NAME} of the mean placebo"] == (f"{np.mean(whole.placebos):.4g}",)
+    gain, moved = whole.real - whole.before, float(np.mean(whole.placebos)) - whole.before
+    assert rows[f"{NAME}: {drift}"] == (f"{moved / gain:.0%}" if gain > 0 else "-",) and drift in rows
+
+    evaluation = json.loads((run / "results/evaluation.json").read_text())
+    found = results.placebo_of(Run(Cell("a", {}), 3, run, from_dict(tree), "es"), evaluation)
+    assert found == {"placebos": 3, "measure": NAME, "drift": moved, "gain": gain}
+
+    file = run / placebo_file.PLACEBO
+    file.write_text(file.read_text().replace('"fitness/letters"', '"fitness/others"'))
+    with pytest.raises(evoalign.EvoalignError, match=r"placebo\.json was altered"):
+        compare(run)
+
+
+def run_setting(run: Path, name: str) -> str:
+    """A number of the run's config.yaml."""
+    return next(line.split(":")[1] for line in (run / "config.yaml").read_text().splitlines() if f" {name}:" in line)
