@@ -166,6 +166,17 @@ def test_finished_rows_leave_at_once(folder: Path) -> None:
     assert len(seen) == max(lengths)
 
 
+def test_attention_is_not_asked_of_a_library_that_plans_anew_for_each_shape(folder: Path) -> None:
+    """A mask makes torch choose cuDNN on recent GPUs; the process has its choice again afterwards."""
+    asked = torch.backends.cuda.cudnn_sdp_enabled
+    found: list[bool] = []
+    with Bench(small(folder)) as bench:
+        handle = bench.model.register_forward_pre_hook(lambda *_: found.append(asked()))
+        bench.ask(bench.plan(), requests(PROMPTS["apart"], Sampling(2)))
+        handle.remove()
+    assert found == [False, False] and asked()
+
+
 def test_batches_shrink_to_few_sizes_that_are_hardly_larger() -> None:
     """A GPU looks for its kernels anew at each size; no row more than an eighth of those that are needed."""
     sizes = {rows: size_for(rows) for rows in range(1, 4097)}

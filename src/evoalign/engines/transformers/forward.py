@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evoalign.engines.transformers.cache import RoomCache
+
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's, to which torch turns on recent GPUs where there is a mask: it plans anew for each shape, and in
+decoding each step has another, since a column comes and rows go."""
 
 
 class Forward:
@@ -45,14 +50,15 @@ class Forward:
         `mask` is [B, columns] or, of one new column, what `decoding_mask` made of that.
         """
         seen = cache.get_seq_length() + ids.shape[1]
-        out = self._model(
-            input_ids=ids,
-            attention_mask=None if mask is None else mask[..., :seen],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1 if answers else self._hidden,
-        )
+        with sdpa_kernel(ATTENTION):
+            out = self._model(
+                input_ids=ids,
+                attention_mask=None if mask is None else mask[..., :seen],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1 if answers else self._hidden,
+            )
         return out.logits[:, -1] if answers else out.logits
 
     def decoding_mask(self, mask: torch.Tensor) -> torch.Tensor:
