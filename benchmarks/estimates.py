@@ -105,11 +105,13 @@ def trial(name: str, number: int, folder: Path) -> dict[str, Any]:
 
 def table(rows: list[Mapping[str, Any]]) -> None:
     """Estimated and taken, and their ratio."""
-    print("| device | config | trial | estimated | at most | took | ratio | load |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    print("| device | config | trial | generations | estimated | at most | took | ratio | load |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         names = ("device", "config", "trial", "estimated", "estimated_most", "took", "ratio", "load")
-        print("| {} | {} | {} | {:.2f} s | {:.2f} s | {:.2f} s | {:.2f} | {} |".format(*(row[n] for n in names)))
+        device, name, trial, *figures = (row[n] for n in names)
+        form = "| {} | {} | {} | {} | {:.2f} s | {:.2f} s | {:.2f} s | {:.2f} | {} |"
+        print(form.format(device, name, trial, len(row.get("generations", [])) or "-", *figures))
 
 
 def main() -> None:
