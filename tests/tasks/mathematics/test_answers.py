@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import subprocess
@@ -211,6 +212,21 @@ def test_what_a_comparison_takes_is_the_same_whatever_was_compared_before(monkey
     twice = [[calls_of(*pair, monkeypatch) for _ in range(2)] for pair in pairs]
     assert there == back[::-1] and twice == [[calls, calls] for calls in there]
     assert min(there) > 1_000
+
+
+def test_what_the_collector_calls_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries have it call them, as hypothesis does, and when it comes depends on all that a process has done."""
+    pair, usual = ("\\frac{x+7}{5}", "x"), gc.get_threshold()
+    calls_of(*pair, monkeypatch)
+    alone = calls_of(*pair, monkeypatch)
+    gc.callbacks.append(lambda phase, info: None)
+    gc.set_threshold(50)
+    try:
+        assert calls_of(*pair, monkeypatch) == alone
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*usual)
+        gc.callbacks.pop()
 
 
 def test_an_answer_beyond_the_bound_is_no_nearer_once_its_like_were_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ killed with the process that scores, which is an error and never a score.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import re
@@ -229,10 +230,14 @@ def _parsed(text: str) -> list[Any]:
 
 
 class _Work:
-    """A context in which no more than MOST_CALLS functions are called; what is more ends it."""
+    """A context in which no more than MOST_CALLS functions are called; what is more ends it.
+
+    Python's collector of cycles rests: it finalises what others left, at a moment that depends on the process, and that
+    would be counted."""
 
     def __init__(self) -> None:
         self._calls = 0
+        self._collects = gc.isenabled()
 
     @property
     def is_spent(self) -> bool:
@@ -240,12 +245,15 @@ class _Work:
         return self._calls > MOST_CALLS
 
     def __enter__(self) -> _Work:
+        gc.disable()
         self._before = sys.getprofile()
         sys.setprofile(self._count)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> bool:
         sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
         return kind is _TooMuchWork
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
