@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from evoalign import spaces
 from evoalign.cost.share import share_lines
 from evoalign.engines.specs import specs_of_config
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces.targets import module_of
 from evoalign.types import Sampling
 from families import MIXTURES, PROMPTS, VOCABULARY, Bench, build, make_config, next_logits, requests, unfused
@@ -81,7 +81,7 @@ def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(fold
     ("family", "space", "engine", "told"),
     [
         ("qwen3_moe", "lora", "sglang", r"experts, 14.6 % .*: engine sglang gives .*; use engine transformers"),
-        ("qwen3_moe", "lowrank", "vllm", r"experts, 14.6 % .*: engine vllm gives .*; use engine transformers"),
+        ("qwen3_moe", "lora", "vllm-server", r"experts, 14.6 % .*: engine vllm-server gives .*; use engine trans.*"),
         ("qwen2_moe", "lora", "transformers", r"experts, .*: PEFT has no adapter of theirs; use space lowrank"),
         ("qwen2_moe", "lowrank", "transformers", None),
         ("glm4_moe", "lora", "transformers", r"gate_proj, up_proj, down_proj outside the experts, .*use space lowrank"),
@@ -100,6 +100,14 @@ def test_what_does_not_evolve_is_told_with_its_reason(
     line, *warnings = share_lines(config, specs, layout)
     assert [bool(re.match(f"warning: (the )?{told}$", w)) for w in warnings] == [True] * (told is not None), warnings
     assert ("experts." in line.partition("; not:")[0]) == (told is None or "outside" in told) or family == "gpt_oss"
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_vllm_in_process_is_refused_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
+    """It would load the model first, and keep the experts as nothing that ES can move."""
+    config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
+    with pytest.raises(ModelError, match=r"\(mixtral\) is a mixture of experts, .* vllm .* engine transformers"):
+        specs_of_config(config)
 
 
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])

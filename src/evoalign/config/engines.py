@@ -62,6 +62,8 @@ class EngineSettings(Section):
     kernels, and with them at most the last bits of a score."""
     serves_here: ClassVar[bool] = False
     """Whether it answers in this process, with a model of transformers, and lets another model onto its device."""
+    takes_mixtures: ClassVar[bool] = True
+    """Whether it serves mixtures of experts at all."""
     carries_experts: ClassVar[bool] = False
     """Whether members can have experts of their own, of a mixture whose experts are fused."""
     lighter: ClassVar[str] = ""

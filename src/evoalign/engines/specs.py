@@ -55,6 +55,11 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
             f"{why_not(error)}"
         ) from error
     specs = specs_of(model, lambda _: math.nan)
+    if not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs):
+        raise ModelError(
+            f"model {config.model.name} ({hf.model_type}) is a mixture of experts, which engine {config.engine.name} "
+            "does not serve to a population; use engine transformers"
+        )
     return specs if config.engine.carries_experts else without_experts(specs)
 
 

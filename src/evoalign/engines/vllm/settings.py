@@ -55,6 +55,7 @@ class VllmConfig(EngineSettings):
         "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "max_num_seqs", "max_num_batched_tokens",
         "max_model_len", "enforce_eager", "attention_backend", "population", "members", "master",
     })  # fmt: skip
+    takes_mixtures = False
     lighter = "lower engine.members, raise engine.tensor_parallel_size, set engine.master host"
 
     @property
