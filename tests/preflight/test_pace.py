@@ -37,7 +37,7 @@ def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, 
     monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(members), [Request(i, (1, 2), Sampling(limit), i) for i in range(prompts)]
     sample = [len(r.token_ids) for r in engine(everyone[:2], requests[:4])]
-    found = pace.answering(engine, everyone, requests, sample)
+    found = pace.answering(engine, everyone, requests, sample, on_gpu=False)
     began = engine.now
     engine(everyone, requests)
     return found, engine.now - began
@@ -71,8 +71,8 @@ def test_what_takes_long_is_timed_with_fewer_members_and_counted_in_proportion(
 ) -> None:
     engine = Timed((100,), step=0.0, row=1e-3, reading=0.02)  # a pair reads 64 prompts in 2.56 s
     found, whole = estimate(engine, monkeypatch, members=40, prompts=128)
-    (_, _, _), first, again, *rest, _ = engine.asked
-    assert first == again == (2, pace.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, pace.STEPS)]
+    (_, _, _), first, *rest, _ = engine.asked
+    assert first == (2, pace.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, pace.STEPS)]
     assert found.usual == pytest.approx(whole)
 
 
@@ -88,7 +88,7 @@ def test_what_a_shape_takes_only_once_is_not_counted(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(32), [Request(i, (1, 2), Sampling(200), i) for i in range(16)]
-    found = pace.answering(ask, everyone, requests, [12, 20, 30, 14])
+    found = pace.answering(ask, everyone, requests, [12, 20, 30, 14], on_gpu=True)
     began = engine.now
     engine(everyone, requests)
     assert (engine.now - began) / 2 < found.usual < 2 * (engine.now - began)

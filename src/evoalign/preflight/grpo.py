@@ -11,7 +11,7 @@ from evoalign import engines, evaluation, tracking
 from evoalign.baselines import planning, settings
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
-from evoalign.engines.specs import specs_of_config
+from evoalign.engines.specs import on_gpu, specs_of_config
 from evoalign.preflight import pace, plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import generated, seconds_text, tried
@@ -132,12 +132,13 @@ def check_generation(case: Case) -> Finding:
     def ask(members: Sequence[Member], some: Sequence[Request]) -> list[Rollout]:
         return collect(engine, MEAN_PLAN, some)
 
-    found, steps = pace.answering(ask, MEAN_PLAN.members, asked, lengths), settings.cycle(grpo)
+    gpu, steps = on_gpu(config), settings.cycle(grpo)
+    found = pace.answering(ask, MEAN_PLAN.members, asked, lengths, on_gpu=gpu)
     said = [(*prompts[i % len(prompts)], *r.token_ids) for i, r in enumerate(rollouts)]
     # Another first token for each row: an engine reads what all begin with once, and training does not.
     micro = [(i % 64, *said[i % len(said)][1:]) for i in range(grpo.per_device_train_batch_size)]
     reads = [Request(i, ids, Sampling(1), i) for i, ids in enumerate(micro)]
-    passed, _ = pace.timed(lambda: collect(engine, MEAN_PLAN, reads))
+    passed, _ = pace.timed(lambda: collect(engine, MEAN_PLAN, reads), gpu)
     rest = PASS * passed * grpo.gradient_accumulation_steps
     rest += scoring * size / len(rewards) / steps
     detail = (

@@ -11,6 +11,7 @@ from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.cost import rounding
 from evoalign.engines import Engine
+from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
 from evoalign.preflight import pace
 from evoalign.preflight.case import Case, Finding, need
@@ -102,7 +103,7 @@ def check_generation(case: Case) -> Finding:
     took = time.perf_counter() - began
     lengths = [len(r.token_ids) for r in rollouts]
     asked = requests([data.train[i] for i in rows_of(config, len(data.train), 0)])
-    found = pace.answering(ask, members, asked, lengths)
+    found = pace.answering(ask, members, asked, lengths, on_gpu=on_gpu(config))
     count = len(members) * len(asked)
     rest = scoring * count / len(rollouts) + _moving(case, plan)
     detail = (
@@ -119,8 +120,8 @@ def _moving(case: Case, plan: Plan) -> float:
     engine, members = need(case.engine, "engine"), plan.members[:UPDATED_MEMBERS]
     shares = [1.0 if member.sign > 0 else -1.0 for member in members]
     update = evolve.update_of(case.config, replace(plan, generation=0, members=members), shares)
-    moved, _ = pace.timed(lambda: engine.apply(update))
-    hashed, _ = pace.timed(engine.fingerprint)
+    moved, _ = pace.timed(lambda: engine.apply(update), on_gpu(case.config))
+    hashed, _ = pace.timed(engine.fingerprint, on_gpu(case.config))
     return moved * len(plan.members) / len(members) + hashed
 
 
