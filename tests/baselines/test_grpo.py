@@ -425,7 +425,7 @@ def test_one_reward_file_scores_a_thousand_completions_alike_in_es_and_grpo(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.last("trl")
+@pytest.mark.last("trl", "engine")
 @pytest.mark.parametrize("rollouts", ["trl", "engine", "es"])
 def test_a_longer_run_begins_as_the_shorter_one(rollouts: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"es": {"sigma": 0.05}, "space": "lowrank"} if rollouts == "es" else {}
@@ -480,6 +480,7 @@ def planning_or_error(output: Path, grpo: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.last("[0]", "[1]")
 @pytest.mark.parametrize("every", [0, 1, 2, None])
 def test_a_run_that_is_done_is_done(every: int | None, tmp_path: Path) -> None:
     """Whether it kept a state of its end (1), of an earlier step (2), or none."""
@@ -538,7 +539,7 @@ class Touches:
 
 
 @pytest.mark.slow
-@pytest.mark.last("scheduler", "trainer_state")
+@pytest.mark.last("scheduler", "rng_state", "trainer_state")
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
 def test_a_state_that_cannot_be_read_is_refused_and_runs_no_code(name: str, straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", grpo={"max_steps": 2})

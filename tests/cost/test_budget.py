@@ -87,7 +87,7 @@ def test_the_formula_against_what_the_engine_and_training_run() -> None:
         assert abs(row.error) < EXACT, row
 
 
-@pytest.mark.first("qwen2", "llama")
+@pytest.mark.first("qwen2", "llama", others="long")
 @pytest.mark.parametrize("family", sorted(flops.FAMILIES))
 def test_the_formula_against_every_family(family: str) -> None:
     for row in BENCH["family_rows"](family):
@@ -95,6 +95,7 @@ def test_the_formula_against_every_family(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.last("all weights, beta", "two passes")
 @pytest.mark.parametrize("case", list(BENCH["CASES"]))
 def test_the_formula_against_real_steps_of_trl(case: str) -> None:
     pytest.importorskip("trl")

@@ -96,13 +96,14 @@ def test_a_sound_server_is_not_blamed(url: str, api: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.last("q_proj", "stale", "mixed up", "no sign", "one for all", "unknown")
+@pytest.mark.last("q_proj", "no scaling", "stale", "mixed up", "no sign", "one for all", "unknown")
 def test_a_planted_fault_is_found_and_no_other(url: str, fault: str) -> None:
     make, wanted = FAULTS[fault]
     with between(url, os.environ[KEY], make()) as address:
         assert found(examine(address)) == wanted
 
 
+@pytest.mark.long
 def test_rslora_is_a_fault_of_an_adapter_that_uses_it(url: str, tmp_path: Path) -> None:
     """SGLang reads lora_alpha / r, whatever use_rslora says."""
     plain, stable = adapter(tmp_path / "a"), adapter(tmp_path / "b", use_rslora=True)

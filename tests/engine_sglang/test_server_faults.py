@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "server_faults.py"
 @pytest.mark.parametrize(
     ("place", "faults"),
     [
-        ("attached", ["hang", "garbage"]),
         ("launched", ["kill"]),
+        pytest.param("attached", ["hang", "garbage"], marks=pytest.mark.long),
         pytest.param("attached", ["kill", "refuse"], marks=pytest.mark.long),
         pytest.param("launched", ["hang", "refuse", "garbage"], marks=pytest.mark.long),
     ],

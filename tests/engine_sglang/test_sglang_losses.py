@@ -79,6 +79,7 @@ def test_what_is_no_whole_completion_is_not_scored(url: str, change: Callable[[B
                 list(engine.rollout(MEAN_PLAN, requests))
 
 
+@pytest.mark.long
 def test_a_server_that_had_the_mean_already_is_not_accused() -> None:
     """After an answer that is none it is asked again, and has the weights that it is sent once more; one that has the
     base model again, as if it had been started anew while nothing was asked, gets them, too."""

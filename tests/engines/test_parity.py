@@ -194,7 +194,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: build(family, place / family) for family in FAMILIES}
 
 
-@pytest.mark.first("llama-apart-False", "opt-apart-False")
+@pytest.mark.first(
+    "llama-apart-False", "opt-apart-False", "qwen2-shared-True", "gemma2-shared-False", "mistral-apart-True",
+    "gpt_neox-shared-False", "mpt-shared-True", others="long",
+)  # fmt: skip
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -127,8 +127,7 @@ def test_a_state_or_policy_of_grpo_that_does_not_fit_is_one_line_and_resumes(
     assert sorted(p.name for p in tmp_path.glob("run/*/generation_*")) == ["generation_0001", "generation_0002"]
 
 
-@pytest.mark.slow
-@pytest.mark.last("sweep.json", "configs", "table.md")
+@pytest.mark.long
 @pytest.mark.parametrize("name", [".sweep.json", "configs", ".results.json", ".table.md"])
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="a file's name is asked of Linux")
 def test_a_sweep_whose_files_do_not_fit_is_one_line_and_goes_on(

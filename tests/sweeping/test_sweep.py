@@ -436,7 +436,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
         run(tmp_path / "sweep", base=SEARCHED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_that_lags_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
     monkeypatch.setattr(search_module, "STARTUP_TRIALS", 1)

@@ -230,6 +230,7 @@ SETTINGS = (
 
 
 @pytest.mark.slow
+@pytest.mark.last("avx2")
 @pytest.mark.parametrize("settings", SETTINGS, ids=["least", "avx2"])
 def test_other_instructions_come_to_the_same_weights(run, settings):
     program = "import sys\nfrom evoalign.training.replay import replay\nprint(replay(sys.argv[1]))"

@@ -72,10 +72,7 @@ def go_on(run: Path, **sections: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.last(  # the points of lora are all in the second tier; lowrank and full save and journal alike
-    "lowrank-", "full-after", "full-before", "full-mid-metrics", "full-mid-journal-line (update)",
-    "full-mid-save (rename)",
-)  # fmt: skip
+@pytest.mark.last("lowrank-", "full-")  # all points of lora are in the second tier; others save and journal alike
 @pytest.mark.parametrize("point", killing.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(
     straight: tuple[str, Path, Traces], point: str, tmp_path: Path
