@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import interpreted  # noqa: F401  before anything that imports Triton
 from evoalign.models import tiny
+from evoalign.preflight import pace
 
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
@@ -65,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = not any("::" in arg for arg in config.args)  # else not all cases are here
     if whole and (wrong := {name: words for name, words in idle.items() if words}):
         raise pytest.UsageError(f"these words name no case: {wrong}")
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a generation that the doctor times two members answer: its pieces are most of what it takes."""
+    monkeypatch.setattr(pace, "BUDGET", 0.0)
 
 
 @pytest.fixture(scope="session")

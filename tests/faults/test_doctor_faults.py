@@ -27,6 +27,8 @@ from evoalign.types import Member, Plan
 from evoalign.version import install
 from killing import VALIDATION
 
+pytestmark = pytest.mark.usefixtures("short_pieces")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -407,7 +409,10 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
     made = config(tmp_path, "full", checkpoint={"every": 1, "keep_last": 2})
     validated = made.model_copy(update={"task": made.task.model_copy(update=VALIDATION)})
     for tree, count in ((made, 3), (validated, 4)):  # without validation no best one is kept
-        finding = of(preflight.doctor(tree), "disk")
+        case = Case(tree)
+        for check in (plan.check_task, plan.check_targets):
+            check(case)
+        finding = plan.check_disk(case)
         assert finding.status == "failed" and f"for {count} checkpoints" in finding.detail
     assert "checkpoint.keep_last" in finding.fix
 

@@ -48,6 +48,7 @@ def test_without_a_config_it_takes_the_machine_and_the_shipped_model(run: Run, t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_the_shipped_configs_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     monkeypatch.chdir(ROOT)
