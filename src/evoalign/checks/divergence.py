@@ -204,11 +204,11 @@ class Reference:
         sums: list[torch.Tensor] = []
         if not sum(len(s.token_ids) for s in samples):
             raise EvoalignError("no token was generated, so there is no divergence to measure; give it some prompts")
-        for group in self._groups(samples):
+        for group in groups(self.model, samples):
             base = [self._logits(self.model, sample, self.device) for sample in group]
             with self._forward(policy) as forward:
                 for sample, base_TV in zip(group, base, strict=True):
-                    sums.append(_sums(forward(sample).to(self.device), base_TV, sample.token_ids))
+                    sums.append(sums_of(forward(sample).to(self.device), base_TV, sample.token_ids))
         return summarise(samples, torch.stack(sums))
 
     @torch.no_grad()
@@ -225,17 +225,6 @@ class Reference:
             ]
             found.append(torch.cat(parts))
         return found
-
-    def _groups(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Samples whose logits may wait together; at least one."""
-        a_token = self.model.config.get_text_config().vocab_size * self.model.dtype.itemsize
-        group: list[Sample] = []
-        for sample in samples:
-            if group and sum(len(s.token_ids) for s in (*group, sample)) * a_token > KEPT_BYTES:
-                yield group
-                group = []
-            group.append(sample)
-        yield group
 
     @contextmanager
     def _forward(self, policy: Policy) -> Generator[Callable[[Sample], torch.Tensor]]:
@@ -254,11 +243,7 @@ class Reference:
             yield lambda sample: policy(_ids(sample, self.device))[0, len(sample.prompt_ids) - 1 : -1]
 
     def _logits(self, model: Any, sample: Sample, device: torch.device) -> torch.Tensor:
-        """Logits [T, V] before each generated token: one row, no cache, no padding."""
-        kept = len(sample.token_ids) + 1
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.mixed):
-            out = model(input_ids=_ids(sample, device), use_cache=False, logits_to_keep=kept)
-        return out.logits[0, -kept:-1]
+        return logits_of(model, sample, device, mixed=self.mixed)
 
     @contextmanager
     def _written(self, served: Served) -> Generator[None]:
@@ -334,7 +319,27 @@ def _ids(sample: Sample, device: torch.device) -> torch.Tensor:
     return torch.tensor([[*sample.prompt_ids, *sample.token_ids]], device=device)
 
 
-def _sums(policy_TV: torch.Tensor, base_TV: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+def logits_of(model: Any, sample: Sample, device: torch.device, *, mixed: bool = False) -> torch.Tensor:
+    """Logits [T, V] before each generated token: one row, no cache, no padding. `mixed`: computed in bfloat16."""
+    kept = len(sample.token_ids) + 1
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+        out = model(input_ids=_ids(sample, device), use_cache=False, logits_to_keep=kept)
+    return out.logits[0, -kept:-1]
+
+
+def groups(model: Any, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples whose logits under this model may wait together, by `KEPT_BYTES`; at least one."""
+    a_token = model.config.get_text_config().vocab_size * model.dtype.itemsize
+    group: list[Sample] = []
+    for sample in samples:
+        if group and sum(len(s.token_ids) for s in (*group, sample)) * a_token > KEPT_BYTES:
+            yield group
+            group = []
+        group.append(sample)
+    yield group
+
+
+def sums_of(policy_TV: torch.Tensor, base_TV: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     """Sums over tokens of k1, k2, k3 and the exact KL, float64 [4] on the CPU."""
     ids_T = torch.tensor(ids, device=policy_TV.device)[:, None]
     tokens = max(1, CHUNK_BYTES // (8 * policy_TV.shape[1]))

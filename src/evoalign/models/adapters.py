@@ -144,16 +144,28 @@ def _lora_config(settings: Mapping[str, Any], state: Mapping[str, torch.Tensor])
     return LoraConfig(**chosen)
 
 
+def is_tied(model: Any) -> bool:
+    """Whether a causal language model's head is its embedding matrix."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return head is not None and words is not None and head.weight is words.weight
+
+
+def untie(model: Any) -> None:
+    """Make two weights of the one that is both embedding and head, which are equal until either is changed."""
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
 def _untie(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Where an adapter changes one of two weights that are one in the base, they are two from now on."""
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or words is None or head.weight is not words.weight:
+    if not is_tied(model):
         return
-    names = {path.rsplit(".", 1)[-1] for path, module in model.named_modules() if module in (words, head)}
+    both = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {path.rsplit(".", 1)[-1] for path, module in model.named_modules() if module in both}
     if any(f".{name}." in f".{key}" for key in state for name in names):
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
+        untie(model)
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:
