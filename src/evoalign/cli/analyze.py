@@ -62,4 +62,5 @@ def _tell(chosen: Analysis[Any]) -> None:
 
     typer.echo(f"{chosen.name}: {chosen.help}")
     for key, value in described(chosen).items():
-        typer.echo(f"  --set {key}={value}")
+        shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
+        typer.echo(f"  --set {key}={shown}")

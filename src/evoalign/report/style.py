@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 SIZE_INCHES = (9.0, 5.0)
 DPI = 120
 INK, GRID = "#24292f", "#d8dee4"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""Those of Okabe and Ito (2008), which people with any colour vision tell apart."""
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+SURFACE = "cividis"
+"""The colour map of a surface: read alike with any colour vision, and in grey."""
 HEADING: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "color": INK, "parse_math": False}
 
 
@@ -50,6 +56,27 @@ def plain(axes: Axes) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """As PNG, in one step, so that a viewer never finds half a picture."""
+    _write(figure, path, "png", {"Software": "evoalign"})
+
+
+def save_both(figure: Figure, path: Path) -> list[Path]:
+    """As PNG in `path`, and as SVG beside it, whose letters are drawn and so look alike everywhere; both paths."""
+    save(figure, path)
+    vector = path.with_suffix(".svg")
+    _write(figure, vector, "svg", {"Date": None, "Creator": "evoalign"})
+    return [path, vector]
+
+
+def series(index: int) -> dict[str, Any]:
+    """How one of several lines is drawn, told apart by its style and marker too."""
+    return {
+        "color": COLORS[index % len(COLORS)],
+        "linestyle": LINES[index % len(LINES)],
+        "marker": MARKERS[index % len(MARKERS)],
+    }
+
+
+def _write(figure: Figure, path: Path, form: str, metadata: dict[str, str | None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": "evoalign"})
+        figure.savefig(file, format=form, metadata=metadata)

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any
 from evoalign.analysis.compare.comparison import Comparison, Curve, Group, Match, Matching, curve
 from evoalign.analysis.compare.runs import Run
 from evoalign.analysis.compare.words import TITLES
-from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
+from evoalign.report.style import COLORS, INK, LINES, MARKERS, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import shorten, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 AXES: dict[Matching, str] = {**TITLES, "wall": f"{TITLES['wall']} (s)"}
 LOG_SPAN = 30
 """From so large a ratio of budgets on, the axis is logarithmic: the smaller runs would be a line at its edge."""
