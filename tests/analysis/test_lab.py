@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model set to any point between targets: weights against plain transformers, answers against `evaluate`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import evoalign
+from calling import caller
+from evoalign import noise
+from evoalign.analysis.divergence.compute import divergence_of
+from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation, shown_placebos
+from evoalign.analysis.parts import chosen, parts_of
+from evoalign.analysis.targets import locate
+from evoalign.config import Config, from_dict, load
+from evoalign.engines import weights_hash
+from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.models import tiny
+from families import build, unfused
+
+ES = {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4}
+ASKED = Asked(examples=5, max_tokens=8)
+Tensors = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A run of each kind of saved mean."""
+    root = tmp_path_factory.mktemp("lab")
+    for space in ("lora", "full"):
+        evoalign.train({
+            "output_dir": str(root / space), "seed": 3, "space": space, "es": ES, "evaluation": {"max_tokens": 8},
+            "model": {"name": "tiny", "dtype": "float32"}, "checks": {"placebo": 0, "control_every": 0},
+        })  # fmt: skip
+    return {name: str(root / name) for name in ("lora", "full")}
+
+
+def plain(folder: str | Path = tiny()) -> Any:  # noqa: B008
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def merged(run: str) -> Tensors:
+    """The weights of a run of space lora, by PEFT."""
+    from peft import PeftModel
+
+    saved = locate(run, None).weights
+    return dict(PeftModel.from_pretrained(plain(), str(saved)).merge_and_unload().named_parameters())
+
+
+def tensors(lab: Lab) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in lab.model.named_parameters()}
+
+
+def write(folder: Path, weights: Tensors) -> Path:
+    """Weights as a checkpoint that evoalign did not write."""
+    model = plain()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / name, folder)
+    return folder
+
+
+def of_task(**sections: Any) -> Config:
+    model = {"name": "tiny", "dtype": "float32", **sections.pop("model", {})}
+    return from_dict({"model": model, "es": ES, "evaluation": {"max_tokens": 8}, **sections})
+
+
+# --- weights ---
+
+
+def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tmp_path: Path) -> None:
+    """An adapter is merged before it is mixed with a checkpoint; the ends are the targets' own bits."""
+    a, b = runs["lora"], runs["full"]
+    with Lab([a, b], None, ASKED) as lab:
+        lora, full = merged(a), dict(plain(locate(b, None).weights).named_parameters())
+        for alpha in (0.0, 0.3, 1.0, 1.5, -0.5):
+            lab.write({a: 1 - alpha, b: alpha})
+            for name, found in tensors(lab).items():
+                torch.testing.assert_close(found, (1 - alpha) * lora[name] + alpha * full[name], rtol=1e-5, atol=1e-6)
+        lab.write({b: 1.0, a: 0.0})
+        assert all(torch.equal(found, full[name]) for name, found in tensors(lab).items())
+        lab.write({BASE: 1.0})
+        assert all(torch.equal(found, dict(plain().named_parameters())[n]) for n, found in tensors(lab).items())
+        with pytest.raises(EvoalignError, match="do not sum to 1"):
+            lab.write({a: 0.5, b: 0.6})
+        mid = {n: (lora[n] + full[n]) / 2 for n in full}
+        found = lab.answer({a: 0.5, b: 0.5})
+    config = load([Path(a) / "config.yaml"])
+    theirs = evoalign.evaluate(write(tmp_path / "mid", mid), config=config, overrides={"max_tokens": 8})
+    assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
+
+
+def test_noise_is_added_to_the_part_alone_rounded_once_and_is_gone_again_to_the_bit(runs: dict[str, str]) -> None:
+    name = runs["full"]
+    with Lab([name], None, ASKED) as lab:
+        lab.write({name: 1.0})
+        before, clean = weights_hash(lab.model.named_parameters()), tensors(lab)
+        lab.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        for tensor, found in tensors(lab).items():
+            wanted = clean[tensor]
+            if ".self_attn." in tensor:
+                drawn = noise.normals(noise.key(0, "analysis", tensor), tuple(wanted.shape), 0, [3])[0]
+                wanted = wanted + np.float32(0.05) * drawn
+            assert torch.equal(found, wanted), tensor
+        first = weights_hash(lab.model.named_parameters())
+        lab.write({name: 1.0}, Perturbation(0.05, 4, "attention"))
+        assert weights_hash(lab.model.named_parameters()) not in (before, first), "another draw"
+        lab.write({BASE: 0.25, name: 0.75}, Perturbation(0.05, 3))
+        lab.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        assert weights_hash(lab.model.named_parameters()) == first, "the same draw, whatever came before"
+        lab.write({name: 1.0})
+        assert weights_hash(lab.model.named_parameters()) == before
+    with Lab([BASE], of_task(model={"dtype": "bfloat16"}), ASKED) as lab:  # float32 arithmetic, served weights
+        lab.write({BASE: 1.0}, Perturbation(0.01, 0))
+        assert all(torch.equal(found, found.bfloat16().float()) for found in tensors(lab).values())
+        assert lab.model.dtype == torch.float32
+    with Lab([name], None, Asked(examples=5, max_tokens=8, seed=1)) as lab:
+        lab.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        assert weights_hash(lab.model.named_parameters()) != first
+
+
+def test_a_noisy_model_answers_as_a_checkpoint_with_that_noise(runs: dict[str, str], tmp_path: Path) -> None:
+    name = runs["lora"]
+    with Lab([name], None, ASKED) as lab:
+        found = lab.answer({name: 1.0}, Perturbation(0.05, 1))
+        folder = write(tmp_path / "noisy", tensors(lab))
+        assert lab.answer({name: 1.0}).measures_E["reward"] != found.measures_E["reward"]
+    theirs = evoalign.evaluate(folder, config=load([Path(name) / "config.yaml"]), overrides={"max_tokens": 8})
+    assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
+
+
+# --- answers ---
+
+
+def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]) -> None:
+    name = runs["full"]
+    with Lab([name], None, ASKED) as lab:
+        found = lab.divergence({BASE: 1.0}, {name: 1.0})
+        assert lab.divergence({name: 1.0}, {name: 1.0}).nats_P.tolist() == [0.0] * 5
+        assert lab.divergence({BASE: 1.0}, {name: 1.0}, Perturbation(1e-30, 0)).nats_P.tolist() == found.nats_P.tolist()
+    known = divergence_of(locate(name, None), 5, 1)
+    assert found.nats_P.sum() / found.tokens_P.sum() == pytest.approx(known.exact, rel=1e-6)
+    assert found.draws_P.tolist() == [1.0] * 5 and known.exact > 0.01
+
+
+def test_hacked_is_held_against_the_base_and_the_best_of_the_targets(runs: dict[str, str]) -> None:
+    """An empty answer is broken by itself; one that is wrong counts where it earns as much as the best target's."""
+    name = runs["lora"]
+    with Lab([name], None, Asked(examples=8, max_tokens=8)) as lab:
+        own = lab.answer({name: 1.0})
+        best = max(said.reward for point in (BASE, name) for said in lab.answer({point: 1.0}).completions)
+        changed = [
+            replace(said, text=f"Own answer {i}", right=False, reward=-99.0) for i, said in enumerate(own.completions)
+        ]
+        changed[1], changed[4] = replace(changed[1], text=""), replace(changed[4], reward=best)
+        marked_E = lab.hacked(replace(own, completions=tuple(changed)))
+    assert marked_E.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
+
+
+# --- models of other kinds ---
+
+
+def test_where_one_model_has_a_head_of_its_own_all_have(tmp_path: Path) -> None:
+    """The base is tied; the checkpoint is not, and turns the signs of its last norm and its head: the same function."""
+    own = write_negated(tmp_path / "negated")
+    with Lab([str(own)], of_task(), ASKED) as lab:
+        assert not lab.tied and lab.parts["unembedding"] == {"lm_head.weight"}
+        assert lab.parts["embeddings"] == {"model.embed_tokens.weight"}
+        base, other = lab.answer({BASE: 1.0}), lab.answer({str(own): 1.0})
+        assert [s.text for s in base.completions] == [s.text for s in other.completions]
+        lab.write({BASE: 1.0}, Perturbation(0.05, 0, "unembedding"))
+        found = tensors(lab)
+        assert torch.equal(found["model.embed_tokens.weight"], plain().model.embed_tokens.weight)
+        assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def write_negated(folder: Path) -> Path:
+    """The tiny model with the signs of its last norm and of its head turned: logits are the same.
+
+    Half-way to the tiny model itself both are 0 and so are all logits: there every token is as likely.
+    """
+    model = plain()
+    model.config.tie_word_embeddings = False
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach().clone())
+        model.model.norm.weight.neg_()
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / name, folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_mixed_and_perturbed_under_their_own_names(family: str, tmp_path: Path) -> None:
+    folder, other = build(family, tmp_path / "a"), build(family, tmp_path / "b", num_hidden_layers=2)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    model.save_pretrained(other)
+    config = of_task(model={"name": str(folder)})
+    with Lab([str(other)], config, Asked(examples=2, max_tokens=3)) as lab:
+        base = unfused(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        lab.write({BASE: 0.5, str(other): 0.5})
+        assert set(unfused(lab.model)) == set(base)
+        for name, found in unfused(lab.model).items():
+            torch.testing.assert_close(found.data, 1.125 * base[name].data)
+        expert = next(n for n in base if ".experts.2." in n)
+        lab.write({BASE: 1.0}, Perturbation(0.1, 0, "mlp"))
+        drawn = noise.normals(noise.key(0, "analysis", expert), tuple(base[expert].shape), 0, [0])[0]
+        assert torch.equal(unfused(lab.model)[expert].data, base[expert].data + np.float32(0.1) * drawn)
+        lab.answer({BASE: 1.0}, Perturbation(0.1, 0, "mlp"))
+        assert expert in lab.parts["mlp"] and not lab.parts["mlp"] & lab.parts["attention"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt_neox", "opt", "mpt"])
+def test_parts_are_told_apart_in_every_family(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(build(family, tmp_path / family))
+    names, parts = {name for name, _ in model.named_parameters()}, parts_of(model)
+    assert parts["all"] == names and parts["embeddings"]
+    inside = parts["attention"] | parts["mlp"]
+    assert not parts["attention"] & parts["mlp"] and parts["attention"] and parts["mlp"]
+    assert not any("norm" in name for name in inside)
+    left = names - inside - parts["embeddings"] - parts.get("unembedding", frozenset())
+    assert all("norm" in name for name in left), left
+    assert inside < parts["layer 0"] | parts["layer 1"] and not parts["layer 0"] & parts["layer 1"]
+    assert ("unembedding" in parts) == (not model.config.tie_word_embeddings)
+    assert chosen(parts, ["all", "layers", "all"]) == ["all", "layer 0", "layer 1"]
+    with pytest.raises(ConfigError, match="no part 'head'"):
+        chosen(parts, ["head"])
+
+
+def test_an_adapter_of_peft_is_merged_by_its_own_settings(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
+    model: Any = get_peft_model(plain(), LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+    model.save_pretrained(tmp_path)
+    name = str(tmp_path)
+    with Lab([name], of_task(), ASKED) as lab:
+        lab.write({name: 1.0})
+        wanted = dict(model.merge_and_unload().named_parameters())
+        assert not torch.equal(tensors(lab)["model.layers.0.self_attn.q_proj.weight"],
+                               dict(plain().named_parameters())["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
+        assert all(torch.equal(found, wanted[n]) for n, found in tensors(lab).items())
+
+
+# --- what is wrong ---
+
+
+def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:
+    folder = build("qwen2", tmp_path / "wide", hidden_size=64)
+    config = of_task(model={"name": str(build("qwen2", tmp_path / "base"))})
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight of shape \[1024, 64\].* \[1024, 32\]"):
+        Lab([str(folder)], config, ASKED)
+    deep = build("qwen2", tmp_path / "deep", num_hidden_layers=3)
+    with pytest.raises(ModelError, match=r"has model\.layers\.2\..*, which the base model has not"):
+        Lab([str(deep)], config, ASKED)
+
+
+def test_what_cannot_be_asked_is_said(runs: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="given twice"):
+        Lab([runs["lora"], runs["lora"]], None, ASKED)
+    with pytest.raises(ConfigError, match="base alone does not say which model"):
+        Lab([BASE], None, ASKED)
+    with pytest.raises(ConfigError, match="no validation split"):
+        Lab([runs["lora"]], None, Asked(split="validation"))
+    with pytest.raises(ConfigError, match="examples: 0"):
+        Lab([runs["lora"]], None, Asked(examples=0))
+    moved = shutil.copytree(runs["lora"], tmp_path / "moved")
+    text = (moved / "config.yaml").read_text().replace("name: conciseness", "name: countdown")
+    (moved / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is not of the task"):
+        Lab([runs["lora"], str(moved)], None, ASKED)
+
+
+def test_a_run_of_es_without_its_placebo_is_told(
+    runs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, placebo = runs["lora"], str(tmp_path / "placebo")
+    targets = {run: locate(run, None)}
+    (line,) = shown_placebos(targets)
+    assert line.startswith(f"{run}: no placebo is among the targets")
+    assert shown_placebos({}) == []
+    done = caller(monkeypatch, capsys)("replay", run, "--counterfactual", "shuffle", "--to", placebo)
+    assert done.code == 0, done.err
+    config = load([Path(run) / "config.yaml"])
+    assert shown_placebos({**targets, placebo: locate(placebo, config)}) == []
+    with Lab([run, placebo], config, ASKED) as lab:
+        lab.write({run: 1.0})
+        own = tensors(lab)
+        lab.write({placebo: 1.0})
+        assert any(not torch.equal(found, own[name]) for name, found in tensors(lab).items())
