@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import evoalign
 from calling import caller
@@ -101,6 +102,15 @@ def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tm
     config = load([Path(a) / "config.yaml"])
     theirs = evoalign.evaluate(write(tmp_path / "mid", mid), config=config, overrides={"max_tokens": 8})
     assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
+
+
+def test_the_float32_mean_beside_a_rounded_checkpoint_is_what_counts(tmp_path: Path) -> None:
+    name = str(shutil.copytree(tiny(), tmp_path / "saved"))
+    fine = plain().model.norm.weight.detach() * 1.0001
+    save_file({"model.norm.weight": fine}, tmp_path / "saved" / "mean-00000.safetensors")
+    with Lab([name], of_task(), ASKED) as lab:
+        lab.write({name: 1.0})
+        assert torch.equal(tensors(lab)["model.norm.weight"], fine)
 
 
 def test_noise_is_added_to_the_part_alone_rounded_once_and_is_gone_again_to_the_bit(runs: dict[str, str]) -> None:
