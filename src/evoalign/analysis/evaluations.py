@@ -197,7 +197,10 @@ def judge(
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     evaluation = resolve.evaluate(target, config=config, split=split, overrides=overrides)
-    own = as_config(config, needs_es=False) if config is not None else resolve.of_run(path)
+    if method is None and config is not None:
+        own = as_config(config, needs_es=False)
+    else:
+        own = resolve.to_ask(path, config, split)
     saved = saved_folders(path)
     return Judged(
         target=str(target),

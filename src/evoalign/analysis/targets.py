@@ -9,7 +9,7 @@ from pathlib import Path
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.rundir.method import method_of
-from evoalign.training.resolve import check_saved, last_saved, of_run, refuse_lost_task
+from evoalign.training.resolve import check_saved, last_saved, refuse_lost_task, to_ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def locate(name: str, config: Config | None) -> Target:
             raise ConfigError(f"{name} is not a folder")
         return Target(name, path, config, None)
     weights = last_saved(run) if run == path else path
-    own = of_run(run) if config is None else config
+    own = to_ask(run, config)
     check_saved(run, weights, own)
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=weights.parent.name == "loras", own_engine=config is None)

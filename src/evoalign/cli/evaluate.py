@@ -69,6 +69,7 @@ def evaluate(
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
     """None where a run's own config is used as it is."""
     from evoalign.config import from_dict, load, parse_overrides
+    from evoalign.errors import ConfigError
 
     own = Path(target) / "config.yaml"
     is_run = own.is_file() and _is_run(own.parent)
@@ -76,6 +77,11 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         return None
     extra = [f"task.name={task}"] if task else []
     if is_run:
+        if any(text.startswith("seed=") for text in sets):
+            raise ConfigError(
+                f"--set {next(text for text in sets if text.startswith('seed='))}: a run keeps the seed it was trained "
+                "with, by which its data are split; --seeds are those of sampling"
+            )
         ours = load([own, *files], sets, needs_es=False)
         if task is not None and task != ours.task.name:  # the run's data files are those of another task
             ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)

@@ -23,12 +23,15 @@ from evoalign.rundir.directory import again_if_pruned, saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Split, Task
+from evoalign.tasks.data import parted_otherwise
 from evoalign.tokens import Tokens
 from evoalign.training import saving, weights
 from evoalign.types import Layout
 
 NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
 """Settings of PEFT that change what an adapter means."""
+OF_TRAINING = ("seed", "es_", "grpo")
+"""What a run is, whatever it is asked with. By its seed the rows it was trained on are told from the others."""
 
 
 def evaluate(
@@ -42,13 +45,14 @@ def evaluate(
 ) -> Evaluation:
     """Score a finished run, a model folder, a PEFT adapter or a hub model on a split.
 
-    A run brings its own config; for a model, `config` says the task (its `model` section is replaced by `target`).
-    `overrides` replaces fields of the `evaluation` section, such as samples, temperature and seeds. Raises ConfigError
-    for a validation split that is not there.
+    A run brings its own config; where `config` is given, it keeps its seed and the settings it was trained with. For a
+    model, `config` says the task (its `model` section is replaced by `target`). `overrides` replaces fields of the
+    `evaluation` section, such as samples, temperature and seeds. Raises ConfigError for a validation split that is not
+    there, and where the rows of the split may be rows that the run was trained on.
     """
 
     def resolve() -> tuple[Config, Path | None]:
-        found, adapter = resolve_target(target, config)
+        found, adapter = resolve_target(target, config, split)
         if task is None and reward is None:
             refuse_lost_task(Path(target))
         settings = {**found.evaluation.model_dump(), **(overrides or {})}
@@ -87,12 +91,12 @@ def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engin
     return config, tokens_, engine
 
 
-def resolve_target(target: str | Path, config: ConfigLike | None) -> tuple[Config, Path | None]:
+def resolve_target(target: str | Path, config: ConfigLike | None, split: Split = "test") -> tuple[Config, Path | None]:
     """The config to evaluate with, and the adapter to load, if any. Raises ConfigError or ModelError."""
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     if method is not None:
-        own = of_run(path) if config is None else as_config(config, needs_es=False)
+        own = to_ask(path, config, split)
         saved = last_saved(path)
         check_saved(path, saved, own)
         if method == "grpo":
@@ -147,6 +151,25 @@ def of_run(path: Path, fix: str | None = None) -> Config:
             f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {fix}"
         )
     return own
+
+
+def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Config:
+    """The config that a run is asked with: its own, or `config` but for what the run was trained with.
+
+    Raises ConfigError where it names code and `config` is None, and for a split that may have rows of the training.
+    """
+    if config is None:
+        return of_run(run)
+    given, made = as_config(config, needs_es=False), load([run / "config.yaml"])
+    found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
+    odd = parted_otherwise(made.task, found.task, split)
+    if odd:
+        words = (f"task.{name} is {there!r} in the run and {here!r} now" for name, (there, here) in odd.items())
+        raise ConfigError(
+            f"{run} parted the same data otherwise: {'; '.join(words)}. Its {split} split would have rows that the run "
+            "was trained on; leave this as it is in the run, or give rows of their own as task.test_data"
+        )
+    return found
 
 
 def refuse_lost_task(path: Path) -> None:

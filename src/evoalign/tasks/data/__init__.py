@@ -10,7 +10,7 @@ from __future__ import annotations
 from evoalign.tasks.data.columns import lacking, likely, listed
 from evoalign.tasks.data.files import MAX_TEXT, Row
 from evoalign.tasks.data.sources import HUB, hub_parts, read, rows_of
-from evoalign.tasks.data.splits import Check, Parts, held_back, load, random_state, split
+from evoalign.tasks.data.splits import Check, Parts, held_back, load, parted_otherwise, random_state, split
 
 __all__ = [
     "HUB",
@@ -24,6 +24,7 @@ __all__ = [
     "likely",
     "listed",
     "load",
+    "parted_otherwise",
     "random_state",
     "read",
     "rows_of",

@@ -12,7 +12,7 @@ import numpy as np
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
-from evoalign.tasks.base import Data
+from evoalign.tasks.base import Data, Split
 from evoalign.tasks.data.columns import renamed
 from evoalign.tasks.data.sources import rows_of
 from evoalign.tasks.data.spool import gathered, taken
@@ -44,6 +44,20 @@ def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | 
         return found
     rows = _rows(own, config, check, config.validation_size)
     return replace(found, validation=_first(rows, config.validation_size, "validation_size", own))
+
+
+def parted_otherwise(made: TaskConfig, given: TaskConfig, split: Split) -> dict[str, tuple[Any, Any]]:
+    """The settings, but for the seed, by which a split of the same training data has other rows: what each was, and is.
+
+    Empty where the data are others, or the rows of the split are those of a file of their own.
+    """
+    if (made.name, made.train_data) != (given.name, given.train_data):
+        return {}
+    names = ["split", "train_size", "validation_size", "validation_data"]
+    if split == "test":
+        names = [] if given.test_data else names[:3] if given.split == "first_last" else names[:1]
+    pairs = {name: (getattr(made, name), getattr(given, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _rows(source: str, config: TaskConfig, check: Check, most: int | None = None) -> Sequence[Example]:

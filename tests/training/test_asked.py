@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is evaluated with a config that is not its own keeps apart the rows that it was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evoalign
+from calling import caller
+from evoalign.config import to_yaml
+from evoalign.errors import ConfigError
+from evoalign.evaluation import Evaluation
+from evoalign.setup import as_config, task_and_data
+from evoalign.training.resolve import to_ask
+from plain import UNCHECKED
+
+CODE = "def brief(text, example):\n    return -float(len(text))\n"
+
+
+def tree(folder: Path, seed: int, **task: Any) -> dict[str, Any]:
+    """13 rows without a file for the test split, so that each seed has a fifth of its own; a reward in code."""
+    return {
+        "output_dir": str(folder / f"runs/{seed}"), "seed": seed, "lora": {"rank": 1, "target_layers": [3]},
+        "task": {"name": "custom", "train_data": str(folder / "rows.jsonl"), "rewards": [f"{folder}/own.py:brief"],
+                 **task},
+        "grader": {"isolated": False}, "evaluation": {"max_tokens": 4}, "checks": UNCHECKED,
+        "es": {"sigma": 0.05 + seed, "num_generations": 1, "population_size": 2},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs with the seeds 0 and 1, and the config of seed 0 beside them."""
+    folder = tmp_path_factory.mktemp("asked")
+    rows = [{"prompt": f"What is {a} + 1?"} for a in range(13)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.py").write_text(CODE)
+    for seed in (0, 1):
+        evoalign.train(tree(folder, seed))
+    (folder / "given.yaml").write_text(to_yaml(as_config(tree(folder, 0))))
+    return folder
+
+
+def asked(found: Evaluation) -> set[str]:
+    return {said.prompt for said in found.completions}
+
+
+def test_a_run_of_another_seed_is_asked_its_own_test_rows(folder: Path) -> None:
+    task, data = task_and_data(as_config(tree(folder, 1)), None, None)
+    task.close()
+    trained, held = ({row["prompt"] for row in rows} for rows in (data.train, data.test))
+    found = evoalign.evaluate(folder / "runs/1", config=folder / "given.yaml")
+    assert asked(found) == held and not asked(found) & trained
+    other, apart = task_and_data(as_config(tree(folder, 0)), None, None)
+    other.close()
+    assert {row["prompt"] for row in apart.test} != held, "else this test shows nothing"
+    made = to_ask(folder / "runs/1", tree(folder, 0) | {"evaluation": {"max_tokens": 3}})
+    assert (made.seed, made.es.sigma, made.evaluation.max_tokens) == (1, 1.05, 3)
+
+
+def test_runs_that_name_code_have_a_mean_over_seeds_by_one_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = caller(monkeypatch, capsys, columns=200)
+    refused = run("eval", folder / "runs/0", folder / "runs/1")
+    assert refused.code == 2 and "names code of its own" in refused.err
+    for given in (folder / "given.yaml", folder / "runs/0/config.yaml"):
+        done = run("eval", folder / "runs", "--config", given, "--output", tmp_path / "all.json")
+        assert done.code == 0, done.err
+        found = json.loads((tmp_path / "all.json").read_text())
+        assert [target["seed"] for target in found["targets"]] == [0, 1]
+        assert found["means"] == [], "runs of another sigma are no seeds of each other, whatever the config says"
+        own = [{s["prompt"] for s in target["completions"]} for target in found["targets"]]
+        assert own[0] != own[1] and all(len(prompts) == 3 for prompts in own)
+    seeded = run("eval", folder / "runs/1", "--config", folder / "given.yaml", "--set", "seed=0")
+    assert seeded.code == 2 and "a run keeps the seed it was trained with" in seeded.err
+
+
+@pytest.mark.parametrize(
+    ("split", "task", "setting"),
+    [
+        ("test", {"split": "first_last", "train_size": 9, "test_size": 4}, "task.split is 'seeded' in the run and"),
+        ("validation", {"validation_size": 3}, "task.validation_size is None in the run and 3 now"),
+        ("train", {"train_size": 4}, "task.train_size is None in the run and 4 now"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_parted_otherwise_are_refused(
+    folder: Path, split: Any, task: dict[str, Any], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        evoalign.evaluate(folder / "runs/1", config=tree(folder, 1, **task), split=split)
+
+
+def test_other_data_and_rows_of_their_own_are_asked_as_they_are(folder: Path) -> None:
+    (folder / "new.jsonl").write_text(json.dumps({"prompt": "What is new?"}) + "\n")
+    for task in ({"test_data": str(folder / "new.jsonl"), "train_size": 4},
+                 {"train_data": str(folder / "new.jsonl"), "test_data": str(folder / "new.jsonl")}):  # fmt: skip
+        assert asked(evoalign.evaluate(folder / "runs/1", config=tree(folder, 0, **task))) == {"What is new?"}
