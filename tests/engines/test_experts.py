@@ -168,7 +168,9 @@ def test_in_bfloat16_members_are_their_weights_up_to_rounding(folders: dict[str,
         served, mean = unfused(bench.model), dict(bench.engine.state())
         for tensor in bench.layout.tensors:
             assert mean[tensor.name].dtype == torch.float32
-            assert torch.equal(served[tensor.name], mean[tensor.name].bfloat16()), tensor.name
+            assert torch.equal(served[tensor.name], mean[tensor.name].bfloat16().to(served[tensor.name].device)), (
+                tensor.name
+            )
         away: list[float] = []
         for member in plan.members:
             # Of one rounding to bfloat16 each, and so within some hundredths of the weights written in.
