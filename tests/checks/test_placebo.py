@@ -108,6 +108,7 @@ def test_words() -> None:
     assert sentence(one).endswith("about 46% of the gain is drift (1 value: no interval)")
     lost = split(REAL, BEFORE, [[b - 1 for b in REAL]] * 3)
     assert "of the loss is drift" in sentence(lost)
+    assert "about 0% of the gain" in sentence(split(BEFORE, REAL, [[b - 1e-6 for b in BEFORE]] * 3)), "and not -0%"
     assert distance_line(Distances(2.0, 1.6, (1.5, 1.7))) == (
         "distance of the numbers that evolve from the start: 2; 1.6 expected of shuffled coefficients (x 1.25); "
         "placebos 1.6 (1.5 to 1.7)"

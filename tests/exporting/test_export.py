@@ -458,13 +458,15 @@ def test_the_card_counts_examples_where_no_code_of_others_makes_them() -> None:
     assert found(task={"name": "countdown", "prompt": "short"})[1:] == (False, None)
 
 
-def test_the_last_line_says_that_weights_were_rounded(tiny_run: Path, tmp_path: Path) -> None:
+def test_it_is_said_that_weights_were_rounded_and_what_to_do_next(tiny_run: Path, tmp_path: Path) -> None:
     def said(*options: str) -> str:
         done = CliRunner().invoke(
             cli.app, ["export", str(tiny_run), "--to", str(tmp_path / "-".join(options)), *options]
         )
         assert done.exit_code == 0, done.output
-        return done.stdout.splitlines()[-1]
+        first, then = done.stdout.splitlines()[-2:]
+        assert "README.md has the code that loads it; evoalign eval " in then
+        return first
 
     lost = ", rounded to bfloat16, each by up to about 0.4 %, after the run's figures were measured"
     assert said("--merge", "--dtype", "bfloat16").endswith(f"weights in bfloat16{lost}")

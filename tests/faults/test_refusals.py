@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input that would mislead is refused in words, and nothing is left behind."""
 
+import functools
 import io
 import json
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 import evoalign
 from evoalign.baselines import planning
+from evoalign.cli.showing import show_plan
 from evoalign.config import from_dict
 from evoalign.engines.transformers.decode import Decoder
 from evoalign.errors import ConfigError, DataError, EvoalignError, RewardError, RunExistsError
@@ -71,6 +74,11 @@ def test_a_dry_run_tells_of_a_taken_folder(tmp_path):
     tree["task"] = {"name": "conciseness"}
     assert any(line.startswith("refused as it stands: output_dir") for line in evoalign.dry_run(tree))
     assert not any("refused" in line for line in evoalign.dry_run(tree, overwrite=True))
+    show = functools.partial(show_plan, from_dict(tree), "es", everything=False)
+    with pytest.raises(typer.Exit) as refused:
+        show(evoalign.dry_run(tree))
+    assert refused.value.exit_code == 2
+    show(evoalign.dry_run(tree, overwrite=True))
 
 
 @pytest.mark.parametrize("name", ["./no-such-folder", "no/such-model-anywhere"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from evoalign import cli, preflight
 from evoalign.config import load
 from evoalign.models import tiny
 from evoalign.preflight import Finding
+from evoalign.preflight.work import generated, seconds_text
+from evoalign.types import MEAN_PLAN, Rollout
 
 CONFIGS = sorted((ROOT / "configs").glob("quickstart*.yaml"))
 
@@ -80,9 +83,20 @@ def test_the_figures_are_those_of_the_config(tmp_path: Path) -> None:
         f"{evolved:,} numbers in {layers} tensors evolve: q_proj; adapters reach {share} of the weights"
     )
     assert "completions scored -" in of(found, "generation").detail
-    assert "a generation of 30 takes about" in of(found, "generation").detail
+    assert re.search(r"a generation of 30 takes about .* about [\d.]+ (s|min|h) in all", of(found, "generation").detail)
     assert "serves float32 on cpu" in of(found, "engine").detail
     assert "deterministic: scores can be repeated" in of(found, "engine").detail
+
+
+def test_scores_that_are_all_the_same_are_a_warning() -> None:
+    said = Rollout(MEAN_PLAN.members[0], 0, (1,), "text", "stop")
+    same, apart = (generated("scored", [said] * 2, scores) for scores in ([[0.5, 0.5]], [[0.5, 0.6]]))
+    assert same.status == "warning" and "they all scored the same" in same.detail and "evoalign probe" in same.fix
+    assert apart.status == "ok"
+
+
+def test_times_are_told_in_units_that_can_be_read() -> None:
+    assert [seconds_text(s) for s in (1.234, 59.7, 599, 2040, 20_160)] == ["1.23 s", "60 s", "599 s", "34 min", "5.6 h"]
 
 
 def test_what_is_not_deterministic_is_told(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from evoalign.models.files import place
 from evoalign.preflight.case import Case
 from evoalign.preflight.plan import check_targets
 from evoalign.training.train import dry_run
@@ -35,3 +37,19 @@ def test_a_module_that_evolves_in_some_layers_is_not_said_to_stay_without_saying
         make_config("tiny", task={"name": "conciseness"}, lora={"target_layers": [3]}, output_dir=here)
     )
     assert "q_proj of other layers" in share and "embed_tokens," in share
+
+
+def test_one_layer_of_many_is_a_warning(tmp_path: Path) -> None:
+    """A setting for a toy that stays in force with a model of one's own."""
+    deep = json.loads((Path(place("tiny")) / "config.json").read_text()) | {"num_hidden_layers": 24}
+    deep["layer_types"] = ["full_attention"] * 24
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/config.json").write_text(json.dumps(deep))
+    more = {"task": {"name": "conciseness"}, "output_dir": str(tmp_path / "run")}
+    few = check_targets(Case(make_config(tmp_path / "deep", lora={"target_layers": [3]}, **more)))
+    assert few.status == "warning" and "1 of 24 layers evolves, lora.target_layers [3]" in few.detail
+    assert few.fix == "lora.target_layers=null takes all layers"
+    for layers in ([1, 2, 3], None):
+        assert (
+            check_targets(Case(make_config(tmp_path / "deep", lora={"target_layers": layers}, **more))).status == "ok"
+        )

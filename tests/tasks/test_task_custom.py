@@ -305,6 +305,20 @@ def test_a_column_that_a_function_wants_has_to_be_there(tmp_path: Path) -> None:
     path = write(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(DataError, match=r"exact takes answer, which the data does not have \(columns: prompt\)"):
         task(exact, train_data=path).load_data(0)
+    old = write(tmp_path / "old", {"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"})
+    with pytest.raises(DataError, match=r"takes answer, which .*; task\.columns calls answer solution"):
+        task(exact, train_data=old, columns={"solution": "answer"}).load_data(0)
+    with pytest.raises(
+        DataError, match=r"by_text takes text, .*; one completion a call takes two parameters, text and"
+    ):
+        task(by_text_alone(), train_data=old).load_data(0)
+
+
+def by_text_alone() -> Any:
+    def by_text(text: str) -> float:
+        return float(len(text))
+
+    return by_text
 
 
 # --- what a reward changes ------------------------------------------------------------------------------------------

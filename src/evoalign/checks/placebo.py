@@ -279,7 +279,7 @@ def _share(split: Split) -> str:
     bounds = f"({found.why})"
     if found.low is not None and found.high is not None:
         bounds = f"(95 % interval {found.low:.0%} to {found.high:.0%})"
-    return f"about {found.mean:.0%} of the {what} is drift {bounds}{_beyond(split, found)}"
+    return f"about {round(found.mean, 2) + 0.0:.0%} of the {what} is drift {bounds}{_beyond(split, found)}"
 
 
 def _beyond(split: Split, share: Estimate) -> str:

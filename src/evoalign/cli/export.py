@@ -41,3 +41,4 @@ def export(
     lost = rounding_of(run, folder, merged=merge)
     weights = f"weights in {dtype_in(folder)}{why}" + (f", {lost}" if lost else "")
     typer.echo(f"exported to {folder}" + (f" and to {push}" if push else "") + f", {weights}")
+    typer.echo(f"{folder / 'README.md'} has the code that loads it; evoalign eval {folder} --config CONFIG scores it")

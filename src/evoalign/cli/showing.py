@@ -17,7 +17,7 @@ LAST = ("warning", "refused", "note")
 
 
 def show_plan(config: Config, method: Method, lines: Sequence[str], *, everything: bool) -> None:
-    """The config as YAML, and the lines, those last that ask for something.
+    """The config as YAML, and the lines, those last that ask for something; exit code 2 where it would be refused.
 
     Without `everything` only what is not a default, of the sections that the method reads: lines and config are to
     fit one screen.
@@ -29,3 +29,5 @@ def show_plan(config: Config, method: Method, lines: Sequence[str], *, everythin
     if not everything:
         typer.echo(f"# with --all: the defaults, and what is not used here ({', '.join(left_out)})")
     typer.echo("\n" + "\n".join(sorted(lines, key=lambda line: line.startswith(LAST))))
+    if any(line.startswith("refused") for line in lines):
+        raise typer.Exit(2)

@@ -229,6 +229,8 @@ def _explain(error: Mapping[str, Any], engine: type[EngineSettings], prefix: tup
     said = "" if isinstance(given, dict | BaseModel) else f" (given: {shown(given)})"
     if error["type"] == "list_type" and isinstance(given, str) and given.isprintable():
         said += f"; write [{cut(given, 200)}]"
+    if given is None and ":" in str(where[-1] if where else ""):
+        said += "; YAML wants a space after a colon"
     if isinstance(given, date):  # as YAML reads 2026-01-31
         said += "; put it in quotes"
     return f"{location}: {message}{said}" if location else message
@@ -241,7 +243,9 @@ def _nearest(location: tuple[str | int, ...], engine: type[EngineSettings]) -> s
         return f"; {OLD_NAMES[wanted]}"
     leaf = cut(str(location[-1]), 200)
     siblings = {n.rsplit(".", 1)[-1]: n for n in names if n.rpartition(".")[0] == wanted.rpartition(".")[0]}
+    parts = {part: name for name in siblings for part in name.split("_")}
     near = difflib.get_close_matches(leaf, siblings, n=1)
+    near = near or [parts[part] for part in difflib.get_close_matches(leaf, parts, n=1, cutoff=0.8)]
     if near:
         return f"; did you mean {place_of(siblings[near[0]])}?"
     others = [other for other, section in ENGINES.items() if leaf in section.model_fields]

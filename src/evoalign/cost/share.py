@@ -14,6 +14,8 @@ from evoalign.types import Layout, TensorSpec
 
 SHOWN = 8
 """Names of modules in a line."""
+FEW = 8
+"""Where one of so many layers evolves, or fewer, it is said: what suits a toy leaves little of a real model."""
 
 
 def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
@@ -25,7 +27,18 @@ def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> 
     others = _names((s for s in rest if len(s.shape) > 1), beside=of)
     line = f"{says} {percent(of, specs)} of the weights: {_names(of)}" + (f"; not: {others}" if others else "")
     warnings = _passed_over(config, space, specs, rest) if space.carrier == "adapter" else []
+    warnings += _few_layers(config, specs, of)
     return [line, *(f"warning: {told}" for told in warnings)]
+
+
+def _few_layers(config: Config, specs: Sequence[TensorSpec], of: Sequence[TensorSpec]) -> list[str]:
+    """What a setting of another, smaller model leaves out of this one."""
+    layers, reached = ({s.layer for s in some} - {None} for some in (specs, of))
+    chosen = getattr(getattr(config, config.space.name, None), "target_layers", None)
+    if chosen is None or len(reached) * FEW >= len(layers):
+        return []
+    setting = f"{config.space.name}.target_layers"
+    return [f"{len(reached)} of {len(layers)} layers evolves, {setting} {chosen}; {setting}=null takes all layers"]
 
 
 def percent(some: Iterable[TensorSpec], of: Iterable[TensorSpec]) -> str:

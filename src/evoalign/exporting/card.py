@@ -298,7 +298,7 @@ def _load(facts: Facts) -> list[str]:
         "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig",
         *(["from evoalign.models import tiny"] if tiny else []),
         "",
-        f"here = {facts.name!r}",
+        f"here = {facts.name!r}  # this folder: its path where you are, or its name on the hub",
         *([f"base = {'str(tiny())' if tiny else repr(facts.base)}{comment}"] if adapter else []),
         f"tokenizer = AutoTokenizer.from_pretrained({source})",
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype={dtype!r})",

@@ -14,7 +14,7 @@ from evoalign.cost.estimate import gib
 from evoalign.engines.specs import on_gpu, specs_of_config
 from evoalign.preflight import pace, plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
-from evoalign.preflight.work import generated, seconds_text, tried
+from evoalign.preflight.work import generated, seconds_text, tried, whole
 from evoalign.rollouts import batch, collect, rewards_of
 from evoalign.rundir.manifest import versions
 from evoalign.training import splits
@@ -146,6 +146,7 @@ def check_generation(case: Case) -> Finding:
         f"step takes about {seconds_text(found.usual / steps + rest)} where answers get as long as these "
         f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about "
         f"{seconds_text(found.most / steps + rest)} where all have {sampling.max_tokens:,}, if a step's passes take "
-        f"{PASS} times as long as one that only reads; there are {grpo.max_steps:,}, and evaluations beside"
+        f"{PASS} times as long as one that only reads; "
+        f"{whole(grpo.max_steps, 'steps', found.usual / steps + rest)}"
     )
-    return generated(detail, rollouts)
+    return generated(detail, rollouts, rewards)

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.cost import rounding
@@ -110,9 +113,10 @@ def check_generation(case: Case) -> Finding:
         f"{len(rollouts)} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
         f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} where answers get as long as these "
         f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about {seconds_text(found.most + rest)} "
-        f"where all have {config.sampling.max_tokens:,}; there are {config.es.num_generations:,}, and evaluations"
+        f"where all have {config.sampling.max_tokens:,}; "
+        f"{whole(config.es.num_generations, 'generations', found.usual + rest)}"
     )
-    return generated(detail, rollouts)
+    return generated(detail, rollouts, scores_MP)
 
 
 def _moving(case: Case, plan: Plan) -> float:
@@ -136,14 +140,26 @@ def tried(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding |
     return None
 
 
-def generated(detail: str, rollouts: Sequence[Rollout]) -> Finding:
-    """What came of a generation; a warning where all texts are empty."""
+def whole(count: int, what: str, each: float) -> str:
+    """How long a run takes."""
+    return f"there are {count:,} {what}, about {seconds_text(count * each)} in all, and evaluations"
+
+
+def generated(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike) -> Finding:
+    """What came of a generation; a warning where all texts are empty, or all scores the same."""
     if all(not r.text.strip() for r in rollouts):
         fix = "does the model fit the form of the prompts, task.prompt?"
         return Finding("generation", "warning", f"{detail}; all texts are empty", fix)
+    if np.ptp(scores) == 0:
+        fix = "`evoalign probe` tells whether members of this width do"
+        return Finding("generation", "warning", f"{detail}; they all scored the same, which teaches nothing", fix)
     return Finding("generation", "ok", detail)
 
 
 def seconds_text(seconds: float) -> str:
-    """`12 s`, or `1.23 s` below ten."""
+    """`1.23 s`, `12 s`, `34 min`, `5.6 h`."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"

@@ -63,6 +63,7 @@ class Custom(Task):
 
     def _check_columns(self, examples: Sequence[Example], what: str) -> None:
         columns = list(dict.fromkeys(name for example in examples for name in example))
+        renamed = self.config.columns.items()
         for function in self.functions:
             missing = function.missing(columns)
             if missing:
@@ -72,6 +73,8 @@ class Custom(Task):
                     f"reward function {function.name} takes {', '.join(missing)}, which the {what} does not have "
                     f"(columns: {data.listed(columns)}); add the column or give the parameter a default"
                     + (f", or set task.columns: {{{named}}}" if named else "")
+                    + "".join(f"; task.columns calls {there} {name}" for name, there in renamed if there in missing)
+                    + ("; one completion a call takes two parameters, text and example" if "text" in missing else "")
                 )
 
     def prompt(self, example: Example) -> Prompt:
@@ -138,7 +141,12 @@ class Custom(Task):
         if column is None or (isinstance(row.get(column), str | None) and column in row):
             return
         found = f"holds {cut(repr(row[column]), 80)}, and not text" if column in row else "is not there"
-        raise DataError(f"{where}: task.gold: column {column} {plain(found)}; name a column of right answers, as text")
+        near = data.likely(column, row)
+        hint = f" (did you mean {near}?)" if near not in (None, column) else ""
+        raise DataError(
+            f"{where}: task.gold: column {column} {plain(found)}{hint}; name a column of right answers, as text: there "
+            f"are {data.listed(row)}"
+        )
 
 
 def _named(path: str) -> RewardFunction:

@@ -619,7 +619,10 @@ def test_it_is_said_when_the_budget_decides_who_is_ahead(copy: Copy, tmp_path: P
     assert any(
         "depends on what is matched" in line and "ES by wall" in line and "GRPO by tokens" in line for line in lines
     )
-    assert report.summary(compare(tmp_path / "runs/es"))[0].startswith("There is one group")
+    alone, screen = compare(tmp_path / "runs/es"), io.StringIO()
+    assert report.summary(alone)[0].startswith("There is one group")
+    report.show(alone, Console(file=screen, width=200))
+    assert screen.getvalue().startswith("There is one group") and screen.getvalue().count("There is one group") == 1
 
 
 def test_the_files_have_all_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ LABEL = 60
 
 def show(comparison: Comparison, console: Console) -> None:
     """What stands and falls with the budget, the end, and in words what follows."""
+    said, alone = [*_planned(comparison), *summary(comparison)], len(comparison.groups) < 2
+    _say(console, said if alone else [])  # before tables in which nobody would look for it
     _say(console, comparison.notes, "note: ")
     for match in comparison.matches:
         if match in comparison.shown:
@@ -39,7 +41,7 @@ def show(comparison: Comparison, console: Console) -> None:
         _say(console, _notes(comparison, match), "note: ")
     console.print(_table(end_grid(comparison)))
     _say(console, [f"left out: {path}: {why}" for path, why in comparison.left_out])
-    _say(console, [*_planned(comparison), *summary(comparison)])
+    _say(console, [] if alone else said)
 
 
 def _notes(comparison: Comparison, match: Match) -> Sequence[str]:

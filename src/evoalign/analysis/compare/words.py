@@ -23,7 +23,10 @@ END = "the end of each run, budgets not matched"
 def summary(comparison: Comparison) -> list[str]:
     """Who is ahead where, or that it cannot be determined: one sentence a budget and pair with its leader."""
     if len(comparison.groups) < 2:
-        return ["There is one group of runs: nothing to compare it with."]
+        return [
+            "There is one group of runs, which differ in their seed alone: nothing to compare it with. `evoalign eval` "
+            "gives their mean over seeds."
+        ]
     lines: list[str] = []
     leaders: dict[str, str] = {}
     for match in (*comparison.matches, comparison.end):
