@@ -62,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shipped_ones_are_listed_and_tell_their_settings(run: Run) -> None:
     assert {"compare", "distance", "divergence"} <= set(analysis.names())
     assert [line.split()[0] for line in run("analyze").out.splitlines()] == analysis.names()
-    assert run("analyze", "divergence").out.splitlines()[1:] == ["  --set prompts=32", "  --set tokens=2000"]
+    assert run("analyze", "divergence").out.splitlines()[1:] == [
+        "  --set prompts=32", "  --set tokens=2000", "  --set reference=base",
+    ]  # fmt: skip
     for name, found in analysis.shipped().items():
         assert (found.name, bool(found.help)) == (name, True)
 

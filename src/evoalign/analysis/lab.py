@@ -64,7 +64,8 @@ class Perturbation:
 class Asked:
     """What a lab asks: so many `examples` of a split (None: all), and how they are answered (None: as the config says).
 
-    `seed` is that of the noise on weights, whatever the seeds of the targets.
+    `seed` is that of the noise on weights, whatever the seeds of the targets. For a divergence every example is
+    answered again until there are `kl_tokens` tokens.
     """
 
     examples: int | None = None
@@ -73,6 +74,7 @@ class Asked:
     temperature: float | None = None
     split: Split = "test"
     seed: int = 0
+    kl_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +177,32 @@ class Lab:
             of_example[said.example].append(float(is_hacked))
         return np.array([float(np.mean(of_example[e])) for e in range(len(self.examples))])
 
-    @torch.no_grad()
     def divergence(self, reference: Mix, mix: Mix, perturbed: Perturbation | None = None) -> Nats:
         """KL(point || reference), exact over the vocabulary along the point's own answers at temperature 1.
 
-        Every example is answered once; draws of every point are by the same seeds, as of `evoalign.checks.divergence`.
+        Draws of every point are by the same seeds, as of `evoalign.checks.divergence`.
         Raises EvoalignError where nothing is generated or a logit is not a number.
+        """
+        drawn, sums_N4 = self.drawn(reference, mix, perturbed)
+        divergence.summarise(drawn, sums_N4)  # refuses what is not a number
+        of_prompt: dict[tuple[int, ...], list[float]] = {}
+        for sample, nats in zip(drawn, sums_N4[:, 3].tolist(), strict=True):
+            found = of_prompt.setdefault(sample.prompt_ids, [0.0, 0.0, 0.0])
+            found[:] = found[0] + nats, found[1] + len(sample.token_ids), found[2] + 1
+        return Nats(*np.array(list(of_prompt.values())).T)
+
+    @torch.no_grad()
+    def drawn(
+        self, reference: Mix, mix: Mix, perturbed: Perturbation | None = None
+    ) -> tuple[list[divergence.Sample], torch.Tensor]:
+        """A point's own answers at temperature 1, and sums of k1, k2, k3 and the exact KL of each, float64 [N, 4].
+
+        Raises EvoalignError where nothing is generated.
         """
         self.write(mix, perturbed)
         drawn = divergence.draw(self._engine, self._tokens, self.task, self.examples, self.config)
+        if not any(sample.token_ids for sample in drawn):
+            raise EvoalignError("no token was generated, so there is no divergence to measure; give it some prompts")
         sums: list[torch.Tensor] = []
         for group in divergence.groups(self.model, drawn):
             own = [divergence.logits_of(self.model, sample, self._engine.device) for sample in group]
@@ -192,12 +211,7 @@ class Lab:
                 other_TV = divergence.logits_of(self.model, sample, self._engine.device)
                 sums.append(divergence.sums_of(own_TV, other_TV, sample.token_ids))
             self.write(mix, perturbed)
-        divergence.summarise(drawn, torch.stack(sums))  # refuses what is not a number
-        of_prompt: dict[tuple[int, ...], list[float]] = {}
-        for sample, nats_4 in zip(drawn, sums, strict=True):
-            found = of_prompt.setdefault(sample.prompt_ids, [0.0, 0.0, 0.0])
-            found[:] = found[0] + float(nats_4[3]), found[1] + len(sample.token_ids), found[2] + 1
-        return Nats(*np.array(list(of_prompt.values())).T)
+        return drawn, torch.stack(sums)
 
     def gram(self, a: str, b: str, c: str) -> tuple[float, float, float]:
         """<b-a, b-a>, <b-a, c-a> and <c-a, c-a> over all weights, in float64."""
@@ -293,7 +307,7 @@ def _config_of(targets: Mapping[str, Target], config: Config | None, asked: Aske
     tree = own.evaluation.model_dump() | {name: value for name, value in wanted.items() if value is not None}
     checked = from_dict({**own.model_dump(), "evaluation": tree}, needs_es=False).evaluation
     prompts = 2**31 if asked.examples is None else asked.examples
-    checks = own.checks.model_copy(update={"kl_prompts": prompts, "kl_tokens": 1})
+    checks = own.checks.model_copy(update={"kl_prompts": prompts, "kl_tokens": asked.kl_tokens})
     return own.model_copy(update={"evaluation": checked, "checks": checks, "engine": own.engine.in_process()})
 
 

@@ -57,6 +57,7 @@ KEPT_BYTES = 1 << 30
 MOST_DRAWS = 64
 """Completions of a prompt at the most: a mean that answers with nothing would be asked without end."""
 
+ESTIMATORS = ("k1", "k2", "k3", "exact")
 Forward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [1, T] to logits [1, T, V]."""
 Policy: TypeAlias = Served | nn.Module | Forward
@@ -194,12 +195,18 @@ class Reference:
         """Free the copy."""
         self._model = None
 
-    @torch.no_grad()
     def divergence(self, policy: Policy, samples: Sequence[Sample]) -> Divergence:
         """KL from the base model along `samples`, which are to be draws of `policy` at temperature 1, top_p 1.
 
-        A module is measured in evaluation mode and put back into the mode that it was in.
         Raises EvoalignError where there is no token, or where a logit is not a number.
+        """
+        return summarise(samples, self.sums(policy, samples))
+
+    @torch.no_grad()
+    def sums(self, policy: Policy, samples: Sequence[Sample]) -> torch.Tensor:
+        """Sums over tokens of k1, k2, k3 and the exact KL of each sample, float64 [N, 4]; see `divergence`.
+
+        A module is measured in evaluation mode and put back into the mode that it was in.
         """
         sums: list[torch.Tensor] = []
         if not sum(len(s.token_ids) for s in samples):
@@ -209,7 +216,7 @@ class Reference:
             with self._forward(policy) as forward:
                 for sample, base_TV in zip(group, base, strict=True):
                     sums.append(sums_of(forward(sample).to(self.device), base_TV, sample.token_ids))
-        return summarise(samples, torch.stack(sums))
+        return torch.stack(sums)
 
     @torch.no_grad()
     def nats(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -285,6 +292,24 @@ class Reference:
             adapters.remove()
             raise ModelError(f"{_unknown(served)}: its mean lies beside the model, and `adapter` gives none of it")
         return adapters
+
+
+def standard_errors(samples: Sequence[Sample], sums_N4: torch.Tensor) -> dict[str, float | None]:
+    """Of k1, k2, k3 and `exact` in nats a token, over prompts: that of a ratio of sums, linearised (Cochran 1977, 6.4).
+
+    From what `summarise` takes. None of fewer than three prompts.
+    """
+    prompts = list(dict.fromkeys(s.prompt_ids for s in samples))
+    nats_P4 = torch.zeros(len(prompts), 4, dtype=torch.float64)
+    tokens_P = torch.zeros(len(prompts), dtype=torch.float64)
+    for sample, nats_4 in zip(samples, sums_N4.double(), strict=True):
+        at = prompts.index(sample.prompt_ids)
+        nats_P4[at] += nats_4
+        tokens_P[at] += len(sample.token_ids)
+    count, total = len(prompts), float(tokens_P.sum())
+    residual_P4 = nats_P4 - tokens_P[:, None] * nats_P4.sum(0) / total
+    errors = (residual_P4.square().sum(0) * count / max(count - 1, 1)).sqrt() / total
+    return dict(zip(ESTIMATORS, errors.tolist() if count > 2 else [None] * 4, strict=True))
 
 
 def summarise(samples: Sequence[Sample], sums_N4: torch.Tensor) -> Divergence:
