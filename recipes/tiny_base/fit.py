@@ -39,7 +39,7 @@ def make_config(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen2Config:
         num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not args.untied,
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(IM_END),
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),

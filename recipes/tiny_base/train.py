@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--kv-heads", type=int, default=1)
+    parser.add_argument("--untied", action="store_true", help="a head of its own, apart from the embeddings")
     parser.add_argument("--right", type=float, default=0.45, help="fraction of right Countdown answers")
     parser.add_argument("--rows", type=int, default=500_000, help="short Countdown rows in the corpus")
     parser.add_argument("--steps", type=int, default=3_500)
