@@ -5,7 +5,8 @@
     python benchmarks/landscape.py --to DIR --seeds 0,1 --only es
 
 Conciseness on the questions that the project ships. The settings are those of one trial by hand for each method, before
-any analysis: ES at sigma 0.01 and eta 0.5, GRPO at a third of the quickstart's learning rate. They are not matched in budget, and nothing here says which method is better: see `benchmarks/es_vs_grpo.py`.
+any analysis: ES at sigma 0.01 and eta 0.5, GRPO at a third of the quickstart's learning rate. They are not matched in
+budget, and nothing here says which method is better: see `benchmarks/es_vs_grpo.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from study_runs import ROOT, Task, integers, side_by_side
 
 DATA = ROOT / "data" / "tasks" / "conciseness"
