@@ -206,7 +206,7 @@ def between(real: str, key: str, handle: Handle) -> Generator[str]:
 
     BASE[0] = json.loads(forward("/v1/models", None)[1])["data"][0]["id"]
     server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -16,16 +16,19 @@ else:
     import pytest
     from served import KEY, config
 
-    from evoalign import engines, tokens
+    from evoalign import engines
+    from evoalign.testing.engines import Bench, started
 
     @pytest.fixture(scope="session")
-    def url() -> Iterator[str]:
-        """A server for all tests that move no weights, with room for 30 members of rank 8 and the mean."""
-        settings = config()
-        engine = engines.create(settings, tokens.load(settings.model))
-        try:
-            client = engine._there()
-            os.environ[KEY] = client._key
-            yield client.url
-        finally:
-            engine.close()
+    def launched() -> Iterator[Bench]:
+        """An engine with a server of its own, which has room for 30 members of rank 8 and the mean. Who moves the mean
+        puts it back."""
+        with started(engines.create, config("lowrank")) as bench:
+            yield bench
+
+    @pytest.fixture(scope="session")
+    def url(launched: Bench) -> str:
+        """That server, for all tests that move no weights."""
+        client = launched.engine._there()
+        os.environ[KEY] = client._key
+        return client.url

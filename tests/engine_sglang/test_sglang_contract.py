@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from served import attached, config
+from served import attached
 
 from evoalign import engines
 from evoalign.testing.engines import (
@@ -18,6 +18,7 @@ from evoalign.testing.engines import (
     check_requests_of_one_member,
     started,
 )
+from evoalign.types import MEAN_PLAN
 
 SEEDED = (check_common_random_numbers, check_requests_of_one_member)
 """They take draws with seeds, which SGLang has with deterministic inference alone, and that is not for CPUs."""
@@ -27,12 +28,16 @@ UNSEEDED = [check for check in CHECKS if check not in SEEDED]
 ATTACHED = {"files": {"transport": "files"}, "tensors": {"transport": "tensors"}, "chat": {"api": "chat"}}
 
 
-@pytest.fixture(scope="module", params=["lowrank", *ATTACHED])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    own = ATTACHED.get(request.param)
-    settings = config(request.param) if own is None else attached(request.getfixturevalue("url"), engine=own)
-    with started(engines.create, settings) as found:
-        yield found
+@pytest.fixture(scope="module", params=["launched", *ATTACHED])
+def bench(request: pytest.FixtureRequest, launched: Bench, url: str) -> Iterator[Bench]:
+    if request.param == "launched":
+        start = dict(launched.engine.state())
+        yield launched
+        launched.engine.load(start)
+        list(launched.engine.rollout(MEAN_PLAN, launched.requests))  # the server has it when it is next asked
+    else:
+        with started(engines.create, attached(url, engine=ATTACHED[request.param])) as found:
+            yield found
 
 
 @pytest.mark.parametrize("check", UNSEEDED, ids=lambda check: check.__name__)

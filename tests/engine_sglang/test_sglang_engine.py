@@ -18,6 +18,7 @@ from evoalign import engines, spaces, tokens
 from evoalign.engines.server.errors import RefusedError
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError
 from evoalign.types import MEAN, Plan, Request, Sampling, population
+from plain import UNCHECKED
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ["What is the capital of Japan?", "Next number: 3, 6, 9,", "True or false: all dogs are animals."]
@@ -75,23 +76,25 @@ def test_eight_members_of_a_published_model_say_what_they_say_in_this_process(sm
     compare(8, 0.01, *(config(space, name, model=model, es=es) for name in ("sglang", "transformers")))
 
 
-def run(folder: Path, engine: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+def run(folder: Path, engine: dict[str, Any], generations: int) -> list[dict[str, Any]]:
     """The journal of a short training."""
     console = Console(file=io.StringIO(), width=200)
     tree = {
         "output_dir": str(folder), "seed": 1,
         "task": {"name": "conciseness"}, "model": {"name": "tiny", "dtype": "float32"},
         "lora": {"rank": 8, "alpha": 8, "target_layers": [3], "target_modules": ["down_proj"]},
-        "es": {"num_generations": 10, "population_size": 30, "sigma": 0.025, "learning_rate": 0.0125},
-        "evaluation": {"max_tokens": 32}, "checks": {"placebo": 0, "perplexity": False}, "engine": engine, **more,
+        "es": {"num_generations": generations, "population_size": 30, "sigma": 0.025, "learning_rate": 0.0125},
+        "evaluation": {"max_tokens": 32}, "checks": UNCHECKED, "engine": engine,
     }  # fmt: skip
     evoalign.train(tree, console=console)
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
-def test_ten_generations_have_the_same_journal_as_in_this_process(url: str, tmp_path: Path) -> None:
-    theirs = run(tmp_path / "theirs", {"name": "sglang", "url": url, "key_variable": KEY})
-    ours = run(tmp_path / "ours", {"name": "transformers", "device": "cpu"})
+@pytest.mark.parametrize("generations", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_a_run_has_the_same_journal_as_in_this_process(url: str, generations: int, tmp_path: Path) -> None:
+    theirs = run(tmp_path / "theirs", {"name": "sglang", "url": url, "key_variable": KEY}, generations)
+    ours = run(tmp_path / "ours", {"name": "transformers", "device": "cpu"}, generations)
+    assert len({line["weights_hash"] for line in theirs if "weights_hash" in line}) > generations // 2
     assert [line.get("coefficients") for line in theirs] == [line.get("coefficients") for line in ours]
     assert [line.get("weights_hash") for line in theirs[1:]] == [line.get("weights_hash") for line in ours[1:]]
     rows = [json.loads(line) for line in (tmp_path / "theirs/metrics.jsonl").read_text().splitlines()]
@@ -141,6 +144,7 @@ def test_an_adapter_that_a_server_refuses_is_a_refusal_and_no_loss(url: str) -> 
         assert engine._link._losses == 0
 
 
+@pytest.mark.long  # tests/engines/test_server_process.py has it of another process
 def test_nothing_is_left_of_an_engine_that_fails_to_start(tmp_path: Path) -> None:
     settings = config(engine={"arguments": ["--no-such-flag"]})
     with pytest.raises(EvoalignError, match=r"the SGLang server ended \(exit code 2\): .*no-such-flag") as said:
@@ -151,13 +155,13 @@ def test_nothing_is_left_of_an_engine_that_fails_to_start(tmp_path: Path) -> Non
 
 
 def test_the_published_lora_population_runs_on_it(url: str, tmp_path: Path) -> None:
-    """The whole config of the field's LoRA-population run, on the tiny model and for two generations."""
+    """The whole config of the field's LoRA-population run, on the tiny model and for a generation."""
     from evoalign.config import load
 
     sets = [
-        "model.name=tiny", "model.dtype=float32", "es.num_generations=2", "lora.target_layers=[0,1,2,3]",
+        "model.name=tiny", "model.dtype=float32", "es.num_generations=1", "lora.target_layers=[0,1,2,3]",
         f"output_dir={tmp_path / 'run'}", "engine.name=sglang", f"engine.url={url}", f"engine.key_variable={KEY}",
     ]  # fmt: skip
     result = evoalign.train(load([ROOT / "configs/experiments/conciseness_lora_7b.yaml"], sets))
-    assert (tmp_path / "run/loras/generation_0002/adapter_model.safetensors").is_file()
+    assert (tmp_path / "run/loras/generation_0001/adapter_model.safetensors").is_file()
     assert result.before.measures.keys() == result.after.measures.keys()

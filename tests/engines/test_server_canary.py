@@ -212,6 +212,7 @@ def test_the_shapes_of_a_model_are_those_of_its_config(tmp_path: Path) -> None:
 def test_who_cannot_be_asked_is_exit_code_2(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     monkeypatch.setattr("sys.argv", ["evoalign", "canary", *words])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -238,7 +239,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pyte
     assert client_module.KEPT < 5
     monkeypatch.setattr(client_module, "KEPT", 0.2)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         client = client_module.Client(f"http://127.0.0.1:{server.server_address[1]}")
         for idle in (0.0, 0.0, 0.5):
             time.sleep(idle)
@@ -273,7 +274,7 @@ def server_with(statuses: Statuses) -> Generator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
@@ -342,8 +343,9 @@ def unknown(statuses: Statuses, folder: Path) -> Check:
         return Examination(session, False)._unknown()
 
 
-def test_an_unknown_name_is_no_reason_to_die(tmp_path: Path) -> None:
+def test_an_unknown_name_is_no_reason_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who answers with an error of its own and is well refuses it in its way; who is not well has no verdict."""
+    monkeypatch.setattr(client_module, "BACKOFF", 0.01)
     path, health = "/v1/completions", "/health_generate"
     assert unknown({path: 400}, tmp_path).detail.endswith("is refused")
     found = unknown({path: 500}, tmp_path)

@@ -94,8 +94,8 @@ def test_a_start_that_fails_says_the_last_error_and_leaves_its_log() -> None:
 
 def test_one_that_does_not_come_is_ended_at_the_deadline() -> None:
     process = ServerProcess(Command("own_server", ["a"]), "the server")
-    with pytest.raises(LostError, match=r"the server is not ready after 3 s \(engine.start_timeout\): serves with a"):
-        process.start(lambda: False, 3)
+    with pytest.raises(LostError, match=r"the server is not ready after 2 s \(engine.start_timeout\): serves with a"):
+        process.start(lambda: False, 2)
     assert process.pid is None
     process.log.unlink()
 
