@@ -30,10 +30,11 @@ from evoalign.rundir.journal import Journal
 SPACES = ("lora", "lowrank", "full")
 GENERATIONS = 4
 # Forks of a process that has imported what a run needs and run nothing: a fork of the tests' own could crash for its
-# threads.
+# threads. pyarrow imports pandas, where it is, as it writes.
 PROCESSES = multiprocessing.get_context("forkserver")
-PRELOADED = ["evoalign.training.train", "evoalign.engines.transformers", "matplotlib.figure", "peft", "pyarrow.parquet",
-             "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]  # fmt: skip
+PRELOADED = ["evoalign.training.train", "evoalign.engines.transformers", "evoalign.cli.train", "matplotlib.figure",
+             "matplotlib.backends.backend_agg", "pandas", "peft", "pyarrow.parquet", "scipy.stats",
+             "transformers.models.qwen2.modeling_qwen2"]  # fmt: skip
 PROCESSES.set_forkserver_preload(PRELOADED)
 Patch = Callable[[int], None]
 

@@ -280,7 +280,7 @@ class Bench:
         self.calls: dict[Case, list[Call]] = {}
         self.seconds: dict[Case, float] = {}
         more = [module for command in commands for module in PARTS.get(command, ())]
-        killing.PROCESSES.set_forkserver_preload([*killing.PRELOADED, "evoalign.cli", *more])
+        killing.PROCESSES.set_forkserver_preload([*killing.PRELOADED, *more])
         for space in spaces:
             self._of_space(space, commands)
         if "grpo" in commands:

@@ -181,14 +181,16 @@ def test_a_failure_of_the_judge_is_never_a_reward(
 
 
 @pytest.mark.slow
-def test_the_judge_rewards_a_run(example: Any, tmp_path: Path) -> None:
-    words = [sys.executable, str(EXAMPLES / "judge_reward.py"), "--generations", "1", "--output", "run"]
+def test_the_judge_rewards_a_run(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["judge_reward.py", "--generations", "1", "--output", "run"])
     with Judging(lambda n, body: (500, "") if n == 3 else good(n, body)) as server:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "JUDGE_URL": server.url, "JUDGE_MODEL": "judge",
-                       "JUDGE_KEY": KEY}  # fmt: skip
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert re.search(r"^reward \d\.\d\d -> \d\.\d\d$", done.stdout, re.MULTILINE)
+        for name, value in {"URL": server.url, "MODEL": "judge", "KEY": KEY}.items():
+            monkeypatch.setenv(f"JUDGE_{name}", value)
+        example.main()
+        assert re.search(r"^reward \d\.\d\d -> \d\.\d\d$", capsys.readouterr().out, re.MULTILINE)
         asked = len(server.asked)
         answers = pq.read_table(tmp_path / "run/results/completions/before.parquet").to_pylist()
         judge = example.Judge(server.url, "judge", KEY, tmp_path / "judge_cache.sqlite")

@@ -17,12 +17,14 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "examples" / "quickstart.ipynb"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The notebook with fewer generations, after all its cells, and the folder that it ran in."""
+    """The notebook with fewer generations and test examples, after all its cells, and the folder that it ran in."""
     folder = tmp_path_factory.mktemp("notebook")
     book = nbformat.read(NOTEBOOK, as_version=4)
-    fewer, changed = re.subn(r"(?m)^GENERATIONS = \d+", "GENERATIONS = 2", book.cells[1].source)
-    assert changed == 1
-    book.cells[1].source = fewer
+    for was, less in (
+        (r"(?m)^GENERATIONS = \d+", "GENERATIONS = 2"), (r"\{GENERATIONS\}\"\]", '{GENERATIONS}", "task.test_size=16"]')
+    ):  # fmt: skip
+        book.cells[1].source, changed = re.subn(was, less, book.cells[1].source)
+        assert changed == 1
     nbclient.NotebookClient(
         book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
@@ -40,7 +42,7 @@ def test_every_cell_runs_and_shows_what_it_says(ran: tuple[Any, Path]) -> None:
     assert "generation 2/2" in html_of(book.cells[1])  # drawn in place, not line after line
     assert "Loading weights" not in str([cell.get("outputs") for cell in book.cells])
     shown = html_of(book.cells[2])
-    assert "runs/quickstart: reward" in shown and "on 245 test examples" in shown and "data:image/png;base64," in shown
+    assert "runs/quickstart: reward" in shown and "on 16 test examples" in shown and "data:image/png;base64," in shown
     frame = html_of(book.cells[3])
     assert frame.count("<tr") == 9 and "text_before" in frame
     placebos = "".join(output.text for output in book.cells[5].outputs if output.output_type == "stream")

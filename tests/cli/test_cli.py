@@ -24,6 +24,7 @@ from evoalign.version import install
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 SMALL = ["-s", "es.num_generations=1", "-s", "es.population_size=4", "-s", "evaluation.max_tokens=8"]
+SMALL += ["-s", "checks.placebo=0", "-s", "checks.perplexity=false"]
 
 
 @pytest.fixture

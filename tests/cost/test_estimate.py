@@ -14,6 +14,7 @@ import pytest
 
 from evoalign.cost.budget import resident
 from evoalign.training.train import dry_run
+from plain import UNCHECKED
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,11 @@ def tree(folder: Path, members: int, **sections: Any) -> dict[str, Any]:
     data = {split: str(ROOT / f"data/tasks/conciseness/questions_{split}.json") for split in ("train", "test")}
     return {
         "output_dir": str(folder / "run"), "engine": {"threads": 1, "device": "cpu"},
-        "task": {"name": "conciseness", "train_data": data["train"], "test_data": data["test"], "batch_size": 16},
+        "task": {"name": "conciseness", "train_data": data["train"], "test_data": data["test"], "batch_size": 16,
+                 "test_size": 16},
         "lora": {"rank": 8, "target_layers": [3], "target_modules": ["down_proj"]},
         "es": {"sigma": 0.025, "learning_rate": 0.0125, "population_size": members, "num_generations": 1},
-        "evaluation": {"max_tokens": 100}, "checks": {"placebo": 0, "control_every": 0}, **sections,
+        "evaluation": {"max_tokens": 100}, "checks": UNCHECKED, **sections,
     }  # fmt: skip
 
 

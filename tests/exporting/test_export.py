@@ -37,6 +37,7 @@ from evoalign.rundir.directory import saved_folders
 from evoalign.tasks.countdown.task import SYSTEM
 from evoalign.types import MEAN_PLAN, Request, Sampling
 from families import Bench
+from plain import UNCHECKED
 
 SPACES = ["lora", "lowrank", "full"]
 WIDTHS = {"lora": 0.05, "lowrank": 0.02, "full": 0.01}
@@ -59,7 +60,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(output: Path, model: str, space: str, /, **sections: Mapping[str, Any]) -> Path:
     es = {"sigma": WIDTHS[space], "learning_rate": WIDTHS[space], "num_generations": 2, "population_size": 6}
     tree: dict[str, Any] = {"output_dir": str(output), "seed": 1, "space": space, "es": es,
-                            "model": {"name": model}, "evaluation": {"max_tokens": 12},
+                            "model": {"name": model}, "evaluation": {"max_tokens": 12}, "checks": UNCHECKED,
                             "checkpoint": {"every": 1, "keep_last": 1}}  # fmt: skip
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
@@ -417,7 +418,7 @@ def hub() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.url = f"http://127.0.0.1:{server.server_port}"
     server.calls, server.files, server.made = [], {}, None
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -23,6 +23,7 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.types import MEAN_PLAN, Sampling
 from families import PROMPTS, Bench, build, make_config, next_logits, requests
+from plain import UNCHECKED
 
 Run = tuple[str, str, dict[str, Any]]
 TOKENS = 8
@@ -38,7 +39,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "output_dir": str(place / "run"), "seed": 1, "space": space,
         "model": {"name": str(build(family, place / "base"))},
         "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 2, "population_size": 6},
-        "evaluation": {"max_tokens": TOKENS}, "checkpoint": {"every": 2}, "checks": {"placebo": 0},
+        "evaluation": {"max_tokens": TOKENS}, "checkpoint": {"every": 2}, "checks": UNCHECKED,
     }  # fmt: skip
     screen = io.StringIO()
     evoalign.train(tree, console=Console(file=screen, width=200))

@@ -279,7 +279,7 @@ HUNG = "no answer within 1 s"
 
 
 @pytest.mark.first("fork-sleeps", "fork-exits", "fork-leaves-", "fork-kills", "fork-segfaults", "fork-raises")
-@pytest.mark.last("fork-drips", "fork-awaits", "fresh-leaves-")
+@pytest.mark.last("fork-drips", "fork-awaits", "fork-holds", "fresh-leaves", "fresh-segfaults")
 @pytest.mark.parametrize(
     ("make", "name", "reason", "message"),
     [
@@ -397,7 +397,7 @@ def test_what_is_no_answer_is_no_score(make: Make, log: Path, line: str) -> None
 
 @pytest.mark.slow
 def test_an_endless_answer_is_cut(make: Make, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(connection, "LINE_LIMIT", 200)
     error = refused(make("drips", retries=0), ["bomb"], row(log))
     assert "reward function drips died: an answer of more than" in str(error)
 
@@ -663,9 +663,10 @@ def test_grandchildren_end_with_an_idle_worker(make: Make, log: Path) -> None:
 @pytest.mark.slow
 @linux
 @both
+@pytest.mark.last("fresh")
 @pytest.mark.parametrize("text", ["a", "bomb", "exit"])
 def test_sessions_of_their_own_end_with_the_worker(make: Make, log: Path, text: str) -> None:
-    task = make("escapes", retries=0, timeout=5.0)
+    task = make("escapes", retries=0, timeout=3.0)
     if text == "a":
         task.rewards([text], [row(log)])
         assert all(map(is_running, pids(log)))
@@ -731,7 +732,7 @@ def wait_for(log: Path, lines: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.last("-fork-fresh", "-wait-fresh")
+@pytest.mark.last("-fork-fresh", "-wait-fresh", "holds_the_gil")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
 @pytest.mark.parametrize(
     ("name", "text", "then"),

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +37,8 @@ from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.training import replay as replaying
 from evoalign.training import stop as stopping
+from plain import UNCHECKED
+from warm import Popen
 
 
 def quiet() -> Console:
@@ -52,7 +53,7 @@ def small(output: Path, generations: int = 2, **sections: Any) -> dict[str, Any]
     tree = killing.config("lora", output)
     tree["es"] = {"sigma": 0.01, "num_generations": generations, "population_size": 4}
     tree["evaluation"] = {"max_tokens": 8, **sections.pop("evaluation", {})}
-    return tree | sections
+    return tree | {"checks": UNCHECKED} | sections
 
 
 def numbers(run: Path) -> list[int]:
@@ -148,15 +149,11 @@ def test_replay_never_takes_the_place_of_what_has_come(copy: Path, tmp_path: Pat
 # --- two processes ---------------------------------------------------------------------------------------------------
 
 
-def running(run: Path) -> subprocess.Popen[str]:
+def running(run: Path) -> Popen:
     """A run of 400 generations in a process of its own that is past its first generation."""
     file = run.parent / "long.yaml"
     file.write_text(yaml.safe_dump(small(run, 400)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "evoalign.cli", "train", str(file)],
-        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    process = Popen([sys.executable, "-m", "evoalign.cli", "train", str(file)], start_new_session=True)
     deadline = time.monotonic() + 120
     while not (run / "metrics.jsonl").is_file():
         assert process.poll() is None and time.monotonic() < deadline

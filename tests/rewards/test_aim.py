@@ -29,6 +29,7 @@ from evoalign.sweeping.children import Ended
 from evoalign.sweeping.search import domain, search
 from evoalign.sweeping.sweep import Source, sweep
 from evoalign.training import placebos
+from plain import UNCHECKED
 
 CODE = """
 def letters(completions, examples):
@@ -47,7 +48,7 @@ def config(folder: Path, fitness: str | None = "letters") -> dict[str, Any]:
         "output_dir": str(folder / "run"), "seed": 3,
         "es": {"sigma": 0.05, "learning_rate": 0.05, "num_generations": 1, "population_size": 4},
         "task": {"name": "conciseness", "train_size": 1, "test_size": 4, "validation_size": 1},
-        "evaluation": {"max_tokens": 6}, "checks": {"control_every": 0, "canary_every": 0, "placebo": 1},
+        "evaluation": {"max_tokens": 6}, "checks": UNCHECKED | {"placebo": 1},
         "tracking": {"completions_every": 0}, "grader": {"isolated": False},
     }  # fmt: skip
     tree["task"] |= {} if fitness is None else {"fitness": f"{code}:{fitness}"}

@@ -27,58 +27,10 @@ from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.shaping import Scores
 from evoalign.sweeping.sweep import check_measure
-from evoalign.types import Example
+from own_fitness import seen
 
-HERE = "test_fitness"
+HERE = "own_fitness"
 GENERATIONS = 3
-seen: list[tuple[list[str], list[Any]]] = []
-
-
-def helpful(text: str, example: Example) -> float:
-    """More vowels are better, less so in a long text."""
-    return sum(c in "aeiou" for c in text) / (1 + len(text))
-
-
-def mean_helpful(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    """What the mean of the rewards is, by another name."""
-    return math.fsum(map(helpful, completions, examples)) / len(completions)
-
-
-def letters(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    """Different characters in all answers together, which no answer has alone."""
-    seen.append((list(completions), list(examples)))
-    return float(len(set("".join(completions))))
-
-
-def fails(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    raise KeyError("label")
-
-
-def broken(completions: Sequence[str], examples: Sequence[Example]) -> Any:
-    return math.nan
-
-
-def sleeps(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    import time
-
-    time.sleep(100)
-    return 0.0
-
-
-def needs_both(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    """As a score that is not defined without an example of each class."""
-    return 1.0 / (len({example["prompt"] for example in examples}) > 1)
-
-
-async def later(completions: Sequence[str], examples: Sequence[Example]) -> float:
-    return 0.0
-
-
-def one_at_a_time(text: str) -> float:
-    return 0.0
-
-
-NUMBER = 3.0
 
 
 def config(output: Path, questions: str, fitness: str | None = None, **sections: Any) -> dict[str, Any]:
@@ -188,7 +140,7 @@ def test_cut_short_it_ends_with_the_same_bits(runs: tuple[Path, str], kept: int,
 def test_another_fitness_is_another_run(runs: tuple[Path, str], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(runs[0] / "mean", tmp_path / "run"))
     for fitness in (None, "letters"):
-        with pytest.raises(evoalign.EvoalignError, match=r"task\.fitness is 'test_fitness:mean_helpful' in the run"):
+        with pytest.raises(evoalign.EvoalignError, match=r"task\.fitness is 'own_fitness:mean_helpful' in the run"):
             train(config(copy, str(runs[0] / "questions.jsonl"), fitness), resume=True)
 
 
@@ -278,7 +230,7 @@ def test_each_member_has_one_score_and_an_objective_of_ones_own_may_have_too() -
 @pytest.mark.parametrize(
     ("fitness", "said", "reason"),
     [
-        ("fails", r"task\.fitness fails failed: KeyError: 'label' in test_fitness.py line \d+.*; fix it", "raised"),
+        ("fails", r"task\.fitness fails failed: KeyError: 'label' in own_fitness.py line \d+.*; fix it", "raised"),
         ("broken", r"task\.fitness broken gave nan for 2 answers; a fitness is one finite number", "value"),
         ("sleeps", r"task\.fitness sleeps hung: no answer within 0.3 s", "hung"),
     ],
@@ -320,7 +272,7 @@ def test_what_cannot_be_together_is_refused(runs: tuple[Path, str], tmp_path: Pa
     with pytest.raises(ConfigError, match=r"task\.fitness 'macro_f1': write package"):
         from_dict(config(tmp_path, questions, task={"fitness": "macro_f1"}))
     plain = tasks.create(TaskConfig(name="custom", rewards=[f"{HERE}:helpful"]))
-    with pytest.raises(ConfigError, match=r"task\.fitness test_fitness:letters: the task custom that was given"):
+    with pytest.raises(ConfigError, match=r"task\.fitness own_fitness:letters: the task custom that was given"):
         evoalign.train(config(tmp_path / "run", questions, "letters"), task=plain)
     pytest.importorskip("trl")
     tree = config(tmp_path / "run", questions, "letters", grpo={"max_steps": 1, "num_generations": 2})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -32,6 +31,8 @@ from evoalign.sweeping.folder import Folder
 from evoalign.sweeping.search import Domain, domain, search
 from evoalign.sweeping.sweep import Sweep, sweep
 from evoalign.version import install
+from plain import UNCHECKED
+from warm import Popen, runs_of_sweeps
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY / "data" / "tasks" / "conciseness"
@@ -47,7 +48,7 @@ BASE: dict[str, Any] = {
     },
     "es": {"num_generations": 2, "population_size": 4, "sigma": 0.01, "learning_rate": 0.01},
     "evaluation": {"max_tokens": 4},
-    "checks": {"control_every": 0, "canary_every": 0},
+    "checks": UNCHECKED,
     "tracking": {"completions_every": 0},
     "engine": {"threads": 1},
 }
@@ -57,7 +58,8 @@ def run(to: Path, grid: dict[str, list[Any]] | None = None, **options: Any) -> t
     """A sweep in this process, and what it printed."""
     out = io.StringIO()
     options = {"jobs": 2, "gpus": None, **options}
-    done = sweep(options.pop("base", BASE), grid=grid, to=to, console=Console(file=out, width=200), **options)
+    with runs_of_sweeps():
+        done = sweep(options.pop("base", BASE), grid=grid, to=to, console=Console(file=out, width=200), **options)
     return done, out.getvalue()
 
 
@@ -131,8 +133,8 @@ class Command:
 def kill_one_that_has_come_further(command: Command) -> None:
     before = rows(command.long)
     until(lambda: rows(command.long) > before)
-    for pid in pids_of(command.to):
-        os.kill(pid, signal.SIGKILL)
+    assert Popen.latest is not None
+    Popen.latest.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture
@@ -395,7 +397,8 @@ SEARCHED: dict[str, Any] = {**BASE, "task": {**BASE["task"], "validation_data": 
 def look(to: Path, trials: int, space: dict[str, Domain], **options: Any) -> tuple[Sweep, str]:
     out = io.StringIO()
     base = options.pop("base", SEARCHED)
-    done = search(base, space, trials=trials, to=to, jobs=1, console=Console(file=out, width=200), **options)
+    with runs_of_sweeps():
+        done = search(base, space, trials=trials, to=to, jobs=1, console=Console(file=out, width=200), **options)
     return done, out.getvalue()
 
 

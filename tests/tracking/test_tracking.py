@@ -591,6 +591,7 @@ from evoalign import tracking
 from evoalign.config import from_dict
 from evoalign.version import install
 config = from_dict({"output_dir": sys.argv[1], "evaluation": {"max_tokens": 4}, "task": {"test_size": 2},
+                    "checks": {"control_every": 0, "canary_every": 0, "perplexity": False, "placebo": 0},
                     "es": {"sigma": 0.02, "num_generations": 1, "population_size": 2}})
 tracking.check(config)
 assert tracking.create(config, Path(sys.argv[1]) / "unused") == []

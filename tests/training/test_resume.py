@@ -72,7 +72,7 @@ def go_on(run: Path, **sections: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.last("lowrank-", "full-")  # all points of lora are in the second tier; others save and journal alike
+@pytest.mark.first("-mid-save (weights)", others="long")
 @pytest.mark.parametrize("point", killing.POINTS)
 def test_killed_anywhere_it_ends_with_the_same_bits(
     straight: tuple[str, Path, Traces], point: str, tmp_path: Path
@@ -84,9 +84,10 @@ def test_killed_anywhere_it_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(lora: Path, tmp_path: Path) -> None:
-    """At every generation, each time while it goes on from the death before."""
-    for point in ("after sampling", "before the seal", "mid-journal-line (seal)", "mid-save (weights)"):
+@pytest.mark.parametrize("half", [0, 1])
+def test_killed_again_and_again(lora: Path, tmp_path: Path, half: int) -> None:
+    """At every point, each time while it goes on from the death before."""
+    for point in list(killing.POINTS)[half::2]:
         killing.killed("lora", point, 0, tmp_path / "run", resume=True)
     killing.train("lora", tmp_path / "run", resume=True)
     assert killing.traces(tmp_path / "run") == killing.traces(lora)
