@@ -61,7 +61,7 @@ $(HARNESS): $(STAMP)
 
 # What vLLM caches of one release is wrong for another.
 VLLM_PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=$(CURDIR)/$(VLLM_VENV)/cache \
-  $(VLLM_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/engine_vllm
+  $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_PYTEST) -m "$(VLLM_TESTS)"

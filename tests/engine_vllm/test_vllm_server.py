@@ -39,13 +39,13 @@ def test_the_contract(bench, check):
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_the_canary_blames_nothing_that_is_right(client, api):
-    for _ in range(2):
-        report = examine(client.url, key=client._key, api=api)
-        assert report.server.startswith("vLLM 0.") and report.seconds < 60
-        assert {check.name for check in report.checks if check.status != "ok"} <= OF_THE_CPU, report
-        assert len(report.checks) == 16
+    report = examine(client.url, key=client._key, api=api)
+    assert report.server.startswith("vLLM 0.") and report.seconds < 60
+    assert {check.name for check in report.checks if check.status != "ok"} <= OF_THE_CPU, report
+    assert len(report.checks) == 16
 
 
+@pytest.mark.first("drops up_proj", others="long")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_canary_finds_a_planted_fault(client, fault):
     make, wanted = FAULTS[fault]
