@@ -42,6 +42,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
 from evoalign.types import Plan, Request, Sampling, population
+from plain import UNCHECKED
 
 pytest.importorskip("trl")
 
@@ -59,6 +60,7 @@ def config(output: Path, **sections: Any) -> dict[str, Any]:
         "evaluation": {"max_tokens": 8, "every": 2},
         "checkpoint": {"every": 1},
         "tracking": {"completions_every": 1},
+        "checks": UNCHECKED,
         "grpo": {
             "max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3,
             "lr_scheduler_type": "constant", "rollouts": "engine",

@@ -34,6 +34,7 @@ from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
 from evoalign.training import resolve as targets
 from evoalign.version import install
+from plain import UNCHECKED
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -47,6 +48,7 @@ def config(output: Path, **sections: Any) -> dict[str, Any]:
         "task": {"name": "conciseness"},
         "evaluation": {"max_tokens": 8, "every": 1},
         "checkpoint": {"every": 1},
+        "checks": UNCHECKED,
         "lora": {"rank": 2, "alpha": 4},
         "grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "learning_rate": 0.02,
                  "lr_scheduler_type": "constant", "rollouts": "engine"},

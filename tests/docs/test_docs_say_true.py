@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -45,10 +46,14 @@ def commands() -> list[tuple[str, str]]:
     return [(by_page(b.page), line) for b, line in lines if re.match(r"(\w+=\S+ )*(\S+/bin/)?evoalign ", line)]
 
 
+@functools.cache
+def command_line() -> Any:
+    return typer.main.get_command(cli.app)
+
+
 def leaf(parts: list[str]) -> tuple[Any, list[str]]:
     """The command that the words name, and the words that are left for it."""
-    command: Any = typer.main.get_command(cli.app)
-    rest = parts[1:]
+    command, rest = command_line(), parts[1:]
     while hasattr(command, "commands"):
         assert rest and rest[0] in command.commands, f"no command {' '.join(parts)}"
         command, rest = command.commands[rest[0]], rest[1:]
@@ -70,8 +75,8 @@ def test_a_command_line_is_one_that_the_command_line_takes(page: str, line: str)
 
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
 def test_commands_and_options_in_running_text_exist(page: Path) -> None:
-    tree: Any = typer.main.get_command(cli.app)
-    known = {name for command in _commands(tree) for p in command.params for name in [*p.opts, *p.secondary_opts]}
+    parameters = [p for command in _commands(command_line()) for p in command.params]
+    known = {name for p in parameters for name in [*p.opts, *p.secondary_opts]}
     for word in words(page):
         if word.startswith("evoalign "):
             leaf(word.split())
@@ -102,6 +107,7 @@ def test_a_setting_in_running_text_exists(page: Path) -> None:
                 from_dict(parse_overrides(WIDTH, [f"engine={known[name]}", f"{name}={value}"]))
 
 
+@functools.cache
 def settings() -> dict[str, str]:
     """All dotted names, sections included, with the engine that has them."""
     found: dict[str, str] = {}

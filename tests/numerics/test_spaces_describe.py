@@ -23,6 +23,7 @@ from evoalign.preflight import ladder, plan
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import layout_of, start
 from evoalign.training import saving, train
+from plain import UNCHECKED
 
 SOURCE = Path(evoalign.__file__).parent
 MODEL = {"name": "tiny", "dtype": "float32"}
@@ -76,7 +77,8 @@ def tree(space: Any, output: Path | None = None, **es: Any) -> dict[str, Any]:
     widths = {"sigma": 0.1, "learning_rate": 0.1, "num_generations": 3, "population_size": 4, **es}
     where = {} if output is None else {"output_dir": str(output)}
     return {"space": space, "model": MODEL, "es": widths, "evaluation": {"max_tokens": 4},
-            "task": {"train_size": 2, "test_size": 2}, "engine": {"device": "cpu"}, **where}  # fmt: skip
+            "task": {"train_size": 2, "test_size": 2}, "checks": UNCHECKED, "engine": {"device": "cpu"},
+            **where}  # fmt: skip
 
 
 def quietly(config: Mapping[str, Any], **more: Any) -> Any:

@@ -29,6 +29,9 @@ DATA = ROOT / "data/tasks/countdown/countdown.json"
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 
 
+SHORT = {"max_tokens": 12}
+
+
 def tree(folder, space="lowrank", **changes):
     es = {"population_size": 8, "sigma": 0.01, "learning_rate": 0.005} | changes.pop("es", {})
     return {
@@ -155,9 +158,10 @@ def test_the_figures_are_those_of_an_engine_asked_by_hand(tmp_path):
     assert result.rungs[1].gain_error == pytest.approx(ETA * error * 3 / fitness[1].std())
 
 
+@pytest.mark.last("lora")
 @pytest.mark.parametrize("space", ["lora", "full"])
 def test_other_spaces(tmp_path, space):
-    result = probe(tree(tmp_path, space), sigmas=[1e-6, 1.0], members=4, examples=4)
+    result = probe(tree(tmp_path, space, sampling=SHORT), sigmas=[1e-6, 1.0], members=4, examples=4)
     low, high = result.rungs
     assert low.changed_share == 0 and high.changed_share == 1
     assert list(tmp_path.iterdir()) == []
@@ -188,7 +192,12 @@ def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
 def test_the_learning_rate_is_that_of_the_optimizer(tmp_path, monkeypatch, optimizer, share):
     asked, recommend = [], module.recommend
     monkeypatch.setattr(module, "recommend", lambda *given, **named: asked.append(given) or recommend(*given, **named))
-    probe(tree(tmp_path, "lora", es={"optimizer": optimizer}), sigmas=[0.002, 0.004], members=4, examples=1)
+    probe(
+        tree(tmp_path, "lora", es={"optimizer": optimizer}, sampling=SHORT),
+        sigmas=[0.002, 0.004],
+        members=4,
+        examples=1,
+    )
     assert asked[0][2:] == ("sigma", pytest.approx(share * ETA))
 
 
@@ -259,7 +268,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "judge", seen)
         with pytest.raises(module.ProbeStoppedError) as stopped:
-            probe(tree(tmp_path), sigmas=[0.005, 0.01, 0.02, 0.04], members=4, examples=1)
+            probe(tree(tmp_path, sampling=SHORT), sigmas=[0.005, 0.01, 0.02, 0.04], members=4, examples=1)
         monkeypatch.setattr(module, "judge", judge)
         result = stopped.value.result
         assert stopped.value.signal == number and signal.getsignal(signal.SIGTERM) == before

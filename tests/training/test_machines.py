@@ -22,6 +22,7 @@ from evoalign.spaces.base import Space
 from evoalign.spaces.lowrank import LowRank
 from evoalign.training import replay as replaying
 from evoalign.training import saving
+from plain import UNCHECKED
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD = GOLDEN / "0.1.0" / "lowrank.jsonl"
@@ -32,7 +33,7 @@ def config(folder, space="lowrank", generations=2, **more):
         "seed": 5, "output_dir": str(folder), "space": space, "task": {"name": "conciseness", "batch_size": 1},
         "model": {"name": "tiny"}, "engine": {"threads": 1, "device": "cpu"}, "sampling": {"max_tokens": 2},
         "evaluation": {"max_tokens": 1}, "lowrank": {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
-        "checks": {"canary_every": 0, "control_every": 0}, "tracking": {"completions_every": 0},
+        "checks": UNCHECKED, "tracking": {"completions_every": 0},
         "es": {"num_generations": generations, "population_size": 3, "antithetic": False, "sigma": 0.05,
                "learning_rate": 0.05}, **more,
     }  # fmt: skip

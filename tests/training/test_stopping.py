@@ -21,6 +21,7 @@ from evoalign.rundir.identity import identity
 from evoalign.sweeping import cells
 from evoalign.training import stopping
 from evoalign.training.train import dry_run
+from plain import UNCHECKED
 
 ASKED = ["What is 3 plus 4?", "Name a colour:", "Capital of France:"]
 STILL = {"name": "plateau", "patience": 2, "factor": 0.5, "floor": 0.3}
@@ -44,7 +45,7 @@ def config(folder: Path, name: str = "run", generations: int = 9, **more: Any) -
         "es": {"sigma": 0.1, "learning_rate": 0.1, "num_generations": generations, "population_size": 4,
                **more.pop("es", {})},
         "sampling": {"max_tokens": 6}, "evaluation": {"max_tokens": 6, "every": 1},
-        "checkpoint": {"every": 0, "keep_last": 9}, "checks": {"control_every": 0, "canary_every": 0, "placebo": 1},
+        "checkpoint": {"every": 0, "keep_last": 9}, "checks": UNCHECKED | {"placebo": 1},
         "tracking": {"completions_every": 0, "backends": ["tensorboard"]}, **more,
     }  # fmt: skip
 
