@@ -117,12 +117,12 @@ def test_a_dry_run_warns_of_an_unusual_step(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_on_vllm_needs_no_vllm(tmp_path: Path) -> None:
-    code = "import sys; from evoalign import cli; sys.modules['vllm'] = None; cli.main()"
+def test_a_dry_run_on_vllm_needs_no_vllm(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # to import it is an error
     settings = ["-s", "engine=vllm", "-s", "engine.kv_cache_gib=2", "-s", "space=lowrank"]
-    done = command("train", QUICKSTART, *SMALL, *settings, "--dry-run", cwd=tmp_path, code=code)
-    assert done.returncode == 0 and done.stderr == "" and not list(tmp_path.iterdir())
-    assert "  name: vllm\n" in done.stdout and "cache at least 2.00 GiB (engine.kv_cache_gib)" in done.stdout
+    done = run("train", QUICKSTART, *SMALL, *settings, "--dry-run")
+    assert done.code == 0 and done.err == "" and not list(tmp_path.iterdir())
+    assert "  name: vllm\n" in done.out and "cache at least 2.00 GiB (engine.kv_cache_gib)" in done.out
 
 
 @pytest.mark.skipif(preflight.machine._installed("vllm"), reason="vLLM is installed")

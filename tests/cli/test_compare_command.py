@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign compare` as it is typed, once in a process of its own."""
+"""`evoalign compare` as it is typed."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from calling import Run, caller
 from compared import copy_run, real_run
-
-
-def command(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    start = [sys.executable, "-m", "evoalign.cli", "compare", *map(str, words)]
-    return subprocess.run(start, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -41,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> None:
-    done = command(folder / "runs", "--to", tmp_path / "out", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path, run: Run) -> None:
+    done = run("compare", folder / "runs", "--to", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
     for text in (
         "At equal wall time of training (2 s)",
         "At equal completions (48)",
@@ -55,8 +46,8 @@ def test_a_folder_is_compared_and_written_up(folder: Path, tmp_path: Path) -> No
         "metrics.jsonl, line 1, is damaged",
         "fewer than three seeds",
     ):
-        assert text in done.stdout, text
-    assert "\x1b" not in done.stdout
+        assert text in done.out, text
+    assert "\x1b" not in done.out
     tree = json.loads((tmp_path / "out/comparison.json").read_text())
     assert [group["label"] for group in tree["groups"]] == ["ES", "GRPO"]
     assert len(tree["left_out"]) == 1

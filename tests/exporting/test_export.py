@@ -352,8 +352,7 @@ def test_a_merge_refuses_another_base(lora: Path, base: Path, tmp_path: Path) ->
     assert tensors(folder, "model") == tensors(again, "model")
 
 
-@pytest.mark.slow
-@pytest.mark.last("1000]")
+@pytest.mark.long  # tests/faults/test_disk.py has it in this process
 @pytest.mark.parametrize("limit", [1_000, 200_000])
 def test_a_full_disk_is_one_line_and_leaves_nothing(limit: int, runs: dict[str, Path], tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: small files fail first, or the weights alone."""

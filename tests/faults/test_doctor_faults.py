@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from calling import caller
 from doctored import DATA, config, of, statuses
 from evoalign import engines, preflight
 from evoalign.engines.transformers import TransformersEngine
@@ -427,7 +427,9 @@ def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_faults_are_all_told_with_exit_code_1(tmp_path: Path, folder: Path) -> None:
+def test_several_faults_are_all_told_with_exit_code_1(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(folder / "tokenizer_config.json", chat_template=None)
     file = tmp_path / "c.yaml"
     tree = {
@@ -435,9 +437,7 @@ def test_several_faults_are_all_told_with_exit_code_1(tmp_path: Path, folder: Pa
         "lora": {"target_modules": ["qkv"]}, "es": {"sigma": 0.05, "learning_rate": 0.025},
     }  # fmt: skip
     file.write_text(json.dumps(tree))
-    done = subprocess.run(
-        [sys.executable, "-m", "evoalign.cli", "doctor", str(file)], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 1 and not done.stderr, done.stderr
-    assert done.stdout.splitlines()[-1] == "verdict: not ready; 3 failed: output, chat template, targets"
+    monkeypatch.chdir(tmp_path)
+    done = caller(monkeypatch, capsys)("doctor", file)
+    assert done.code == 1 and not done.err, done.err
+    assert done.out.splitlines()[-1] == "verdict: not ready; 3 failed: output, chat template, targets"
