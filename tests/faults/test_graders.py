@@ -347,7 +347,7 @@ def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path: Path, monkeypat
     assert memory.half() == 1 << 19
 
 
-@pytest.mark.last("raise-fresh", "garble-fresh")
+@pytest.mark.last("raise-fresh", "garble-fresh", "hang-fresh")
 @both
 @pytest.mark.parametrize("how", ["raise", "hang", "die", "garble"])
 def test_what_comes_back_is_asked_again(make: Make, log: Path, how: str) -> None:
@@ -732,7 +732,7 @@ def wait_for(log: Path, lines: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.last("-fork-fresh", "-wait-fresh", "holds_the_gil")
+@pytest.mark.last("-fork-fresh", "-wait-fresh", "escapes-bomb---fresh", "holds_the_gil")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
 @pytest.mark.parametrize(
     ("name", "text", "then"),
@@ -767,6 +767,7 @@ def test_kill_9_of_the_trainer_leaves_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.last("fresh")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
 def test_the_worker_ends_with_a_trainer_that_exits(tmp_path: Path, log: Path, kind: str) -> None:
     process = trainer(tmp_path, kind, "leaves_a_child", "a", log, "exit")
@@ -775,6 +776,7 @@ def test_the_worker_ends_with_a_trainer_that_exits(tmp_path: Path, log: Path, ki
 
 
 @pytest.mark.slow
+@pytest.mark.last("fresh")
 @pytest.mark.parametrize("kind", ["fork", "fresh"])
 def test_ctrl_c_reaches_the_trainer_and_not_the_worker(tmp_path: Path, log: Path, kind: str) -> None:
     process = trainer(tmp_path, kind, "good", "a", log, "wait")
