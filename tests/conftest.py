@@ -2,8 +2,10 @@
 """What tests share: settings of hypothesis, and small models that need no download."""
 
 import base64
+import gc
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ BLANK = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 whole_figure, pixels = Figure.savefig, True
+imported = 0
 
 
 def save_figure(figure: Figure, file: Any, **options: Any) -> None:
@@ -42,7 +45,10 @@ Figure.savefig = save_figure  # type: ignore[method-assign]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global pixels
+    global pixels, imported
+    if len(sys.modules) != imported:  # TRL collects garbage often, and would look through all that was imported
+        gc.freeze()
+        imported = len(sys.modules)
     within = item.path.relative_to(Path(__file__).parent).as_posix()
     pixels = within.startswith(PIXELS) or item.get_closest_marker("long") is not None
 

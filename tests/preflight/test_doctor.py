@@ -63,6 +63,7 @@ def test_the_shipped_configs_are_ready(tmp_path: Path, monkeypatch: pytest.Monke
     assert preflight.verdict(found)[1] == 0
 
 
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_every_space_is_examined_and_nothing_is_left(tmp_path: Path, space: str) -> None:
     (tmp_path / "runs").mkdir()
