@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import socket
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
@@ -37,6 +41,7 @@ def place(name: str) -> str:
         refuse_file(name, path)
         if looks_local:
             raise ModelError(f"model.name: no folder {name}")
+        look_for_hub()
         return name
     entries = _entries(name, path)
     for entry in entries:
@@ -209,13 +214,29 @@ def why_not(error: Exception) -> str:
     return line
 
 
+@functools.cache
+def look_for_hub() -> bool:
+    """Whether the hub has an address here. Where not, its library is told, which would try for more than a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        return False
+    return True
+
+
 def not_cached(error: Exception) -> str | None:
     """What to do where the hub is not there to be asked; None of any other error."""
     from huggingface_hub import constants
 
     if not re.search("in the cached files|in the disk cache", str(error)):
         return None
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    is_set = constants.HF_HUB_OFFLINE and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & os.environ.keys()
+    why = "HF_HUB_OFFLINE is set" if is_set else "the hub cannot be reached"
     return (
         f"it is not in the cache of this machine, and {why}; fetch it where there is a network, give model.name the "
         "folder that it is in and set HF_HUB_OFFLINE=1, or use `tiny`"
