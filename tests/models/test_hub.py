@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import constants
@@ -14,7 +15,7 @@ MISSING = OSError("nothing of that name in the cached files")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """The hosts whose address was asked for; there is none."""
     hosts: list[object] = []
 
@@ -28,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     look_for_hub.cache_clear()
-    yield hosts  # type: ignore[misc]
+    yield hosts
     look_for_hub.cache_clear()
 
 
