@@ -36,3 +36,15 @@ def bounded(found: Estimate, low: float = 0.0, high: float = 1.0) -> Estimate:
 def share(marked_E: NDArray[np.float64]) -> Estimate:
     """The mean of shares of each example, [E]; it has an interval where no example, or every one, is marked too."""
     return bounded(statistics.paired(np.zeros(len(marked_E)), marked_E, shares=True))
+
+
+def between(values: NDArray[np.float64], low: float, high: float) -> Estimate:
+    """The mean of [N] values that can be from low to high: Student's t of these and of one more at either end.
+
+    As one success and one failure are added to a share (Agresti and Coull 1998): where all values are at one end, or
+    nearly, their own spread says nothing of how far away the next may be.
+    """
+    if len(values) < statistics.FEWEST:
+        return statistics.mean(values)
+    found = statistics.mean(np.append(values, [low, high]))
+    return bounded(replace(found, mean=float(values.mean()), n=len(values)), low, high)

@@ -27,7 +27,7 @@ from evoalign import evaluation, noise, tokens
 from evoalign.analysis.parts import head_of, parts_of, words_of
 from evoalign.analysis.targets import Target, locate
 from evoalign.checks import divergence, verdict
-from evoalign.config import Config, from_dict
+from evoalign.config import Config, EvaluationConfig, from_dict
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.evaluation import Evaluation
@@ -149,13 +149,20 @@ class Lab:
         start = first.double()
         return start.add(sum(c * (tensor.double() - start) for c, tensor in chosen[1:])).float()
 
-    def answer(self, mix: Mix, perturbed: Perturbation | None = None) -> Evaluation:
-        """What a point answers to the examples, scored. Without noise each point is asked once, and remembered."""
+    def answer(
+        self, mix: Mix, perturbed: Perturbation | None = None, drawn: EvaluationConfig | None = None
+    ) -> Evaluation:
+        """What a point answers to the examples, scored. `drawn` is how, where that is not as the config says.
+
+        As the config says and without noise each point is asked once, and remembered.
+        """
         key = tuple(sorted((name, c) for name, c in mix.items() if c))
-        if perturbed is not None or key not in self._known:
+        other = perturbed is not None or drawn is not None
+        if other or key not in self._known:
             self.write(mix, perturbed)
-            found = evaluation.evaluate(self._engine, self._tokens, self.task, self.examples, self.config.evaluation)
-            if perturbed is not None:
+            how = drawn or self.config.evaluation
+            found = evaluation.evaluate(self._engine, self._tokens, self.task, self.examples, how)
+            if other:
                 return found
             self._known[key] = found
         return self._known[key]

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pass@k against all subsets and against a model whose chance to solve is known; support, variety, words, the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_lab import of_task, plain
+
+from calling import Run, caller
+from evoalign import statistics, tokens
+from evoalign.analysis.coverage import compute, estimators, words
+from evoalign.analysis.coverage import page as pages
+from evoalign.analysis.coverage.command import Settings
+from evoalign.analysis.coverage.compute import Coverage, Problem, Tries, Way, coverage
+from evoalign.analysis.lab import BASE, Lab, Perturbation
+from evoalign.config import Config
+from evoalign.errors import ConfigError
+from evoalign.models import tiny
+
+SMALL = Settings(temperature=(0.7, 1.0), sigma=(0.004,), samples=4, examples=4, tokens=24)
+HEAT, NOISE = Way("temperature", 1.0), Way("sigma", 0.01)
+
+
+# --- estimators ---
+
+
+def tried(shares: list[float], n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((n, len(shares))) < np.array(shares)
+
+
+def halves(n: int) -> list[tuple[list[int], list[int]]]:
+    return [(list(a), [j for j in range(n) if j not in a]) for a in combinations(range(n), n // 2)]
+
+
+@pytest.mark.parametrize("k", range(1, 8))
+def test_pass_at_k_is_the_mean_over_all_subsets(k: int) -> None:
+    solved_NP = tried([0.0, 0.1, 0.3, 0.5, 0.9, 1.0], 7)
+    brute = np.mean([solved_NP[list(chosen)].any(0) for chosen in combinations(range(7), k)], axis=0)
+    np.testing.assert_allclose(estimators.pass_at(solved_NP, k), brute, rtol=0, atol=1e-15)
+    without = [
+        np.mean([solved_NP[list(c)].any(0) for c in combinations([i for i in range(7) if i != j], min(k, 6))], axis=0)
+        for j in range(7)
+    ]
+    np.testing.assert_allclose(estimators.gaps(solved_NP, k), brute - np.array(without), rtol=0, atol=1e-15)
+
+
+def test_pass_at_512_is_exact_where_floats_would_cancel() -> None:
+    solved_NP = np.zeros((1024, 2), dtype=bool)
+    solved_NP[0, 0] = True
+    assert estimators.pass_at(solved_NP, 512).tolist() == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("k", [1, 4, 12])
+def test_intervals_hold_a_known_pass_at_k_and_the_error_is_not_too_small(k: int, shared: bool) -> None:
+    """500 times 100 problems of known chances and 12 tries; shared: a try is good or bad at all problems alike.
+
+    A problem's chance is u^3, u uniform; a shared try of quality v, uniform from 0 to 2, solves it with v u^3 or 1.
+    """
+    rng = np.random.default_rng([k, shared])
+    quality = (np.arange(2000) + 0.5) / 1000 if shared else np.ones(1)
+    truth = float(
+        np.mean([1 - (1 - np.mean(np.minimum(1, quality * u**3))) ** k for u in (np.arange(999) + 0.5) / 999])
+    )
+    held, held_alone, means, errors = 0, 0, list[float](), list[float]()
+    fixed_P = np.linspace(0, 1, 100) ** 3
+    for _ in range(500):
+        quality_N1 = 2 * rng.random((12, 1)) if shared else np.ones((12, 1))
+        solved_NP = rng.random((12, 100)) < quality_N1 * rng.random(100) ** 3
+        found, alone = (estimators.estimate(solved_NP, k, shared=s) for s in (shared, False))
+        held += (found.low or 0.0) <= truth <= (found.high or 0.0)
+        held_alone += (alone.low or 0.0) <= truth <= (alone.high or 0.0)
+        solved_NP = rng.random((12, 100)) < quality_N1 * fixed_P
+        means.append(estimators.pass_at(solved_NP, k).mean())
+        errors.append(estimators.error(estimators.gaps(solved_NP, k), shared=shared) ** 2)
+    assert held >= 465, held
+    assert not shared or k == 12 or held_alone < 450, "problems that share their tries are not independent"
+    assert 0.85 < np.mean(errors) / np.var(means) < 2.6
+
+
+def test_a_try_that_is_shared_counts_once() -> None:
+    """All problems solved by the same draws of noise say as little of the next draw as one problem does."""
+    one = tried([0.5], 16)
+    gaps = estimators.gaps(np.repeat(one, 50, axis=1), 1)
+    assert estimators.error(gaps, shared=True) == pytest.approx(estimators.error(estimators.gaps(one, 1), shared=True))
+    assert estimators.error(gaps, shared=False) == pytest.approx(estimators.error(gaps, shared=True) / 50**0.5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_support_is_the_mean_over_all_halves(seed: int) -> None:
+    base, own = tried([0.0, 0.1, 0.5, 0.2, 1.0, 0.4], 6, seed), tried([0.2, 0.0, 0.5, 0.1, 0.9, 0.0], 6, seed + 9)
+    for other in (own, base):
+        found = estimators.support(base, other)
+        pairs = [(base[a].any(0), other[b].any(0)) for a, b in halves(6)]
+        np.testing.assert_allclose(found.preserved_P, np.mean([a & b for a, b in pairs], axis=0), atol=1e-15)
+        np.testing.assert_allclose(found.shrunk_P, np.mean([a & ~b for a, b in pairs], axis=0), atol=1e-15)
+        np.testing.assert_allclose(found.expanded_P, np.mean([b & ~a for a, b in pairs], axis=0), atol=1e-15)
+        np.testing.assert_allclose(found.neither_P, np.mean([~a & ~b for a, b in pairs], axis=0), atol=1e-15)
+
+
+def test_the_best_way_is_chosen_by_other_problems() -> None:
+    even, odd = np.zeros((4, 6), dtype=bool), np.zeros((4, 6), dtype=bool)
+    even[:, ::2], odd[:, 1::2] = True, True
+    found, chosen = estimators.chosen_elsewhere([even, odd], 2)
+    assert chosen == (1, 0) and not found.any(), "each way is best exactly where it may not be chosen"
+
+
+def test_overlap_and_variety_against_counts_by_hand() -> None:
+    a, b = np.array([[1, 1, 0, 0, 1, 0, 1]] * 2, dtype=bool), np.array([[1, 0, 1, 0, 1, 0, 1]] * 2, dtype=bool)
+    assert estimators.jaccard(a, b).mean == pytest.approx(3 / 5)
+    assert math.isnan(estimators.jaccard(a & False, b & False).mean)
+    assert estimators.entropy(["x", "x", "y", "y"]) == pytest.approx(math.log(2)) and estimators.entropy(["x"] * 3) == 0
+    assert estimators.distinct(["a b a", "a b"], 1) == 2 / 5 and estimators.distinct(["a b a", "a b"], 2) == 2 / 3
+    assert math.isnan(estimators.distinct(["", "a"], 2))
+    texts = ["a b", "b c", "", "", "b a"]
+    sets = [set(text.split()) for text in texts]
+    brute = [1 - len(x & y) / len(x | y) if x | y else 0.0 for x, y in combinations(sets, 2)]
+    assert estimators.pairwise(texts) == pytest.approx(np.mean(brute))
+
+
+# --- models ---
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return of_task(task={"name": "countdown"}, evaluation={"max_tokens": 12, "temperature": 0.5, "samples": 3})
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(shutil.copytree(tiny(), tmp_path_factory.mktemp("twin") / "model"))
+
+
+@pytest.fixture(scope="module")
+def found(config: Config, twin: str) -> Coverage:
+    return coverage([twin], SMALL, config)
+
+
+def test_a_planted_chance_is_found(tmp_path: Path) -> None:
+    """Without its last norm the model draws each token of its vocabulary alike, whatever it is asked."""
+    import torch
+
+    model = plain()
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    model.save_pretrained(tmp_path / "blind")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / name, tmp_path / "blind")
+    (tmp_path / "reward.py").write_text("def r(text, example):\n    return float('e' in text)\n")
+    rows = [json.dumps({"prompt": f"Say something about {i}."}) for i in range(20)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    data = {f"{split}_data": str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}
+    own = of_task(task={"name": "custom", "rewards": [f"{tmp_path / 'reward.py'}:r"], **data})
+    coder = tokens.load(own.model)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    chance = float(np.mean(["e" in coder.decode([i]) for i in range(vocabulary)]))
+    settings = Settings(temperature=(0.3, 1.0), sigma=(), samples=64, examples=20, tokens=1)
+    with pytest.raises(ConfigError, match="task custom tells neither right answers nor a largest reward"):
+        coverage([str(tmp_path / "blind")], settings, own)
+    found = coverage([str(tmp_path / "blind")], replace(settings, solved=1.0), own)
+    assert found.rule == "a reward of 1 or more" and 0.02 < chance < 0.5
+    (_, target) = found.numbers["targets"]
+    for way in target["ways"]:
+        for row in way["pass"]:
+            known = 1 - (1 - chance) ** row["k"]
+            assert abs(row["mean"] - known) <= 4 * row["sampling_error"] + 1e-6, (way, row["k"], known)
+    rates = [row["sampling_error"] for row in target["ways"][1]["pass"] if row["k"] == 1]
+    assert rates[0] == pytest.approx((chance * (1 - chance) / (64 * 20)) ** 0.5, rel=0.2)
+
+
+def test_twins_solve_the_same_and_the_base_is_asked_though_nobody_named_it(found: Coverage, twin: str) -> None:
+    assert list(found.tries) == [BASE, twin] and found.rule == "right by gold"
+    for way, one in found.tries[BASE].items():
+        assert (one.solved_NP == found.tries[twin][way].solved_NP).all()
+        assert one.texts_PN == found.tries[twin][way].texts_PN and any(len({*texts}) > 1 for texts in one.texts_PN)
+    assert all(row["a_only"] == row["b_only"] == 0 for row in found.numbers["overlap"])
+    assert all(change["mean"] == 0 for row in found.numbers["against_base"] for change in row["pass"])
+    assert [line for line in found.sentences if line.startswith(f"{twin} and base: 12 of 12 comparisons are not sure.")]
+
+
+def test_tries_are_what_the_lab_answers(found: Coverage, config: Config) -> None:
+    with Lab([BASE], config, compute.Asked(examples=4, max_tokens=24)) as lab:
+        greedy = config.evaluation.model_copy(update={"max_tokens": 24, "temperature": 0.0, "samples": 1, "seeds": [2]})
+        noisy = lab.answer({BASE: 1.0}, Perturbation(0.004, 2), greedy)
+        warm = greedy.model_copy(update={"temperature": 0.7, "samples": 4, "seeds": [0]})
+        sampled = lab.answer({BASE: 1.0}, None, warm)
+        assert len(lab.answer({BASE: 1.0}).completions) == 4 * 3, "what is asked otherwise is not remembered"
+    tries = found.tries[BASE]
+    assert [texts[2] for texts in tries[Way("sigma", 0.004)].texts_PN] == [s.text for s in noisy.completions]
+    said = [text for texts in tries[Way("temperature", 0.7)].texts_PN for text in texts]
+    assert said == [s.text for s in sampled.completions]
+    right = [bool(s.right) for s in sampled.completions]
+    assert tries[Way("temperature", 0.7)].solved_NP.T.flatten().tolist() == right
+
+
+def test_under_noise_that_changes_nothing_sampled_tries_still_differ(config: Config) -> None:
+    settings = replace(SMALL, temperature=(), sigma=(1e-10,), examples=2)
+    texts = {heat: _texts(coverage([BASE], replace(settings, noisy_temperature=heat), config)) for heat in (0.0, 1.0)}
+    assert all(len({*said}) == 1 for said in texts[0.0]) and any(len({*said}) > 1 for said in texts[1.0])
+
+
+def _texts(found: Coverage) -> list[list[str]]:
+    return [list(texts) for one in found.tries[BASE].values() for texts in one.texts_PN]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (Settings(temperature=(0.0,)), "temperature: 0 does not vary"),
+        (Settings(sigma=(0.1, 0.1)), "twice"),
+        (Settings(temperature=(), sigma=()), "both empty"),
+        (Settings(samples=3), "samples: 3 cannot be halved"),
+        (Settings(k=(64,)), r"k: \[64\] cannot be told of 32 samples"),
+        (Settings(k=(0, 1)), "k: 0 cannot"),
+    ],
+)
+def test_what_is_wrong_is_said(settings: Settings, said: str, config: Config) -> None:
+    with pytest.raises(ConfigError, match=said):
+        coverage([BASE], settings, config)
+
+
+# --- words ---
+
+
+def planted(shares: dict[str, tuple[list[float], list[float]]], n: int = 16) -> dict[str, dict[Way, Tries]]:
+    """Tries of each target by temperature and by noise, with these chances to solve."""
+    return {
+        name: {
+            way: Tries(solved := tried(chances, n, 11 * i + j), [["text"] * n for _ in solved.T])
+            for j, (way, chances) in enumerate(zip((HEAT, NOISE), both, strict=True))
+        }
+        for i, (name, both) in enumerate(shares.items())
+    }
+
+
+def test_sentences_follow_the_intervals() -> None:
+    easy, hard = [0.9] * 30, [0.02] * 30
+    tries = planted({BASE: (hard, hard), "gains": (easy, hard), "same": (hard, hard)})
+    contest = compute._contest(tries, "gains", 16)  # pyright: ignore
+    assert contest["low"] > 0 and contest["chosen"] == {"temperature": [1.0, 1.0], "sigma": [0.01, 0.01]}
+    (line,) = words._contests([contest], 16)  # pyright: ignore
+    assert "gains: at pass@16 from equally many tries" in line and "sampling solves more than weight noise" in line
+    (line,) = words._contests([compute._contest(tries, "same", 16)], 16)  # pyright: ignore
+    assert "is not sure" in line
+    rows = [compute._against(tries, name, HEAT, [1, 16]) for name in ("gains", "same")]  # pyright: ignore
+    said = words._beside_base({"against_base": rows, "k": [1, 16]})  # pyright: ignore
+    assert (
+        "gains and base: at temperature 1 pass@1 differs by +0.8" in said[1]
+        and "solves more of what the base" in said[1]
+    )
+    assert said[2] == "same and base: 4 of 4 comparisons are not sure."
+    lost = planted({BASE: (easy, easy), "lost": (hard, easy)})
+    (_, line) = words._beside_base({"against_base": [compute._against(lost, "lost", HEAT, [16])], "k": [16]})  # pyright: ignore
+    assert "solves less of what the base solves than other tries of the base do" in line
+
+
+def test_luck_between_two_sets_of_tries_is_no_shrinkage() -> None:
+    """Of 200 pairs of models alike, the interval of what shrank beyond chance leaves out 0 in about one in twenty."""
+    rare, sure = np.linspace(0.0, 0.2, 40), 0
+    for seed in range(200):
+        base, own = tried([*rare], 8, 2 * seed), tried([*rare], 8, 2 * seed + 1)
+        found = compute._beyond(estimators.support(base, own).shrunk_P, estimators.support(base, base).shrunk_P)  # pyright: ignore
+        sure += statistics.is_sure(found)
+        assert estimators.support(base, base).shrunk_P.mean() > 0, "chance alone shows some"
+    assert sure <= 20
+
+
+# --- page and command ---
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> \u202eevil\u2028next\nline \"'&"
+
+
+def test_the_page_shows_hostile_text_as_text() -> None:
+    solved = np.array([[True, False], [False, False]])
+    tries = {HOSTILE: {HEAT: Tries(solved, [[HOSTILE, "no"], ["", HOSTILE]])}}
+    html = pages.page(tries, [Problem(HOSTILE, HOSTILE), Problem("two", None)], "right by gold", [HOSTILE])
+    assert html.count("<script") == html.count("</script>") == 1 and "<img" not in html
+    assert not re.search(r"[\u202e\u2028]", html) and "\\u202eevil\\u2028next\nline" in html
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None and policy[1].startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy[1] and not re.search(r"\bstyle=|\bon\w+=[\"']|https?://", html)
+    script = re.search(r"<script>(.*)</script>", html, re.DOTALL)
+    assert script is not None and pages._hash(script[1]) in policy[1], "the hash is that of the script as it stands"  # pyright: ignore
+    assert '<tr data-solved="0">' in html and '<tr data-solved="">' in html and '<td class="c2">1</td>' in html
+
+
+def test_the_command_writes_numbers_figures_and_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], twin: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run: Run = caller(monkeypatch, capsys, 200)
+    (tmp_path / "c.yaml").write_text("model: {name: tiny}\ntask: {name: countdown}\n")
+    wanted = ["temperature=[1]", "sigma=[0.01]", "samples=2", "examples=3", "tokens=4", "noisy_temperature=0.5"]
+    sets = [word for setting in wanted for word in ("--set", setting)]
+    done = run("analyze", "coverage", twin, "-c", "c.yaml", *sets, "--to", "out")
+    assert (done.code, done.err) == (0, "") and "base, temperature 1: pass@1 " in done.out
+    numbers = json.loads(Path("out/coverage.json").read_text())["numbers"]
+    assert numbers["k"] == [1, 2] and numbers["solved_is"] == "right by gold" and len(numbers["problems"]) == 3
+    for name in ("coverage", "coverage_support"):
+        assert Path(f"out/{name}.png").is_file() and Path(f"out/{name}.svg").is_file()
+    assert Path("out/coverage.html").read_text().count("<tr data-solved") == 3
+    assert "  --set samples=32" in run("analyze", "coverage").out.splitlines()
