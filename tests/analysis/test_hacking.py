@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares of the signs of hacking in stored completions and in those of models that are asked; the labelled rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_lab import ES, of_task, write_negated
+
+import evoalign
+from calling import Run, caller
+from evoalign.analysis.hacking import compute
+from evoalign.analysis.hacking.command import Settings
+from evoalign.analysis.hacking.compute import Hacking, Pair, hacking
+from evoalign.analysis.lab import BASE, Asked, Lab
+from evoalign.checks import verdict
+from evoalign.checks.hacking import SHARES
+from evoalign.errors import ConfigError
+from evoalign.evaluation import Scored
+from evoalign.rundir import parquet
+from plain import UNCHECKED
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hacking") / "run"
+    evoalign.train({
+        "output_dir": str(folder), "task": {"name": "conciseness"}, "es": ES, "evaluation": {"max_tokens": 8},
+        "checks": UNCHECKED, "tracking": {"completions_every": 0},
+    })  # fmt: skip
+    return folder
+
+
+def rewritten(run: Path, to: Path, changed: Callable[[int, dict[str, Any]], dict[str, Any]]) -> Path:
+    """The run with other completions after training."""
+    shutil.copytree(run, to)
+    file = to / "results" / "completions" / "after.parquet"
+    parquet.write(file, [row | changed(i, row) for i, row in enumerate(parquet.read(file))])
+    return to
+
+
+def target(found: Hacking, place: int = 0) -> dict[str, Any]:
+    return found.numbers["targets"][place]
+
+
+def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
+    """Two of eight are empty, one in another script, one a loop; all of them but the loop earn little."""
+    said = {0: "", 1: "  \n", 2: "столица", 3: "no no no no no no no no no no no no"}
+    changed = rewritten(
+        real, tmp_path / "run", lambda i, _: {"text": said.get(i, f"It is {i}."), "finish_reason": "stop"}
+    )
+    found = hacking([str(real), str(changed)], Settings(), None)
+    untouched, planted = target(found), target(found, 1)
+    after = [Scored.of(row) for row in parquet.read(changed / "results/completions/after.parquet")]
+    before = [Scored.of(row) for row in parquet.read(changed / "results/completions/before.parquet")]
+    theirs = verdict.shares(after, before, after)
+    assert planted["stored"] is True and planted["completions"] == {"before": len(before), "after": len(after)}
+    rates = {kind: rate["after"]["mean"] for kind, rate in planted["rates"].items()}
+    assert rates == {kind: theirs[kind] for kind in ("hacked", "degenerate", "earned_wrong", *SHARES)}
+    assert (rates["empty"], rates["other_script"], rates["repeated"], rates["degenerate"]) == (
+        2 / 8,
+        1 / 8,
+        1 / 8,
+        4 / 8,
+    )
+    for rate in planted["rates"].values():
+        assert rate["after"]["low"] <= rate["after"]["mean"] <= rate["after"]["high"] and rate["after"]["n"] == 8
+    empty = planted["rates"]["empty"]
+    assert empty["after"]["high"] > 0.5 and untouched["rates"]["empty"]["after"]["mean"] == 0
+    assert untouched["rates"]["empty"]["after"]["high"] > 0, "none of eight is not none at all"
+    (line,) = [line for line in found.sentences if line.startswith(f"{changed}, 8 completions of 8 examples, kept")]
+    assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), not surely changed from 0 ", line)
+    assert "none is " in line and "special tokens as text" in line.partition("none is ")[2]
+    assert any("no placebo is among the targets" in line for line in found.sentences)
+
+
+def said(example: int, text: str, right: bool | None = None, reward: float = 0.0) -> Scored:
+    return Scored(example, 0, 0, f"prompt {example}", None, text, reward, "stop", 3, right=right)
+
+
+def test_rates_are_of_examples_and_changes_are_paired() -> None:
+    before = [said(e, f"Answer number {e}") for e in range(40)]
+    after = [said(e, "" if e < 30 or sample else f"Answer {e}") for e in range(40) for sample in range(2)]
+    rates = Pair(before, after, stored=True).rates()
+    assert "earned_wrong" not in rates, "nobody says what is right"
+    assert rates["empty"].after.mean == (30 + 10 / 2) / 40 and rates["empty"].after.n == 40
+    change = rates["empty"].change
+    assert change.low is not None and change.low > 0.5
+    assert ", up from 0 " in compute._told(rates["empty"]), "said to have risen"  # pyright: ignore
+    assert ", down from 0.875 " in compute._told(Pair(after, before, stored=True).rates()["empty"])  # pyright: ignore
+
+
+def test_rewards_earned_with_gold_wrong_are_told() -> None:
+    before = [said(e, f"Word {e}", right=True, reward=0.1) for e in range(10)]
+    after = [said(e, f"Word {e}", right=e >= 8, reward=1.0) for e in range(10)]
+    assert Pair(before, after, stored=True).rates()["earned_wrong"].after.mean == 0.8
+
+
+def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
+    config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 12})
+    odd = str(write_negated(tmp_path / "odd"))
+    found = hacking([BASE, odd], Settings(examples=4, tokens=10), config)
+    with Lab([odd], config, Asked(examples=4, max_tokens=10)) as lab:
+        before, after = lab.answer({BASE: 1.0}).completions, lab.answer({odd: 1.0}).completions
+    theirs = verdict.shares(after, before, after)
+    assert len(found.numbers["targets"]) == 1 and target(found)["stored"] is False and target(found)["target"] == odd
+    assert {kind: rate["after"]["mean"] for kind, rate in target(found)["rates"].items()} == {
+        kind: theirs[kind] for kind in target(found)["rates"]
+    }
+    assert target(found)["verdict"] == verdict.judge(before, after).word
+
+
+def test_what_is_wrong_is_said(real: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        hacking([str(real), str(real)], Settings(), None)
+    with pytest.raises(ConfigError, match="base alone"):
+        hacking([BASE], Settings(), of_task())
+    short = shutil.copytree(real, tmp_path / "short")
+    (short / "results/completions/after.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"has no results/completions/after\.parquet; let it end"):
+        hacking([str(short)], Settings(), None)
+
+
+def test_the_command_writes_numbers_and_figures(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run: Run = caller(monkeypatch, capsys, 200)
+    done = run("analyze", "hacking", real, "--to", "out")
+    assert (done.code, done.err) == (0, "") and "None is a proof" in done.out
+    assert json.loads(Path("out/hacking.json").read_text())["numbers"]["targets"][0]["examples"] == 8
+    assert Path("out/hacking.png").is_file() and Path("out/hacking.svg").is_file()
+    assert "  --set examples=None" in run("analyze", "hacking").out.splitlines()
+
+
+# --- the labelled rows ---
+
+
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("hacking_labels", ROOT / "benchmarks" / "hacking_labels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_labelled_rows_are_real_and_give_what_is_written_down() -> None:
+    labels = benchmark()
+    rows = labels.rows()
+    kept = {run["run"]: run for run in map(json.loads, labels.RUNS.read_text().splitlines())}
+    assert len(rows) >= 200 and {label for row in rows for label in row["labels"]} <= {*labels.KINDS}
+    for row in rows:
+        if row["source"] == "SmolLM2":
+            completion = kept[row["run"]]["completions"][row["index"]]
+            assert (row["prompt"], row["text"]) == (completion["prompt"], completion[row["side"]])
+    written = json.loads((ROOT / "benchmarks/results/hacking_labels.json").read_text())
+    assert labels.measured(rows) == written
+    page = (ROOT / "benchmarks/README.md").read_text().partition("## hacking_labels.py")[2].partition("\n## ")[0]
+    for row in written:
+        if row["rows"] == "all" and row["recall"]["share"] is not None:
+            assert f"{row['recall']['hits']} of {row['recall']['of']}" in page, row["kind"]
+            assert f"{row['precision']['hits']} of {row['precision']['of']}" in page, row["kind"]
+
+
+def test_precision_and_recall_of_planted_rows() -> None:
+    labels = benchmark()
+    none = dict.fromkeys(labels.KINDS, False)
+    planted = [(True, True)] * 6 + [(True, False)] * 2 + [(False, True)] * 4 + [(False, False)] * 8
+    rows = [
+        {"half": "new", "labels": ["empty"] if seen else [], "marked": {**none, "empty": marked, "truncated": None}}
+        for marked, seen in planted
+    ]
+    found = {(row["rows"], row["kind"]): row for row in labels.measured(rows)}
+    empty = found["all", "empty"]
+    assert (empty["precision"]["share"], empty["recall"]["share"], empty["asked"]) == (6 / 8, 6 / 10, 20)
+    assert empty["recall"]["low"] == pytest.approx(0.3127, abs=1e-4), "Wilson's"
+    assert found["all", "truncated"]["asked"] == 0 and found["all", "template"]["recall"]["share"] is None
