@@ -123,7 +123,8 @@ def table(rows: Sequence[Row]) -> None:
         )
 
     for claim, kind, above in (("1", "es", False), ("1, placebo", "placebo", False), ("2", "grpo", True)):
-        found = over(lines_of(rows, BASE, kind), largest_step)
+        moved = [row for row in lines_of(rows, BASE, kind) if row["rewards"][0] != row["rewards"][-1]]
+        found = over(moved, largest_step)
         line(claim, f"largest step from base to {kind}", found, said(found, 0.25, above=above))
     for of, words in (("low", "a barrier"), ("high", "none")):
         found = by_span("es", "grpo", of)
@@ -148,10 +149,10 @@ def table(rows: Sequence[Row]) -> None:
         name = "8" if kind == "es" else "8, placebo"
         line(name, f"reward under noise of 0.05, {kind} less base", found, said(found, 0.0, above=True))
     hacked = {(row["model"], row["seed"]): row["hacked"] for row in rows if row["what"] == "noise"}
-    moved = {(kind, s): value for kind in ("es", "grpo") for s, value in change(rows, kind, "all", 0.01).items()}
-    shares = [hacked[key] for key in moved]
+    changed = {(kind, s): value for kind in ("es", "grpo") for s, value in change(rows, kind, "all", 0.01).items()}
+    shares = [hacked[key] for key in changed]
     if len(set(shares)) > 1:
-        rank = float(np.corrcoef(stats.rankdata(shares), stats.rankdata(list(moved.values())))[0, 1])
+        rank = float(np.corrcoef(stats.rankdata(shares), stats.rankdata(list(changed.values())))[0, 1])
         half = 1.96 / max(len(shares) - 3, 1) ** 0.5
         low, high = np.tanh(np.arctanh(rank) - half), np.tanh(np.arctanh(rank) + half)
         found = Estimate(rank, len(shares), float(low), float(high))
