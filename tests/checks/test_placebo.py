@@ -39,7 +39,7 @@ from evoalign.checks.placebo_file import PLACEBO
 from evoalign.config import from_dict, load
 from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
-from evoalign.exporting.card import placebo_lines
+from evoalign.exporting.change import placebo_lines
 from evoalign.rundir.sealing import hash_of, is_sealed
 from evoalign.sweeping.cells import Cell, Run
 from evoalign.sweeping.results import collect, placebo_of, table

@@ -17,6 +17,9 @@ def export(
     generation: Annotated[
         int | None, typer.Option("--generation", "-g", min=0, help="After so many generations; default: latest saved.")
     ] = None,
+    member: Annotated[
+        int | None, typer.Option("--member", "-m", min=0, help="Not the mean, but that member of this generation.")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Put the adapter into its base model.")] = False,
     push: Annotated[str | None, typer.Option(metavar="USER/NAME", help="Upload to the Hugging Face hub.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Whom a new repository is for; default: you alone.")] = False,
@@ -28,14 +31,14 @@ def export(
     samples: Annotated[int, typer.Option(min=0, max=99, help="Completions that the card shows, before and after.")] = 3,
     debug: Debug = False,
 ) -> None:
-    """Write a run's mean as PEFT and transformers load it, with a model card."""
+    """Write a run's mean, or a member of any generation, as PEFT and transformers load it, with a model card."""
     quiet()
     from evoalign.exporting.export import dtype_in, rounding_of
     from evoalign.exporting.export import export as write
 
     folder = write(
-        run, to, generation=generation, merge=merge, push=push, private=not public, shard_size=shard_size, model=model,
-        dtype=dtype, samples=samples,
+        run, to, generation=generation, member=member, merge=merge, push=push, private=not public,
+        shard_size=shard_size, model=model, dtype=dtype, samples=samples,
     )  # fmt: skip
     why = " (the base's own, or narrower as the run served it; --dtype for another)" if merge and dtype is None else ""
     lost = rounding_of(run, folder, merged=merge)

@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from evoalign.checks.placebo import Known, beyond_drift, of_file, sentence
-from evoalign.checks.placebo_file import with_most
+from evoalign.checks.placebo import Known
 from evoalign.config import Config, to_yaml
 from evoalign.exporting.asking import asking
-from evoalign.exporting.excerpts import Sample, excerpts
+from evoalign.exporting.change import change
+from evoalign.exporting.excerpts import Sample, excerpts, member_line
+from evoalign.exporting.markdown import code, plain
+from evoalign.exporting.source import Member
 from evoalign.exporting.weights import rounding
 from evoalign.report.tables import visible
-from evoalign.rewards.fitness import aim_of
 from evoalign.rundir.method import Method
 from evoalign.tasks.data import HUB, hub_parts
 
@@ -33,10 +34,6 @@ WHAT = {
 TAGS: dict[Method, list[str]] = {"es": ["evolution-strategies", "gradient-free"], "grpo": ["grpo", "trl"]}
 RECORDS = "run"
 """Folder of the export that holds config.yaml and, of ES, journal.jsonl. On top they would make it look like a run."""
-NOT_SEALED = (
-    "These numbers are **not sealed**: the run that wrote them was of an earlier release, went on since, or its seal "
-    "was taken away, so that nothing shows whether they were changed."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +82,8 @@ class Facts:
     samples: Sequence[Sample] = ()
     figure: bool = False
     """Whether FIGURE lies beside the card."""
+    member: Member | None = None
+    """Of a population, where it is not a mean."""
 
 
 def card(facts: Facts) -> str:
@@ -95,10 +94,10 @@ def card(facts: Facts) -> str:
     template = files("evoalign.exporting").joinpath("card.md").read_text(encoding="utf-8")
     page = Template(template).substitute(
         metadata=_metadata(facts),
-        title=_text(facts.name.rsplit("/", 1)[-1]),
+        title=plain(facts.name.rsplit("/", 1)[-1]),
         what=WHAT[facts.kind],
         base=_base(facts),
-        task=_code(config.task.name),
+        task=code(config.task.name),
         how=_how(facts),
         unfinished=_unfinished(facts),
         change=_change(facts),
@@ -110,8 +109,8 @@ def card(facts: Facts) -> str:
         seeds=f"{config.seed}{f'; evaluation {_listed(drawn.seeds)}' if drawn.temperature > 0 else ''}",
         served="served" if facts.method == "es" else "trained",
         dtype=facts.dtype + (f"; saved here in {_saved(facts)}" if _whole_in_another(facts) else ""),
-        versions=_text(", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()) or "not recorded"),
-        hardware=_text(_hardware(manifest.get("hardware", {}))),
+        versions=plain(", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()) or "not recorded"),
+        hardware=plain(_hardware(manifest.get("hardware", {}))),
         place=_place(facts),
         weights_hash=facts.weights_hash,
         again="\n".join(_again(facts)),
@@ -171,6 +170,11 @@ def _saved(facts: Facts) -> str:
 def _rounded(facts: Facts) -> str:
     """What is to be known of weights that are not those whose figures the card has."""
     saved, merged = _saved(facts), facts.kind == "merged"
+    if facts.member is not None and facts.kind != "adapter":
+        return (
+            f"- The weights of the mean and the member's noise were added in float32, and rounded once to {saved}: in "
+            "half precision, tokens can differ from those of the run where that served the two apart.\n"
+        )
     lost = "" if facts.kind == "adapter" else rounding(facts.dtype, saved, merged=merged)
     formed = (
         f"- The merged weights are W + (alpha / r) B A in float32, rounded once to {saved}: in half precision, tokens "
@@ -184,6 +188,8 @@ def _whole_in_another(facts: Facts) -> bool:
 
 
 def _unfinished(facts: Facts) -> str:
+    if facts.member is not None:
+        return member_line(facts.member, facts.generation)
     total = facts.config.es.num_generations if facts.method == "es" else facts.config.grpo.max_steps
     if facts.generation == total:
         return ""
@@ -197,7 +203,7 @@ def _how(facts: Facts) -> str:
     config, release = facts.config, _version(facts)
     if facts.method == "es":
         return (
-            f"Evolution Strategies with evoalign {release}: members perturbed in space `{_code(config.space.name)}`, "
+            f"Evolution Strategies with evoalign {release}: members perturbed in space `{code(config.space.name)}`, "
             "rewards alone, no gradients"
         )
     tuned = "a LoRA adapter" if config.grpo.tune == "lora" else "all weights"
@@ -209,82 +215,34 @@ def _how(facts: Facts) -> str:
 
 def _place(facts: Facts) -> str:
     """Where in its run the exported mean stands."""
+    if facts.member is not None:
+        return f"member {facts.member.index} of generation {facts.generation}"
     word = "the mean after generation" if facts.method == "es" else "the policy after step"
     return f"{word} {facts.generation}"
 
 
 def _version(facts: Facts, library: str = "evoalign") -> str:
-    return _text(str(facts.manifest.get("versions", {}).get(library, "")).strip()) or "(release not recorded)"
+    return plain(str(facts.manifest.get("versions", {}).get(library, "")).strip()) or "(release not recorded)"
 
 
 def _base(facts: Facts) -> str:
     revision = facts.config.model.revision
     if facts.over is not None:
-        return f"`{_code(facts.base)}`, a fine-tuned adapter, merged into `{_code(facts.over)}`"
+        return f"`{code(facts.base)}`, a fine-tuned adapter, merged into `{code(facts.over)}`"
     if facts.base == "tiny":
         return "`tiny`, the small model that comes with evoalign"
-    where = f"`{_code(facts.base)}`" if facts.base_on_hub else f"a local model in a folder named `{_code(facts.base)}`"
-    return where + (f" at revision `{_code(revision)}`" if revision else " (no revision was pinned)")
+    where = f"`{code(facts.base)}`" if facts.base_on_hub else f"a local model in a folder named `{code(facts.base)}`"
+    return where + (f" at revision `{code(revision)}`" if revision else " (no revision was pinned)")
 
 
 def _change(facts: Facts) -> str:
     found = facts.evaluation
+    if facts.member is not None:
+        return "This member was not compared with its base on held-out examples. `evoalign eval` does that."
     if found is None:
         which = "This mean" if facts.method == "es" else "This policy"
         return f"{which} was not compared with its base. `evoalign eval` does that."
-    settings: Mapping[str, Any] = found["settings"]
-    decoding = "greedy"
-    if settings["temperature"] > 0:
-        decoding = (
-            f"sampled at temperature {settings['temperature']:g}, top_p {settings['top_p']:g}, {settings['samples']} "
-            f"completions for each of the seeds {_listed(settings['seeds'])}"
-        )
-    head = (
-        f"Means over {found['examples']} examples of the {found['split']} split, {decoding}, at most "
-        f"{settings['max_tokens']} tokens. Intervals are of the mean paired difference over examples (95 %, "
-        f"{_kind(found)}): they say nothing of other seeds.\n\n"
-        "| measure | before | after | change | 95 % interval |\n|---|---:|---:|---:|---:|"
-    )
-    head = _alarm(found) + head
-    rows = [_row(found, name) for name in found["before"] if name in found["after"]]
-    rows += placebo_lines(found, facts.placebo)
-    return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
-
-
-def placebo_lines(found: Mapping[str, Any], kept: Known | None = None) -> list[str]:
-    """How much of the gain is drift, by the run's own placebos or by `kept`, whichever are more. Raises DataError."""
-    own = of_file(found["placebo"], "results/evaluation.json") if "placebo" in found else None
-    known = with_most(own, kept)
-    if known is None:
-        return []
-    whole = [] if known.fitness is None else [f"{_text(known.fitness.line())}."]
-    reward = f"Reward: {sentence(known.reward)}; {beyond_drift(known.reward, advise=False)}."
-    return ["", " ".join(["**Signal beside drift.**", *whole, reward])]
-
-
-def _kind(found: Mapping[str, Any]) -> str:
-    """Of its intervals; results of before they said so have those of the bootstrap."""
-    if "intervals" not in found:
-        return "BCa bootstrap"
-    trained = aim_of(found["after"])
-    whole = "" if trained == "reward" else f"; of {_text(trained)}, which all answers have together, of resamples"
-    return f"t, or Bonett and Price where a measure is 0 or 1{whole}"
-
-
-def _alarm(found: Mapping[str, Any]) -> str:
-    """What the completions say of the run, whatever they earn; empty where nothing alarmed."""
-    alarms: Mapping[str, Any] = found.get("alarms") or {}
-    if not alarms.get("verdict"):
-        return ""
-    reasons = "\n".join(f"- {_text(str(line))}" for line in alarms.get("reasons") or ())
-    return f"**{_text(str(alarms['verdict'])).capitalize()}**, by what the completions say:\n\n{reasons}\n\n"
-
-
-def _row(found: Mapping[str, Any], name: str) -> str:
-    before, after = found["before"][name], found["after"][name]
-    interval = found.get("change_mean_low_high", {}).get(name)
-    bounds = f"{interval[1]:+.4g} to {interval[2]:+.4g}" if interval and interval[1] < interval[2] else ""
-    return f"| {_text(name)} | {before:.4g} | {after:.4g} | {after - before:+.4g} | {bounds} |"
+    return change(found, facts.placebo)
 
 
 def _load(facts: Facts) -> list[str]:
@@ -311,7 +269,7 @@ def _load(facts: Facts) -> list[str]:
 
 def _data(facts: Facts) -> list[str]:
     task = facts.config.task
-    lines = [f"- the data that come with the task `{_code(task.name)}` of evoalign"]
+    lines = [f"- the data that come with the task `{code(task.name)}` of evoalign"]
     if facts.data:
         split = "given as two files" if task.test_data is not None else f"`{task.split}`"
         lines = [*map(_file, facts.data), f"- split: {split}"]
@@ -322,7 +280,7 @@ def _data(facts: Facts) -> list[str]:
 
 
 def _file(file: DataFile) -> str:
-    return f"- {file.role}: `{_code(file.name)}`" + (f", SHA-256 `{file.sha256}`" if file.sha256 else "")
+    return f"- {file.role}: `{code(file.name)}`" + (f", SHA-256 `{file.sha256}`" if file.sha256 else "")
 
 
 def _hardware(found: Mapping[str, Any]) -> str:
@@ -352,7 +310,7 @@ def _grpo(facts: Facts) -> str:
     return (
         f"{facts.generation} steps, {passes} in groups of {grpo.num_generations}, {drawn[grpo.rollouts]}; {tuned}, "
         f"loss {trl['loss_type']}, beta {grpo.beta:g}, learning rate {grpo.learning_rate:g} "
-        f"({trl['lr_scheduler_type']}), optimizer {_text(trl['optim'])}"
+        f"({trl['lr_scheduler_type']}), optimizer {plain(trl['optim'])}"
     )
 
 
@@ -368,8 +326,8 @@ def _again(facts: Facts) -> list[str]:
     given = facts.manifest.get("task", {}).get("given_as")
     lines += [""]
     if given is not None:
-        lines += [f"The {_text(str(given))} was a Python object that the config does not name: to train again, pass it "
-                  f"to `evoalign.{command}` as `{_code(str(given))}=`.", ""]  # fmt: skip
+        lines += [f"The {plain(str(given))} was a Python object that the config does not name: to train again, pass it "
+                  f"to `evoalign.{command}` as `{code(str(given))}=`.", ""]  # fmt: skip
     again = f"evoalign {command} {RECORDS}/config.yaml --set output_dir=again"
     if not es:
         return [*lines, "`evoalign grpo` does the whole run again:", "", "```", again, "```"]
@@ -379,19 +337,15 @@ def _again(facts: Facts) -> list[str]:
         "`evoalign replay` rebuilds the mean from the base model and the journal, and checks its hash after every "
         "generation; `evoalign train` does the whole run again."
     )
+    if facts.member is not None:
+        place = f"--generation {facts.generation} --member {facts.member.index}"
+        replay = f"evoalign export {RECORDS} {place}{moved} --to the_member"
+        what = (
+            "`evoalign export` rebuilds the member from the base model and the journal; `evoalign train` does the "
+            "whole run again."
+        )
     return [*lines, what, "", "```", replay, again, "```"]
 
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _text(text: str) -> str:
-    """On one line, and without what Markdown and HTML would read."""
-    line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_|\[\]#])", r"\\\1", line)
-
-
-def _code(text: str) -> str:
-    """On one line, and without the end of a code span."""
-    return " ".join(text.split()).replace("`", "'").replace("|", "/")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evoalign.errors import cut
+from evoalign.exporting.source import Member
 from evoalign.report.tables import visible
 
 FIGURE = "evolution.png"
@@ -40,6 +41,17 @@ def excerpts(samples: Sequence[Sample], *, figure: bool) -> list[str]:
         for title, text in parts.items():
             lines += ["", f"*{title}*", "", *_block(text)]
     return lines
+
+
+def member_line(member: Member, generation: int) -> str:
+    """That these weights are no result of a run, and what the run measured of them."""
+    return (
+        f"\n**It is one member of a population, not the result of its run**: member {member.index} of the "
+        f"{member.size} of generation {generation} (both counted from 0), which is the mean after {generation} "
+        f"generations and this member's noise of sigma {member.sigma:g}. On the training examples of that generation "
+        f"its fitness was {member.fitness:.4g}, that of the population {member.mean:.4g} in the mean; a member "
+        "that is chosen for it is worse on others.\n"
+    )
 
 
 def _block(text: str) -> list[str]:

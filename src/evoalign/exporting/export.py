@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's mean as others load it: a PEFT adapter, a Hugging Face checkpoint, or an adapter merged into its base.
+"""A run's mean or a member as others load it: a PEFT adapter, a Hugging Face checkpoint, or an adapter in its base.
 
     DIR/adapter_config.json, adapter_model.safetensors      of a `lora` run, and of GRPO with `grpo.tune: lora`
     DIR/config.json, model*.safetensors, tokenizer files    of all others, and with `merge`
     DIR/generation_config.json                              decoding and stop tokens of the run
     DIR/README.md, evolution.png                            the model card and its figure
     DIR/run/config.yaml, journal.jsonl                      what `evoalign replay` needs; a run of GRPO has no journal
+    DIR/run/member.json                                     which member it is, if it is no mean
 
 Plain transformers or PEFT gives the greedy tokens of the run itself (benchmarks/export_parity.py). Weights keep the
 dtype that the run served, or GRPO trained; `dtype` asks for another. A merged weight is W + (alpha / r) B A in float32,
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign import tokens
-from evoalign.config import Config, ModelConfig, load, reading, to_yaml
+from evoalign.config import FORMAT_VERSION, Config, ModelConfig, load, reading, to_yaml
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card, facts, weights
 from evoalign.exporting.excerpts import FIGURE
@@ -35,6 +36,7 @@ from evoalign.rundir.checkpoint import ADAPTER
 from evoalign.rundir.directory import again_if_pruned
 from evoalign.rundir.method import method_of
 from evoalign.tokens import Tokens
+from evoalign.training.weights import MEMBER
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_SIZE = "5GB"
@@ -57,6 +59,7 @@ def export(
     to: str | Path,
     *,
     generation: int | None = None,
+    member: int | None = None,
     merge: bool = False,
     push: str | None = None,
     private: bool = True,
@@ -69,6 +72,9 @@ def export(
 
     `generation`: the mean after so many generations, saved or rebuilt from the journal; None is the latest saved. Of a
     run of GRPO, which has no journal, one that was saved.
+    `member`: instead of the mean, that member of the population of `generation` (counted from 0, as in the run's
+    tables): the mean after so many generations and the member's noise, rebuilt from the journal. Of a space whose
+    members are served beside the weights (`lowrank`) they are merged into these.
     `merge` puts a `lora` run's adapter into its base. `push` uploads the folder as USER/NAME of the Hugging Face hub.
     `model` is where the base model is, if that has moved; `private` is for a repository that is made. `dtype` (float32,
     bfloat16 or float16) is that of the weights of a merge or a checkpoint; None keeps the base's own, or the run's. The
@@ -83,15 +89,15 @@ def export(
     run, to = Path(run), Path(to).absolute()
     _refuse(run, to, push, shard_size, dtype)
     asked = _Asked(merge, push, shard_size, dtype, samples)
-    again_if_pruned(run, lambda: _write(run, to, generation, model, asked))
+    again_if_pruned(run, lambda: _write(run, to, generation, member, model, asked))
     if push is not None:
         _push(to, push, private)
     return to
 
 
-def _write(run: Path, to: Path, generation: int | None, model: str | None, asked: _Asked) -> None:
+def _write(run: Path, to: Path, generation: int | None, member: int | None, model: str | None, asked: _Asked) -> None:
     """All of the folder, or nothing."""
-    with opened(run, to, generation, model) as source:
+    with opened(run, to, generation, model, member) as source:
         _refuse_form(source, asked)
         try:
             with files.filled(to, replace=False) as folder:
@@ -201,6 +207,10 @@ def _copy_records(source: Source, folder: Path) -> None:
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     if source.log is not None:
         (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])
+    if source.member is not None:
+        place = {"generation": source.mark.generation, "member": source.member}
+        record = {"format_version": FORMAT_VERSION, **place, "weights_hash": source.mark.weights_hash}
+        (folder / MEMBER).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def rounding_of(run: Path, folder: Path, *, merged: bool) -> str:

@@ -58,6 +58,7 @@ def gather(
         sizes=sizes,
         samples=_samples(source.run, samples) if evaluation is not None else (),
         figure=bool(figure(source.run)),
+        member=source.told,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported of a run: a saved mean, checked against the journal, or one that is rebuilt for the time being."""
+"""What is exported of a run: a saved mean, checked against the journal, or weights rebuilt for the time being."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evoalign.config import Config, ModelConfig, load, reading
-from evoalign.errors import CheckpointError, ModelError
+from evoalign.errors import CheckpointError, ConfigError, ModelError
 from evoalign.models.origin import elsewhere
 from evoalign.rundir import checkpoint, files, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
-from evoalign.training import weights
+from evoalign.training import members, weights
 from evoalign.training.replay import replay
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Number `index` of a population of `size`; `fitness` by the journal, `mean` that of the whole population."""
+
+    index: int
+    size: int
+    fitness: float
+    mean: float
+    sigma: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +47,21 @@ class Source:
     folder: Path
     mark: Mark
     manifest: Mapping[str, Any]
+    member: int | None = None
+    """Of a member of generation `mark.generation`, its number; None of a mean."""
 
     @property
     def dtype(self) -> str:
         """Of the weights: served in, or trained."""
         return self.log.header.dtype if self.log is not None else self.config.model.trained_dtype
+
+    @property
+    def told(self) -> Member | None:
+        """What the card says of a member; None of a mean."""
+        if self.member is None or self.log is None:
+            return None
+        update, fitness_M = (found := self.log.generations[self.mark.generation]).update, found.fitness_M
+        return Member(self.member, len(fitness_M), fitness_M[self.member], float(np.mean(fitness_M)), update.sigma)
 
     @property
     def model_hash(self) -> str | None:
@@ -53,13 +76,19 @@ class Source:
 
 
 @contextmanager
-def opened(run: Path, to: Path, generation: int | None, model: str | None) -> Generator[Source, None, None]:
-    """The saved mean, checked, or one that is rebuilt beside `to` for the time being."""
+def opened(
+    run: Path, to: Path, generation: int | None, model: str | None, member: int | None = None
+) -> Generator[Source, None, None]:
+    """The saved mean, checked, or one that is rebuilt beside `to` for the time being, as a `member` always is."""
     if scratch(to).is_dir():
         with files.scratch(scratch(to)):  # of an export that was killed
             pass
     own, manifest = load([run / "config.yaml"]), read_json(run / "manifest.json") or {}
     base = own.model if model is None else elsewhere(own.model, model)
+    if member is not None:
+        with files.scratch(scratch(to)) as temporary:
+            yield _member(run, own, base, temporary / "member", generation, member, model, manifest)
+        return
     saved = saved_folders(run)
     if method_of(run) == "grpo":
         folder = _saved_policy(run, saved, generation)
@@ -81,8 +110,21 @@ def opened(run: Path, to: Path, generation: int | None, model: str | None) -> Ge
         yield Source(run, own, base, log, rebuilt, _verified(rebuilt, log), manifest)
 
 
+def _member(
+    run: Path, own: Config, base: ModelConfig, folder: Path, generation: int | None, member: int, model: str | None,
+    manifest: Mapping[str, Any],
+) -> Source:  # fmt: skip
+    if method_of(run) == "grpo":
+        raise ConfigError(f"{run} is a run of GRPO, which has no members; leave out --member {member}")
+    if generation is None:
+        raise ConfigError(f"--member {member}: say of which generation with --generation")
+    log = journal.read(run / "journal.jsonl").whole(generation)
+    mark = members.save(log, folder, generation, member, model)
+    return Source(run, own, base, log, folder, mark, manifest, member)
+
+
 def scratch(to: Path) -> Path:
-    """Where a mean is rebuilt."""
+    """Where weights are rebuilt."""
     return to.with_name(f".{to.name}.rebuilt.tmp")
 
 

@@ -135,6 +135,28 @@ class LowRank(Space):
         streams, signs = [m.noise for m in members], [m.sign for m in members]
         return self._served(layout, module, plan.generation, plan.sigma, streams, signs, slices, device, out)
 
+    def perturbed(
+        self,
+        layout: Layout,
+        name: str,
+        master: torch.Tensor,
+        plan: Plan,
+        member: Member,
+        slices: Slices | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A member merged: master + B A of its served factors, added in order in float32. Engines serve it unmerged."""
+        total = master.clone()
+        if not member.is_mean:
+            who, sign = [member.noise], [member.sign]
+            own = self._served(layout, name, plan.generation, plan.sigma, who, sign, slices, master.device)
+            rows, columns = total.shape
+            left, right = products.factors(layout.rank, rows, columns, total.device)
+            left.copy_(own.b[0].to(torch.float32).mT)
+            right.copy_(own.a[0])
+            products.move(total, None, None, left, right, 1, 1.0, 0.0)
+        return total if out is None else out.copy_(total)
+
     def gradient(self, layout: Layout, name: str, update: Update, slices: Slices, device: torch.device) -> torch.Tensor:
         """(1/N) sum_i c_i sign_i B_i A_i over the served factors, in units of the served width.
 

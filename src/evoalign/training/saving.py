@@ -20,7 +20,7 @@ from evoalign.errors import CheckpointError, MachineError, ResumeError
 from evoalign.models.files import write_whole
 from evoalign.models.origin import model_path
 from evoalign.rundir import checkpoint
-from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.checkpoint import Mark, State
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.files import remove_whole
 from evoalign.rundir.identity import config_hash, identity
@@ -90,8 +90,10 @@ def every(config: Config, summation: Summation = "ordered") -> int:
     return spaces.create(config).default_save_every or (0 if summation == "ordered" else 10)
 
 
-def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> Path:
-    """Save the engine's mean in the form that belongs to the space."""
+def save(
+    served: Served, folder: Path, mark: Mark, *, replace: bool = True, state: Callable[[], State] | None = None
+) -> Path:
+    """Save the engine's mean, or another `state` of the same tensors, in the form that belongs to the space."""
     base, dtype = model_path(served.config.model), served.layout.torch_dtype
     checkpoint.save(
         folder,
@@ -99,8 +101,8 @@ def save(served: Served, folder: Path, mark: Mark, *, replace: bool = True) -> P
         served.config,
         served.layout,
         base,
-        served.engine.state,
-        served.engine.optimizer_state(),
+        state or served.engine.state,
+        () if state is not None else served.engine.optimizer_state(),
         whole=partial(write_whole, base, served.config.model.revision, dtype) if served.space.evolves_model else None,
         replace=replace,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from evoalign import spaces
-from evoalign.config import Config, load
+from evoalign.config import Config, load, reading
 from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
@@ -28,6 +28,8 @@ from evoalign.setup import layout_of
 
 Row = tuple[str, tuple[int, ...], int]
 MODEL = "model*.safetensors"
+MEMBER = "member.json"
+"""In an export of a member, beside the journal: which one, and its weights_hash."""
 
 
 def check(folder: Path, mark: Mark, config: Config | None) -> None:
@@ -65,9 +67,17 @@ def check_folder(folder: Path) -> None:
         without_code(folder, checkpoint.verify(folder), own)
     elif (folder / "run" / "journal.jsonl").is_file() and (folder / ADAPTER).is_file():
         log = journal.read(folder / "run" / "journal.jsonl").whole()
-        sealed = {log.header.weights_hash, *(g.weights_hash for g in log.generations)}
-        if not sealed & hashes_of_adapter(folder):
+        known = {log.header.weights_hash, *(g.weights_hash for g in log.generations), _member_hash(folder)}
+        if not known & hashes_of_adapter(folder):
             raise CheckpointError(f"{folder} does not hold the weights of any generation of {log.path}; export it anew")
+
+
+def _member_hash(folder: Path) -> str | None:
+    """Of an export of a member, whose weights no journal has the hash of; None of a mean. Raises DataError."""
+    try:
+        return str(reading.read_object(folder / "run" / MEMBER).get("weights_hash"))
+    except reading.MissingError:
+        return None
 
 
 def hashes_of_adapter(folder: Path) -> set[str]:
