@@ -125,6 +125,7 @@ def test_placebos_stand_beside_and_few_seeds_are_said(copy: Copy, tmp_path: Path
     said = " ".join(found.sentences)
     assert "of 6 placebos (shuffled coefficients), 3 end there" in said
     assert "ratio of the variances between seeds (3 and 3 seeds) 100 (95 %: 2.56 to 3.9e+03) if ends are normal" in said
+    assert "standard deviations 10 to 1" in said
     assert "So few seeds tell a ratio to a factor of several" in said
 
 

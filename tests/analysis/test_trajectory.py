@@ -43,7 +43,9 @@ def configured(space: str, seed: int = 0, **sections: Any) -> Config:
     return from_dict({"model": {"name": "tiny", "dtype": "float32"}, **tree, space: own[space], **sections})
 
 
-def planted(folder: Path, config: Config, coefficients: Coefficients, generations: int = GENERATIONS) -> list[Any]:
+def planted(
+    folder: Path, config: Config, coefficients: Coefficients, generations: int = GENERATIONS, seal: str | None = None
+) -> list[Any]:
     """A run whose journal has these coefficients; returns what evolves, of the start and after each."""
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
@@ -56,7 +58,7 @@ def planted(folder: Path, config: Config, coefficients: Coefficients, generation
             update = replace(update, coefficients=tuple(coefficients(parts, g, update)))
             log.append(update, [float(g)] * len(members))
             engine.apply(update)
-            log.seal(g, engine.fingerprint())
+            log.seal(g, seal or engine.fingerprint())
             states.append(dict(engine.state()))
         log.close()
     return states
@@ -208,6 +210,12 @@ def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
     moved = write(tmp_path / "moved", {name: p + 0.01 for name, p in plain().named_parameters()})
     with pytest.raises(ResumeError, match="other base weights, or in another dtype"):
         trajectory([run], SMALL, configured("lora", model={"name": str(moved)}))
+
+
+def test_a_path_that_is_not_that_of_the_journal_is_refused(tmp_path: Path) -> None:
+    planted(tmp_path / "run", configured("lora"), random, 2, seal="0" * 64)
+    with pytest.raises(ResumeError, match="after 2 generations the mean comes out as"):
+        trajectory([str(tmp_path / "run")], SMALL, None)
 
 
 # --- measures ---

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from math import inf, isfinite, isnan
+from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,7 +251,8 @@ def _of_pair(a: Timed, b: Timed) -> list[str]:
         return [*said, f"{who}: no ratio of variances between seeds ({normal.why})."]
     seeds = f"{len(ends[0])} and {len(ends[1])} seeds"
     line = f"{who}: ratio of the variances between seeds ({seeds}) {_told(normal)} if ends are normal; "
-    line += f"{_told(robust)} by an interval that is robust to that (Bonett)"
+    line += f"{_told(robust)} by an interval that is robust to that (Bonett); standard deviations "
+    line += f"{sqrt(normal.mean):.3g} to 1"
     if any(r.low is None or r.high is None or r.low <= 1 <= r.high for r in (normal, robust)):
         line += "; not shown to differ"
     few = ". So few seeds tell a ratio to a factor of several" if min(map(len, ends)) < 10 else ""
