@@ -17,8 +17,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import evoalign
-from evoalign.checks import distance
-from evoalign.checks.distance import Distance, distance_of, distance_of_mean, product_square
+from evoalign.checks import changes
+from evoalign.checks.changes import Product
+from evoalign.checks.distance import Distance, distance_of, distance_of_mean
 from evoalign.config import load
 from evoalign.errors import ModelError
 from evoalign.models import tiny
@@ -93,8 +94,8 @@ def test_the_norm_of_a_product_needs_no_product() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(3, 40, generator=generator), torch.randn(50, 3, generator=generator)
     dense = 0.5 * (b.double() @ a.double())
-    assert product_square(a, b, 0.5) == pytest.approx(float(dense.square().sum()), rel=1e-12)
-    assert product_square(a, torch.zeros(50, 3)) == 0
+    assert Product(a, b, 0.5).square() == pytest.approx(float(dense.square().sum()), rel=1e-12)
+    assert Product(a, torch.zeros(50, 3), 1.0).square() == 0
 
 
 def test_large_tensors_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +104,7 @@ def test_large_tensors_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         model.lm_head.weight.add_(0.1)
     whole = distance_of(model, config)
-    monkeypatch.setattr(distance, "BLOCK", 1000)
+    monkeypatch.setattr(changes, "BLOCK", 1000)
     assert distance_of(model, config).l2 == pytest.approx(whole.l2, rel=1e-12)
 
 

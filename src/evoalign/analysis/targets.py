@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evoalign.config import Config
+from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.rundir.method import method_of
 from evoalign.training.resolve import check_saved, last_saved, refuse_lost_task, to_ask
@@ -36,22 +36,34 @@ class Target:
             refuse_lost_task(self.run)
 
 
-def locate(name: str, config: Config | None) -> Target:
-    """Find a target. `config` is used in place of a run's own, and needed where there is no run. Raises ConfigError."""
+def locate(name: str, config: Config | None, base: str | None = None) -> Target:
+    """Find a target. `config` is used in place of a run's own, and needed where there is no run.
+
+    `base` names the base model of targets that are of no run, and is enough where no task is asked. Raises ConfigError.
+    """
     path = Path(name)
     run = next((p for p in (path, path.parent.parent) if _is_run(p)), None)
     if run is None:
-        if config is None:
+        if config is None and base is None:
             raise ConfigError(f"{name} is of no run; say its base model and task with --config")
         if not path.is_dir():
             raise ConfigError(f"{name} is not a folder")
-        return Target(name, path, config, None)
+        own = config if base is None else with_base(base, config)
+        assert own is not None
+        return Target(name, path, own, None)
     weights = last_saved(run) if run == path else path
     own = to_ask(run, config)
     check_saved(run, weights, own)
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=weights.parent.name == "loras", own_engine=config is None)
     return Target(name, weights, own, run)
+
+
+def with_base(base: str, config: Config | None = None) -> Config:
+    """A config whose model is `base`, a folder or a hub name."""
+    if config is None:
+        return from_dict({"model": {"name": base}}, needs_es=False)
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": base, "revision": None})})
 
 
 def _is_run(path: Path) -> bool:

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of weights, read by rows, against what the libraries themselves load, merge and save."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from evoalign.checks.changes import Base, Difference, Product, blocks, changes_of
+from evoalign.errors import ModelError
+from evoalign.models import tensors, tiny
+from families import build, make_config, unfused
+
+
+def live(path: Path, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **settings)
+
+
+def moved(path: Path, seed: int = 0) -> Any:
+    """The model with noise on each parameter."""
+    model, generator = live(path), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def dense(change: Difference | Product) -> np.ndarray[Any, Any]:
+    """All rows, read in several blocks."""
+    found = [change.rows(at).numpy() for at in blocks(change.shape, 50)]
+    assert len(found) > 1 or change.shape[0] == 1 or np.prod(change.shape) <= 50
+    return np.concatenate(found)
+
+
+def check(found: Mapping[str, Any], model: Any, base: Any) -> None:
+    """All changes are those of the models' own parameters, by their names in checkpoints."""
+    new, old = unfused(model), unfused(base)
+    assert set(found) == set(new)
+    for name, change in found.items():
+        expected = new[name].detach().double().numpy() - old[name].detach().double().numpy()
+        np.testing.assert_allclose(dense(change), expected, rtol=0, atol=1e-12, err_msg=name)
+        assert change.square() == pytest.approx(float((expected**2).sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mixtral"])
+def test_a_checkpoint_that_the_library_saved(family: str, tmp_path: Path) -> None:
+    """Tied and untied; the experts of a layer fused in the library and apart in its files."""
+    base = build(family, tmp_path / "base")
+    model = moved(base)
+    model.save_pretrained(tmp_path / "new", max_shard_size="20KB")
+    assert len(list((tmp_path / "new").glob("*.safetensors"))) > 1
+    opened = Base(make_config(base))
+    check(changes_of(tmp_path / "new", opened), model, live(base))
+    check(changes_of(model, opened), model, live(base))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_fused_in_the_files_too(family: str, tmp_path: Path) -> None:
+    base = build(family, tmp_path / "base")
+    model = moved(base)
+    (tmp_path / "new").mkdir()
+    fused = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    assert any(p.ndim == 3 for p in fused.values())
+    save_file(fused, tmp_path / "new/model.safetensors")
+    check(changes_of(tmp_path / "new", Base(make_config(base))), model, live(base))
+
+
+def test_files_are_opened_anew_and_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of a mapped file counts as memory until it is closed."""
+    opened: list[Path] = []
+    plain: Callable[[Path], Any] = getattr(tensors, "_open")  # noqa: B009
+    monkeypatch.setattr(tensors, "_open", lambda file: (opened.append(file), plain(file))[1])  # type: ignore[misc]
+    monkeypatch.setattr(tensors, "MAPPED", 10_000)
+    file = tiny() / "model.safetensors"
+    own, found = load_file(file), tensors.Files([file])
+    for name, tensor in own.items():
+        assert torch.equal(found[name], tensor) and found.shape(name) == tuple(tensor.shape)
+        assert torch.equal(found.rows(name, slice(3, 9)), tensor[3:9])
+    assert len(opened) > 20
+
+
+def adapted(path: Path, **settings: Any) -> Any:
+    """An adapter made by PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model: Any = get_peft_model(live(path), LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["lora", "rslora"])
+def test_an_adapter_of_peft_is_its_merged_weights_less_the_base(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], **settings)
+    model.save_pretrained(tmp_path)
+    found = changes_of(tmp_path, Base(make_config("tiny")))
+    assert all(isinstance(change, Product) and change.a.shape[0] == 4 for change in found.values())
+    check_merged(found, model, tiny(), 12)
+
+
+def check_merged(found: Mapping[str, Any], model: Any, base: Path, count: int) -> None:
+    old = {name: p.detach().clone() for name, p in live(base).named_parameters()}
+    new = {name: p.detach() - old[name] for name, p in model.merge_and_unload().named_parameters()}
+    assert set(found) == {name for name, change in new.items() if bool(change.any())} and len(found) == count
+    for name, change in found.items():
+        np.testing.assert_allclose(dense(change), new[name].numpy(), rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_layers_that_keep_their_weights_the_other_way_round(tmp_path: Path) -> None:
+    """GPT-2's are [in, out], and one of them is square: a change taken for its transpose has the same shape."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    model.save_pretrained(tmp_path / "base")
+    adapter = adapted(tmp_path / "base", r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    adapter.save_pretrained(tmp_path / "adapter")
+    found = changes_of(tmp_path / "adapter", Base(make_config(tmp_path / "base")))
+    assert found["transformer.h.0.attn.c_proj.weight"].shape == (16, 16)
+    check_merged(found, adapter, tmp_path / "base", 3)
+
+
+# --- what does not fit names the tensor -------------------------------------------------------------------------------
+
+
+def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    shutil.copytree(tiny(), folder)
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.update({UP: s[UP][:, :50].clone()}), rf"has {UP} of shape \[288, 50\].* own is \[288, 96\]"),
+        (lambda s: s.pop(NORM), f"has no {NORM}"),
+        (lambda s: s.update({"model.layers.4.mlp.up_proj.weight": s[UP].clone()}), "has a model.layers.4.mlp.up_proj"),
+    ],
+    ids=["shape", "missing", "more"],
+)
+def test_a_checkpoint_of_another_model(change: Callable[..., object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        changes_of(altered(tmp_path / "new", change), Base(make_config("tiny")))
+
+
+@pytest.mark.parametrize(
+    ("factor", "change", "said"),
+    [
+        ("lora_A", lambda t: t[:, :50].clone(), r"no model.layers.0.self_attn.q_proj.weight of shape \[96, 50\]"),
+        ("lora_B", lambda t: t[:, :2].clone(), r"q_proj.lora_A.weight \[4, 96\] and its lora_B \[96, 2\] do not fit"),
+        ("lora_B", lambda _: None, r"has no model.layers.0.self_attn.q_proj.lora_B.weight"),
+    ],
+    ids=["shape", "ranks", "missing"],
+)
+def test_an_adapter_of_another_model(factor: str, change: Any, said: str, tmp_path: Path) -> None:
+    adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    state, name = load_file(file), f"base_model.model.model.layers.0.self_attn.q_proj.{factor}.weight"
+    state[name] = change(state[name])
+    save_file({n: t for n, t in state.items() if t is not None}, file)
+    with pytest.raises(ModelError, match=said):
+        dict(changes_of(tmp_path, Base(make_config("tiny"))).items())
+
+
+def test_factors_that_were_taken_out_of_the_base_are_refused(tmp_path: Path) -> None:
+    """PiSSA's base is another one from the start."""
+    adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    with pytest.raises(ModelError, match=r"more than plain LoRA .*pissa.*merge it with PEFT"):
+        changes_of(tmp_path, Base(make_config("tiny")))
