@@ -324,3 +324,21 @@ def test_a_run_of_es_without_its_placebo_is_told(
         own = tensors(lab)
         lab.write({placebo: 1.0})
         assert any(not torch.equal(found, own[name]) for name, found in tensors(lab).items())
+
+
+def test_weights_that_are_put_in_are_asked() -> None:
+    """They are read anew each time they are put, and what they lack is the base model's."""
+    norm = "model.norm.weight"
+    with Lab([BASE], from_dict({"model": {"name": "tiny"}}, needs_es=False), ASKED) as lab:
+        own = lab.mixed(norm, {BASE: 1.0})
+        before = lab.answer({BASE: 1.0})
+        for factor in (-1.0, 1.0):
+            lab.put("mine", {norm: factor * own})
+            assert torch.equal(lab.mixed(norm, {"mine": 1.0}), factor * own)
+            found = lab.answer({"mine": 1.0})
+            assert torch.equal(dict(lab.model.named_parameters())[norm], factor * own) or factor == 1.0
+            assert (found.completions == before.completions) == (factor == 1.0)
+        with pytest.raises(ModelError, match=r"mine has model.norm.weight of shape \[1\]"):
+            lab.put("mine", {norm: own[:1]})
+        with pytest.raises(ModelError, match=r"mine has nose\.weight, which the base model has not"):
+            lab.put("mine", {"nose.weight": own})

@@ -18,6 +18,8 @@ from evoalign.errors import ModelError
 from evoalign.models import tensors, tiny
 from families import build, make_config, unfused
 
+NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
+
 
 def live(path: Path, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
@@ -72,6 +74,21 @@ def test_experts_that_are_fused_in_the_files_too(family: str, tmp_path: Path) ->
     assert any(p.ndim == 3 for p in fused.values())
     save_file(fused, tmp_path / "new/model.safetensors")
     check(changes_of(tmp_path / "new", Base(make_config(base))), model, live(base))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_rounding_alone_changed_is_no_change(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A checkpoint in half precision of a base in float32, one number of which was trained."""
+    model = live(tiny())
+    model.save_pretrained(tmp_path / "base")
+    rounded = model.to(dtype)
+    with torch.no_grad():
+        rounded.get_parameter(NORM)[3] += 1
+    rounded.save_pretrained(tmp_path / "new", max_shard_size="200KB")
+    found = changes_of(tmp_path / "new", Base(make_config(tmp_path / "base")))
+    changed = {name: np.flatnonzero(dense(change)).tolist() for name, change in found.items() if change.square()}
+    assert changed == {NORM: [3]}
+    assert found[NORM].square() == pytest.approx(1, abs=0.02)
 
 
 def test_files_are_opened_anew_and_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +160,6 @@ def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     return folder
 
 
-NORM, UP = "model.norm.weight", "model.layers.2.mlp.up_proj.weight"
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -176,7 +190,15 @@ def test_an_adapter_of_another_model(factor: str, change: Any, said: str, tmp_pa
     state[name] = change(state[name])
     save_file({n: t for n, t in state.items() if t is not None}, file)
     with pytest.raises(ModelError, match=said):
-        dict(changes_of(tmp_path, Base(make_config("tiny"))).items())
+        changes_of(tmp_path, Base(make_config("tiny")))
+
+
+def test_an_adapter_on_a_head_that_is_tied_is_not_left_out(tmp_path: Path) -> None:
+    adapted(tiny(), r=4, lora_alpha=6, target_modules=["q_proj", "lm_head"]).save_pretrained(
+        tmp_path, save_embedding_layers=False
+    )
+    with pytest.raises(ModelError, match=r"no lm_head.weight of shape \[1024, 96\]"):
+        changes_of(tmp_path, Base(make_config("tiny")))
 
 
 def test_factors_that_were_taken_out_of_the_base_are_refused(tmp_path: Path) -> None:

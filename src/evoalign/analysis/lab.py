@@ -12,7 +12,7 @@ On a CPU the arithmetic is float32 whatever the served dtype, on a GPU it is tha
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -108,7 +108,8 @@ class Lab:
             self.model: Any = self._engine.model
             if self._engine.device.type == "cpu":
                 self.model.float()
-            self._weights, self.tied = self._read(targets)
+            read, self.tied = self._read(targets)
+            self._weights = dict(read)
         except BaseException:
             self.task.close()
             raise
@@ -127,6 +128,18 @@ class Lab:
         self._engine.close()
         self.task.close()
         self._weights, self._tensors, self.model = dict[str, Weights](), {}, None
+
+    def put(self, name: str, weights: Weights) -> None:
+        """Keep further weights under a name, in place of those it had; what they lack is the base model's.
+
+        Each is read from `weights` whenever a point is written, so that it may be made only then. Raises ModelError
+        where they are not of the base model's names and shapes.
+        """
+        layers: list[Any] = [weights, self._weights[BASE]]  # typed as if they were written to
+        found: ChainMap[str, torch.Tensor] = ChainMap(*layers)
+        _check_shapes(name, found, self._weights[BASE])
+        self._weights[name] = found
+        self._known = {key: asked for key, asked in self._known.items() if name not in dict(key)}
 
     @torch.no_grad()
     def write(self, mix: Mix, perturbed: Perturbation | None = None) -> None:

@@ -6,6 +6,7 @@
     embeddings     what tokens, and positions where they are learned, are looked up in
     attention      matrices and biases of the layers' attention, norms apart
     mlp            the other matrices and biases of the layers, those of experts and routers among them, norms apart
+    norms          of the layers, and after the last
     layer K        all of layer K, norms too
 
 Where the head is the embedding matrix (tied) there is no unembedding apart from `embeddings`.
@@ -21,10 +22,10 @@ from typing import Any
 from evoalign.engines.specs import specs_of
 from evoalign.errors import ConfigError
 
-ALL, UNEMBEDDING, EMBEDDINGS, ATTENTION, MLP = "all", "unembedding", "embeddings", "attention", "mlp"
+ALL, UNEMBEDDING, EMBEDDINGS, ATTENTION, MLP, NORMS = "all", "unembedding", "embeddings", "attention", "mlp", "norms"
 LAYERS = "layers"
 """Stands for each layer by itself."""
-KINDS = (ALL, UNEMBEDDING, EMBEDDINGS, ATTENTION, MLP)
+KINDS = (ALL, UNEMBEDDING, EMBEDDINGS, ATTENTION, MLP, NORMS)
 _ATTENTION = re.compile(r"(?:^|[._])(?:attn|attention)(?:[._]|$)", re.IGNORECASE)
 
 
@@ -39,6 +40,7 @@ def parts_of(model: Any) -> dict[str, frozenset[str]]:
     inside = [s for s in specs if s.layer is not None and _module(s.name) not in norms]
     found[ATTENTION] = {s.name for s in inside if _ATTENTION.search(s.name)}
     found[MLP] = {s.name for s in inside if s.name not in found[ATTENTION]}
+    found[NORMS] = {s.name for s in specs if _module(s.name) in norms}
     for layer in sorted({s.layer for s in specs if s.layer is not None}):
         found[f"layer {layer}"] = {s.name for s in specs if s.layer == layer}
     return {part: frozenset(names) for part, names in found.items() if names}

@@ -202,6 +202,8 @@ class _Adapter(Mapping[str, Change]):
         if odd:
             raise ModelError(f"the adapter is more than plain LoRA ({odd[0]}); {MERGE_FIRST}")
         self._modules = {f"{m}.weight": m for m in dict.fromkeys(name.partition(".lora_")[0] for name in state)}
+        for name in self:  # one that the base has no place for would otherwise be left out by who asks for the base's
+            self[name]
 
     def __getitem__(self, name: str) -> Change:
         factors = [f"{self._modules[name]}.lora_{factor}.weight" for factor in "AB"]

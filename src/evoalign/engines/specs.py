@@ -40,25 +40,30 @@ def on_gpu(config: Config) -> bool:
     return where.startswith("cuda") or (where == "auto" and torch.cuda.is_available())
 
 
-def specs_of_config(config: Config) -> list[TensorSpec]:
-    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
+def empty_model(config: Config) -> Any:
+    """The model from its configuration alone, its tensors without numbers. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     hf = model_config(config)
     check_layers(config.model.name, hf)
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
     except Exception as error:  # as above
         raise ModelError(
             f"model {config.model.name} ({hf.model_type}) is not a causal language model that can be made: "
             f"{why_not(error)}"
         ) from error
+
+
+def specs_of_config(config: Config) -> list[TensorSpec]:
+    """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
+    model = empty_model(config)
     specs = specs_of(model, lambda _: math.nan)
     if not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs):
         raise ModelError(
-            f"model {config.model.name} ({hf.model_type}) is a mixture of experts, which engine {config.engine.name} "
-            "does not serve to a population; use engine transformers"
+            f"model {config.model.name} ({model.config.model_type}) is a mixture of experts, which engine "
+            f"{config.engine.name} does not serve to a population; use engine transformers"
         )
     return specs if config.engine.carries_experts else without_experts(specs)
 

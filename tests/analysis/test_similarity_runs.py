@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight changes of runs and of models of others compared by the command, beside placebos, and cut and asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import evoalign
+from calling import Run, caller
+from changing import MODEL, base, changed, measured
+from evoalign.analysis import weights
+from evoalign.analysis.similarity.compute import total
+from evoalign.analysis.targets import locate
+from evoalign.config import load
+from evoalign.errors import ConfigError
+from evoalign.models import tiny
+from evoalign.training.replay import replay
+from families import build
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys, 400)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("similar")
+    for space, seed in (("lora", 1), ("lora", 2), ("full", 1)):
+        width = 0.02 if space == "lora" else 0.01
+        evoalign.train({
+            "output_dir": str(root / f"{space}{seed}"), "seed": seed, "space": space, "evaluation": {"max_tokens": 4},
+            "es": {"sigma": width, "learning_rate": width, "num_generations": 3, "population_size": 6},
+        })  # fmt: skip
+    return root
+
+
+def test_runs_beside_their_placebos(folder: Path, run: Run) -> None:
+    names = [str(folder / name) for name in ("lora1", "lora2", "full1")]
+    done = run("analyze", "similarity", *names, "--set", "placebos=2", "--set", "spectrum=false", "--to", "out")
+    assert (done.code, done.err) == (0, "")
+    numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
+    assert [t["method"] for t in numbers["targets"]] == ["es"] * 3
+    (group,) = numbers["groups"]
+    assert group["seeds"] == [1, 2] and group["halves"]["why"] == "2 seeds: no interval"
+    cosines = {(Path(p["a"]).name, Path(p["b"]).name): p["cosines"]["all"] for p in numbers["pairs"]}
+    assert cosines["lora1", "lora2"]["value"] == pytest.approx(group["cosine"]["mean"])
+    for k, name in enumerate(names[:2]):  # as `evoalign replay --counterfactual shuffle` makes them
+        for seed in (2 * k, 2 * k + 1):
+            replay(name, to=f"p{seed}", counterfactual="shuffle", seed=seed)
+    found = measured([Path(f"p{i}") for i in range(4)])
+    whole = total(found, base())
+    assert cosines["lora1", "lora2"]["placebos"] == pytest.approx([whole.cosines[0, 2], whole.cosines[1, 3]], abs=1e-9)
+    assert cosines["lora1", "lora2"]["p"] in (1 / 3, 2 / 3, 1.0)
+
+
+@pytest.mark.slow
+def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> None:
+    """The run's own evaluation, and that of its placebo, saved; an adapter of rank 8 loses nothing at rank 8."""
+    done = run("analyze", "similarity", folder / "lora1", "--set", "placebos=1", "--set", "ranks=[1, 8]", "--to", "out")
+    assert (done.code, done.err) == (0, "")
+    (target,) = json.loads(Path("out/similarity.json").read_text())["numbers"]["targets"]
+    kept = target["gain_kept"]
+    (placebo,) = kept["placebos"]
+    replay(folder / "lora1", to="shuffled", counterfactual="shuffle", seed=0)
+    config = load(folder / "lora1/config.yaml")
+    for own, model in ((kept, folder / "lora1"), (placebo, Path("shuffled"))):
+        found = evoalign.evaluate(model, config=config, split="test").measures["reward"]
+        assert own["after"] == pytest.approx(found, abs=1e-9)
+        assert own["cuts"][1]["reward"] == pytest.approx(found, abs=1e-9)
+        assert own["before"] == kept["before"]
+    assert placebo["after"] != kept["after"]
+
+
+def test_runs_of_one_noise_are_said_to_be(folder: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(folder / "lora1", tmp_path / "again")
+    done = run("analyze", "similarity", folder / "lora1", "again", "--set", "spectrum=false")
+    assert done.code == 0 and "cosine of the weight changes 1; both drew the same noise" in done.out
+    assert "common direction" not in done.out and "without placebos signal and random walk" in done.out
+
+
+def test_an_adapter_and_its_merged_checkpoint_are_one(folder: Path, tmp_path: Path, run: Run) -> None:
+    """One stays in its factors, the other is dense."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter = sorted((folder / "lora1/loras").glob("generation_*"))[-1]
+    whole: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32), adapter)
+    whole.merge_and_unload().save_pretrained(tmp_path / "merged")
+    done = run("analyze", "similarity", folder / "lora1", "merged", "--set", "base=tiny", "--to", "out")
+    assert (done.code, done.err) == (0, "")
+    numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
+    assert numbers["pairs"][0]["cosines"]["all"]["value"] == pytest.approx(1, abs=1e-6)
+    factors, dense = (t["where"]["all"] for t in numbers["targets"])
+    assert dense["norm"] == pytest.approx(factors["norm"], rel=1e-5)
+    assert dense["participation_rank"] == pytest.approx(factors["participation_rank"], rel=1e-4)
+
+
+def test_an_unembedding_of_its_own(tmp_path: Path) -> None:
+    model = build("llama", tmp_path / "base")
+    shutil.copytree(model, tmp_path / "new")
+    state = load_file(tmp_path / "new" / MODEL)
+    state["lm_head.weight"] += 0.5
+    save_file(state, tmp_path / "new" / MODEL, metadata={"format": "pt"})
+    (own,) = weights.read([locate(str(tmp_path / "new"), None, str(model))])
+    assert (own.unembedding, own.tied) == ("lm_head.weight", False)
+    found = total(measured([tmp_path / "new"], str(model)), own.parts["unembedding"])
+    assert found.norms[0] == pytest.approx(0.5 * np.sqrt(1024 * 32))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "opt", "gpt_neox"])
+def test_each_tensor_has_one_part(family: str, tmp_path: Path) -> None:
+    model = build(family, tmp_path / "base")
+    (own,) = weights.read([locate(str(model), None, str(model))])
+    kinds = [part for part in own.parts if part != "all" and not part.startswith("layer ")]
+    assert sum(len(own.parts[part]) for part in kinds) == len(own.base.specs) == len(own.parts["all"])
+    assert all(name in own.parts[own.part_of(name)] for name in own.base.specs)
+    assert own.tied == ("unembedding" not in own.parts) == (own.unembedding in own.parts["embeddings"])
+
+
+def test_one_that_did_not_change(tmp_path: Path, run: Run) -> None:
+    changed(tmp_path / "a", 1)
+    shutil.copytree(tiny(), tmp_path / "still")
+    done = run("analyze", "similarity", "a", "still", "--set", "base=tiny", "--set", "relative=[]", "--to", "out")
+    assert (done.code, done.err) == (0, "") and "unknown, since one of them did not change" in done.out
+    assert "100.0% of the numbers did not change" in done.out and "still did not change it" in done.out
+    assert json.loads(Path("out/similarity.json").read_text())["numbers"]["pairs"][0]["cosines"]["all"]["value"] is None
+
+
+def test_changes_from_two_bases_are_not_compared(tmp_path: Path, random_qwen2: Path) -> None:
+    here = locate(str(changed(tmp_path / "a", 1)), None, "tiny")
+    with pytest.raises(ConfigError, match="different base models, tiny and"):
+        weights.read([here, locate(str(random_qwen2), None, str(random_qwen2))])
+    assert len(weights.read([here, locate(str(tmp_path / "a"), None, str(tiny()))])) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("a",), "say its base model and task with --config"),
+        (("a", "--set", "base=nowhere/at/all"), "no folder nowhere/at/all"),
+        (("a", "--set", "base=tiny", "--set", "ranks=[0]"), "ranks.0"),
+        ((str(tiny()), "--set", "base=tiny"), "no change"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, tmp_path: Path, run: Run) -> None:
+    changed(tmp_path / "a", 1)
+    done = run("analyze", "similarity", *words)
+    assert done.code == 2 and done.err.startswith("error: ") and said in done.err
+
+
+@pytest.mark.slow
+def test_a_model_whose_change_is_of_rank_two_keeps_all_at_rank_two(tmp_path: Path, run: Run) -> None:
+    """Whatever the change does to the reward: a cut to its own rank does the same, and to less something else."""
+    changed(tmp_path / "a", 1, rank=2, width=0.02)
+    (tmp_path / "c.yaml").write_text("model: {name: tiny}\nevaluation: {max_tokens: 8}\n")
+    done = run("analyze", "similarity", "a", "-c", "c.yaml", "--set", "ranks=[1, 2]", "--to", "out")
+    assert (done.code, done.err) == (0, "")
+    (target,) = json.loads(Path("out/similarity.json").read_text())["numbers"]["targets"]
+    kept = target["gain_kept"]
+    one, two = (c["reward"] for c in kept["cuts"])
+    assert two == pytest.approx(kept["after"], abs=1e-9) and one != pytest.approx(two, abs=1e-3)
+    assert kept["before"] != pytest.approx(kept["after"], abs=1e-3)
+    assert "a: reward " in done.out and kept["placebos"] == []
