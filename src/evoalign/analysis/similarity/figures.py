@@ -36,10 +36,10 @@ def draw(found: Similarity, folder: Path) -> list[Path]:
             whole[pair.a, pair.b] = whole[pair.b, pair.a] = np.nan if value is None else value
         written += _map(folder / "similarity_cosines.png", "Cosine of weight changes, all tensors", short, short, whole)
         chosen = found.pairs[:MOST_PAIRS]
-        title = "Cosine of weight changes by part and layer" + _first(len(chosen), len(found.pairs))
+        title = "Cosine by part and layer" + _first(len(chosen), len(found.pairs))
         written += _map(
             folder / "similarity_pairs.png",
-            f"{title} (grey: one of them did not change there)",
+            f"{title} (grey: one did not change)",
             [f"{short[pair.a]} / {short[pair.b]}" for pair in chosen],
             found.where,
             _grid([[pair.cosines[name].value for name in found.where] for pair in chosen]),
