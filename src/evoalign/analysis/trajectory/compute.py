@@ -17,6 +17,7 @@ from evoalign.analysis.estimates import told, tree
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.trajectory.measures import Beside, Map, Way, beside, gram, principal, signal_share, way
 from evoalign.analysis.trajectory.walks import Journey, Point, Saved, Walk, Weights, saved
+from evoalign.checks.changes import Base
 from evoalign.config import Config
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
@@ -70,7 +71,10 @@ def trajectory(targets: Sequence[str], settings: Settings, config: Config | None
     digest = weights_hash((n, p.data) for n, p in model.named_parameters())
     walks: list[Walk] = []
     for name, target in zip(targets, found, strict=True):
-        walks.append(_journey(name, base, specs, digest, settings) if target is None else saved(target, base))
+        if target is None:
+            walks.append(_journey(name, base, specs, digest, settings))
+        else:
+            walks.append(saved(target, Base(model_config)))
     paths = [_path(walk, settings) for walk in walks if isinstance(walk, Journey)]
     points = [point for walk in walks for point in walk.points]
     places = principal(_gram(walks, base), [i for i, p in enumerate(points) if p.kind != "member"])

@@ -17,11 +17,11 @@ import torch
 
 from evoalign import optimizer, spaces
 from evoalign.analysis.targets import Target
+from evoalign.checks.changes import Base, changes_of
 from evoalign.checks.drift import expected_distance
-from evoalign.config import Config, reading
+from evoalign.config import Config
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.errors import ConfigError, ModelError, ResumeError
-from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import RunDir, generation_of, saved_folders
 from evoalign.rundir.journal import Log, Recorded
 from evoalign.setup import layout_of
@@ -201,108 +201,27 @@ class Journey:
 class Saved:
     """Means that were saved, of GRPO or of anyone: each a PEFT adapter or a Hugging Face checkpoint.
 
-    Read a tensor at a time. Raises ModelError, which names a tensor that the base model has not, or in another shape.
+    Raises ModelError, which names a tensor that the base model has not, or in another shape.
     """
 
-    def __init__(self, name: str, folders: Sequence[tuple[Path, Point]], base: Weights, *, from_base: bool) -> None:
+    def __init__(self, name: str, folders: Sequence[tuple[Path, Point]], base: Base, *, from_base: bool) -> None:
         self.name, self.base = name, base
         start = [Point(name, "saved", 0)] if from_base else []
         self.points = (*start, *(point for _, point in folders))
         self._from_base = from_base
-        self._read = [_adapter(f) if (f / "adapter_config.json").is_file() else _whole(f) for f, _ in folders]
-        for (folder, _), tensors in zip(folders, self._read, strict=True):
-            if odd := sorted(set(tensors.names()) - set(base)):
-                raise ModelError(f"{folder} has {odd[0]}, which the base model has not; is it a model of another kind?")
+        self._read = [changes_of(folder, base) for folder, _ in folders]
 
     def names(self) -> Iterable[str]:
-        return dict.fromkeys(name for tensors in self._read for name in tensors.names())
+        return dict.fromkeys(name for changes in self._read for name in changes)
 
     def change(self, name: str, slices: Slices) -> torch.Tensor:
-        base = self.base[name]
-        found = [tensors.change(name, base, slices) for tensors in self._read]
-        start = [torch.zeros_like(base[slices], dtype=torch.float32)] if self._from_base else []
-        return torch.stack([*start, *found])
+        rows, rest = slices[0], (slice(None), *slices[1:])
+        found = [changes[name].rows(rows)[rest].float() if name in changes else None for changes in self._read]
+        still = torch.zeros(self.base.specs[name].shape)[slices]
+        return torch.stack([*([still] if self._from_base else []), *(still if f is None else f for f in found)])
 
 
-class _Tensors(Protocol):
-    def names(self) -> Iterable[str]: ...
-
-    def change(self, name: str, base: torch.Tensor, slices: Slices) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    folder: Path
-    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    scaling: float
-
-    def names(self) -> Iterable[str]:
-        return self.factors
-
-    def change(self, name: str, base: torch.Tensor, slices: Slices) -> torch.Tensor:
-        if name not in self.factors:
-            return torch.zeros_like(base[slices], dtype=torch.float32)
-        a, b = self.factors[name]
-        if (b.shape[0], a.shape[1]) != tuple(base.shape):
-            raise ModelError(
-                f"{self.folder} has an adapter of {name} of shape {[b.shape[0], a.shape[1]]}, and the base model has "
-                f"{list(base.shape)}"
-            )
-        return self.scaling * (b[slices[0]].float() @ a[:, slices[1]].float())
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    folder: Path
-    files: Mapping[str, Any]
-
-    def names(self) -> Iterable[str]:
-        return self.files
-
-    def change(self, name: str, base: torch.Tensor, slices: Slices) -> torch.Tensor:
-        if name not in self.files:
-            raise ModelError(f"{self.folder} has no {name}, which the base model has")
-        found = self.files[name].get_tensor(name)
-        if found.shape != base.shape:
-            raise ModelError(
-                f"{self.folder} has {name} of shape {list(found.shape)}, and the base model of {list(base.shape)}"
-            )
-        return found[slices].float() - base[slices].float()
-
-
-def _adapter(folder: Path) -> _Tensors:
-    from evoalign.checks.distance import PLAIN
-
-    settings = reading.read_object(folder / "adapter_config.json")
-    odd = [name for name, plain in PLAIN.items() if settings.get(name) and settings[name] != plain]
-    state = checkpoint.load_adapter(folder)
-    factors = {
-        f"{name.partition('.lora_A.')[0]}.weight": (a, state[name.replace(".lora_A.", ".lora_B.")])
-        for name, a in state.items()
-        if ".lora_A." in name
-    }
-    if settings.get("peft_type") != "LORA" or odd or len(state) != 2 * len(factors):
-        raise ModelError(f"{folder} is more than a plain LoRA adapter; merge it, and give the merged model")
-    rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-    return _Adapter(folder, factors, alpha / (rank**0.5 if settings.get("use_rslora") else rank))
-
-
-def _whole(folder: Path) -> _Tensors:
-    from safetensors import SafetensorError, safe_open
-
-    files: dict[str, Any] = {}
-    for file in [*sorted(folder.glob("model*.safetensors")), *sorted(folder.glob(checkpoint.MEAN))]:
-        try:
-            opened: Any = safe_open(file, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} does not load: {error}") from error
-        files.update(dict.fromkeys(opened.keys(), opened))
-    if not files:
-        raise ModelError(f"{folder} holds no model*.safetensors and no adapter; give a run, a model or an adapter")
-    return _Checkpoint(folder, files)
-
-
-def saved(target: Target, base: Weights) -> Saved:
+def saved(target: Target, base: Base) -> Saved:
     """All that a run of GRPO saved, from its start, or the one mean that a target is."""
     if target.run is None or Path(target.name).resolve() != target.run.resolve():
         return Saved(target.name, [(target.weights, Point(target.name, "saved", 0))], base, from_base=False)
