@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign.checks import hacking
+from evoalign.checks import hacking, summary
 from evoalign.checks.control import Control
-from evoalign.checks.rules import NOISE_EARNS, OPPOSED, SURE, History, Row, causes, mean_of, values
+from evoalign.checks.rules import History, Row, causes
 from evoalign.config import Config
 from evoalign.types import Generation, Layout
 
@@ -102,10 +102,7 @@ class Diagnosis:
         """
         every = 1 + len(rows) // LOOKS
         for count, row in enumerate(rows, 1):
-            known = {"spread": row["std"], "mean_error": row["std"] / math.sqrt(self.config.es.population_size - 1)}
-            kept = {name: row[name] for name in ("generation", "mean", "zero_variance")}
-            shares = {name: row.get(name) for name in ("empty_share", "truncated_share")}
-            self.history.rows.append({**known, **shares, **kept, **(row.get("diagnosis") or {})})
+            self.history.rows.append(summary.recorded(row, self.config))
             if count % every == 0 or count == len(rows):
                 self._told |= set(self._causes())
         self._step = None
@@ -123,12 +120,7 @@ class Diagnosis:
         `alarm`: what the completions of the test split say of it, which then comes first. `beats_noise`: it is above
         all its placebos, which have told what noise alone earns.
         """
-        if not self.history.rows:
-            return ["no generation yet"]
-        verdict = self._verdict() if alarm is None else f"{alarm}, by what it says; {self._verdict()}"
-        lines = [verdict, self._signal(), self._movement(), self._completions()]
-        wrong = {name: line for name, line in self._causes().items() if not (beats_noise and name == NOISE_EARNS)}
-        return [line for line in lines if line] + [f"warning: {line}" for line in wrong.values()]
+        return summary.told(self.history, alarm, beats_noise=beats_noise)
 
     def _causes(self) -> dict[str, str]:
         """Everything that looks wrong now, by name."""
@@ -161,58 +153,6 @@ class Diagnosis:
         texts, reasons = [r.text for r in rollouts], [r.finish_reason for r in rollouts]
         shares = hacking.shares(texts, reasons, rows, list(map(self._gold, rows)), self._known)
         return {f"{name}_share": share for name, share in shares.items()}
-
-    def _verdict(self) -> str:
-        trend = self.history.trend()
-        if trend is None:
-            return f"is it learning? {len(self.history.rows)} generations are too few to tell"
-        before, after, change, error = trend
-        figures = (
-            f"population fitness went from {before:.4g} to {after:.4g} ({change:+.3g}, standard error {error:.2g})"
-            f" between the first and the last third of {len(self.history.rows)} generations"
-        )
-        if abs(change) <= SURE * error or change == 0:
-            low = " (eta is below 0.05: raise es.learning_rate)" if self.history.eta() < 0.05 else ""
-            return f"not shown to learn: {figures}; that can be chance{low}"
-        return f"{'learning' if change > 0 else 'getting worse'}: {figures}"
-
-    def _signal(self) -> str:
-        useless = float(np.mean([row["zero_variance"] for row in self.history.rows]))
-        spread, floor = float(np.median(values(self.history.rows, "spread"))), self.history.noise_floor()
-        if floor is None:
-            against = "no control was run, so the noise floor is not known (checks.control_every)"
-        elif floor == 0:
-            against = "the unperturbed model scored twice came out the same"
-        else:
-            whose = ", of a reward that gives the same text different scores" if self.history.reward_noise() else ""
-            against = f"{spread / floor:.1f} times the noise floor of {floor:.2g}{whose}"
-        return f"signal: members spread by {spread:.3g}, {against}; {useless:.0%} of the generations moved nothing"
-
-    def _movement(self) -> str:
-        distance, cosine = values(self.history.rows[-1:], "distance_sigmas"), mean_of(self.history.rows, "cosine")
-        if not distance:
-            return ""
-        how = "" if cosine is None else f"; successive updates have cosine {cosine:+.3f} on average{_meaning(cosine)}"
-        return f"movement of the numbers that evolve: {distance[0]:.2g} times one member's noise from the start{how}"
-
-    def _completions(self) -> str:
-        said: list[str] = []
-        first, last = self.history.ends()
-        for name in hacking.SHARES:
-            before, now = (mean_of(part, f"{name}_share") for part in (first, last))
-            told = None if before is None or now is None else f"{before:.0%} to {now:.0%}"
-            if told is not None and told != "0% to 0%":
-                said.append(f"{name.replace('_', ' ')} {told}")
-        what = ", ".join(said) or "none of the signs"
-        known = any(mean_of(first, f"{name}_share") is not None for name in hacking.SHARES)
-        return f"completions, first to last {len(first)} generations: {what}" if known else ""
-
-
-def _meaning(cosine: float) -> str:
-    """Of the mean cosine of successive updates."""
-    if abs(cosine) < -OPPOSED:
-        return " (near 0, which is usual: each is made of noise of its own)"
-    return " (they go on the same way)" if cosine > 0 else " (they undo each other)"
 
 
 def changed_share(generation: Generation) -> float | None:
