@@ -57,16 +57,5 @@ def page(headline: str, lines: Sequence[str], found: pd.DataFrame, said: pd.Data
     return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
 
 
-def headline(
-    before: Mapping[str, float], after: Mapping[str, float], change: Interval | None, count: int, name: str = "reward"
-) -> str:
-    """In a line what became of the reward, or of another measure."""
-    said = f"{name} {before[name]:.4g} -> {after[name]:.4g} on {count:,} test examples"
-    if change is None or change[1] == change[2]:
-        return said
-    mean, low, high = change
-    return f"{said} ({mean:+.4g}, 95 % interval {low:+.4g} to {high:+.4g})"
-
-
 def _short(value: float) -> str:
     return f"{value:.4g}"

@@ -97,6 +97,17 @@ def _measures(
     return table
 
 
+def headline(
+    before: Mapping[str, float], after: Mapping[str, float], change: Interval | None, count: int, name: str = "reward"
+) -> str:
+    """In a line what became of the reward, or of another measure."""
+    said = f"{name} {before[name]:.4g} -> {after[name]:.4g} on {count:,} test examples"
+    if change is None or change[1] == change[2]:
+        return said
+    mean, low, high = change
+    return f"{said} ({mean:+.4g}, 95 % interval {low:+.4g} to {high:+.4g})"
+
+
 def weighed(name: str, weight: float) -> str:
     """What one of several rewards is called: with its weight, unless that is 1."""
     return name if weight == 1 else f"{name} (x {weight:g})"
@@ -160,7 +171,7 @@ def shorten(text: str, length: int) -> str:
 
 def visible(text: str, *, ascii_only: bool = False) -> str:
     """The text on one line: newline, tab and every other character without a shape of its own written out."""
-    shown = "".join(_visible(c) for c in text)
+    shown = text if text.isprintable() else "".join(map(_visible, text))
     return shown.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else shown
 
 

@@ -21,7 +21,7 @@ from evoalign.config.reading import read_object
 from evoalign.errors import DataError
 from evoalign.evaluation import Evaluation, Scored
 from evoalign.report.rows import WEIGHTS
-from evoalign.report.tables import Interval, Sample, alarm, before_after, is_share, weighed
+from evoalign.report.tables import Interval, Sample, alarm, before_after, headline, is_share, weighed
 from evoalign.rewards.fitness import aim_of
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
@@ -67,12 +67,10 @@ class Result:
         return frames.measures(self.before.measures, self.after.measures, _change(self.before, self.after))
 
     def __repr__(self) -> str:
-        from evoalign.report import frames
-
         first, last = self.before.measures, self.after.measures
         count = len(self.before.measures_E["reward"])
         name = aim_of(first)
-        told = frames.headline(first, last, _change(self.before, self.after).get(name), count, name)
+        told = headline(first, last, _change(self.before, self.after).get(name), count, name)
         alarms = "" if self.verdict is None or self.verdict.word is None else f"\n{self.verdict.word}: see its reasons"
         return f"{shown(self.path)}: {told}{alarms}\nsaved {shown(self.saved)}"
 
@@ -80,10 +78,10 @@ class Result:
         """What a notebook shows of it."""
         from evoalign.report import frames
 
-        headline, *rest = repr(self).splitlines()
+        first, *rest = repr(self).splitlines()
         reasons = [] if self.verdict is None else [*self.verdict.reasons, *self.verdict.lines()]
         figure = self.path / "figures" / "evolution.png"
-        return frames.page(headline, [*rest, *reasons], self.measures(), self.completions(), figure)
+        return frames.page(first, [*rest, *reasons], self.measures(), self.completions(), figure)
 
 
 def gold_lines(task: Task, data: Data) -> list[str]:
