@@ -167,8 +167,8 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     for word in ("eta ", "effective sigma", "generation 1/1", "reward", "sample completions", "model tiny of "):
         assert word in trained.stdout
     where, _, commands = trained.stdout.partition("to go on:\n")
-    lines = [line.split() for line in where.splitlines()[-5:]]
-    assert [name for name, *_ in lines] == ["results", "completions", "figures", "adapter", "run"]
+    lines = [line.split() for line in where.splitlines()[-6:]]
+    assert [name for name, *_ in lines] == ["results", "completions", "figures", "adapter", "report", "run"]
     assert all((folder / place).exists() for _, place, *_ in lines)
     next_ones = [shlex.split(line, comments=True)[1:] for line in commands.splitlines()]
     assert [words[0] for words in next_ones] == ["placebo", "eval", "export"]

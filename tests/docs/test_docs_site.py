@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import functools
 import http.server
-import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +21,7 @@ import typer.main
 from pages import REPOSITORY, hooks
 
 import evoalign
+from browsing import Visit, chromium
 from evoalign import cli
 from evoalign.config import from_dict
 from evoalign.config.schema import docstrings, more
@@ -162,34 +161,8 @@ def address(site: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")  # it runs an event loop, which no other module may meet
 def browser() -> Iterator[Any]:
     """Headless Chromium, the one that is installed."""
-    api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        if "EVOALIGN_NEEDS_BROWSER" in os.environ:
-            pytest.fail("no chromium; apt-get install chromium")
-        pytest.skip("no chromium here")
-    with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with chromium() as started:
         yield started
-        started.close()
-
-
-class Visit:
-    """A tab that keeps what went wrong in it and what it asked for."""
-
-    def __init__(self, browser: Any, **settings: Any) -> None:
-        self.context = browser.new_context(**settings)
-        self.page = self.context.new_page()
-        self.errors: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("requestfailed", self._failed)
-
-    def _failed(self, request: Any) -> None:
-        if request.failure != "net::ERR_ABORTED":  # the page was left before it was there
-            self.errors.append(f"{request.url}: {request.failure}")
 
 
 @pytest.fixture

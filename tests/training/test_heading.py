@@ -57,10 +57,11 @@ def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch:
     assert lines[1].startswith("space lora: ") and lines[2].startswith("1 generations of 4 completions (4 members x 1 ")
     assert "note: task.batch_size 3 is more than there are training rows: each generation asks all 1" in lines
     assert any(line.startswith("prompts are messages for the model's chat template") for line in lines)
-    last = lines[lines.index("to go on:") - 6 :]
-    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:6]]
-    assert [place.name for place in places] == ["results", "completions", "figures", "adapter", "tensorboard", "run"]
-    assert all(place.path.exists() for place in places) and len(last) == 10
+    last = lines[lines.index("to go on:") - 7 :]
+    places = [SimpleNamespace(name=line.split()[0], path=Path(line.split()[1])) for line in last[:7]]
+    kinds = ["results", "completions", "figures", "adapter", "tensorboard", "report", "run"]
+    assert [place.name for place in places] == kinds
+    assert all(place.path.exists() for place in places) and len(last) == 11
     ends = drawn[-1]["test"]
     assert ends.before.mean == result.before.measures["reward"] and ends.after.mean == result.after.measures["reward"]
     assert ends.before.low < ends.before.mean < ends.before.high

@@ -54,10 +54,16 @@ class Finding:
         """Write `<name>.json` and the figures into a folder that exists, and return their paths."""
         from evoalign.rundir.files import write_text
 
-        tree = {"format_version": FORMAT_VERSION, "analysis": name, "sentences": list(self.sentences)}
-        file = folder / f"{name}.json"
-        write_text(file, json.dumps({**tree, "numbers": self.numbers}, indent=2, allow_nan=False) + "\n")
-        return [file, *self.draw(folder)]
+        drawn, file = self.draw(folder), folder / f"{name}.json"
+        tree = {
+            "format_version": FORMAT_VERSION,
+            "analysis": name,
+            "sentences": list(self.sentences),
+            "figures": [path.name for path in drawn],
+            "numbers": self.numbers,
+        }
+        write_text(file, json.dumps(tree, indent=2, allow_nan=False) + "\n")
+        return [file, *drawn]
 
 
 class Analysis(ABC, Generic[S]):

@@ -25,6 +25,7 @@ from evoalign.cli.options import say
 from evoalign.cli.placebo import placebo
 from evoalign.cli.probe import probe
 from evoalign.cli.replay import replay
+from evoalign.cli.report import report
 from evoalign.cli.schema import schema
 from evoalign.cli.sweep import sweep
 from evoalign.cli.train import train
@@ -56,6 +57,7 @@ def _register() -> None:
         (START, "probe", probe, "evoalign probe config.yaml --write wide.yaml"),
         (RUN, "train", train, "evoalign train config.yaml --set es.sigma=0.002 --dry-run"),
         (RUN, "eval", evaluate, "evoalign eval runs/quickstart --samples 20 --temperature 0.7"),
+        (RUN, "report", report, "evoalign report runs/my_task --serve"),
         (RUN, "placebo", placebo, "evoalign placebo runs/quickstart"),
         (RUN, "export", export, "evoalign export runs/my_task --to adapter"),
         (RUN, "journal", show_journal, "evoalign journal runs/my_task"),

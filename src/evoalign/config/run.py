@@ -99,6 +99,8 @@ class Config(Section):
     seed: Seed = 0
     deterministic: bool | None = None
     """None: true on the CPU, false on a GPU."""
+    report: bool = True
+    """Whether a run writes `report.html` at its end: all that it came to, in one page."""
     space: Annotated[SpaceConfig, BeforeValidator(named, json_schema_input_type=str | SpaceConfig)] = Field(
         default_factory=SpaceConfig
     )

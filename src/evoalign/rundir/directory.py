@@ -21,8 +21,20 @@ from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
 from evoalign.rundir.rows import is_row
 
 FAILED_COMPLETION = "failed_completion.json"
+REPORT = "report.html"
 LOCK = ".lock"
-OURS = (JOURNAL, "metrics.jsonl", "results", "figures", "logs", "trainer", FAILED_COMPLETION, "config.yaml", MANIFEST)
+OURS = (
+    JOURNAL,
+    "metrics.jsonl",
+    "results",
+    "figures",
+    "logs",
+    "trainer",
+    FAILED_COMPLETION,
+    REPORT,
+    "config.yaml",
+    MANIFEST,
+)
 """What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
 all the others are known to be of a run."""
 FOLDERS = ("results", "results/completions", "figures", "logs")

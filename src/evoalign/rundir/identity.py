@@ -20,7 +20,7 @@ def identity(config: Config, method: Method = "es") -> dict[str, Any]:
     So are those of the other method. The number of generations, or steps, is one of these too, unless a schedule
     depends on it: a longer run of the same settings begins as the shorter one.
     """
-    told = {"output_dir", "grader", "checkpoint", "tracking", "checks", "stopping"}
+    told = {"output_dir", "grader", "checkpoint", "tracking", "checks", "stopping", "report"}
     if method == "grpo":
         return _identity_of_grpo(config, told)
     tree = _tree(config, {*told, "grpo"})

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.console import Console
 
-from evoalign.checks import divergence, placebo_file
+from evoalign.checks import divergence
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.checks.fluency import Fluency
@@ -268,7 +268,7 @@ class Session:
         self.run.sweep()
         missed = self.algorithm.resume(self)
         if self.done < self.total:
-            placebo_file.remove(self.run.path)
+            ending.forget(self.run.path)
         self.run.resume(self.config, self._manifest({}))
         self.recorder.start(self.done, missed)
         self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}")
@@ -338,6 +338,8 @@ class Session:
             self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
+        if self.config.report:
+            ending.report(self.run.path, self.tell)
         self.tell("\n".join(heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, placebos)))
         return Result(self.run.path, saved, before, after, verdict)
 

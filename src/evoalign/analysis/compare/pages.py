@@ -79,7 +79,8 @@ def write(comparison: Comparison, folder: str | Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures.draw(comparison, folder)
-    write_text(folder / "comparison.json", json.dumps(as_tree(comparison), indent=2, allow_nan=False) + "\n")
+    tree = {**as_tree(comparison), "figures": [path.name for path in drawn.values()]}
+    write_text(folder / "comparison.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")
     write_text(folder / "comparison.md", markdown(comparison, {name: path.name for name, path in drawn.items()}))
     return [folder / "comparison.md", folder / "comparison.json", *drawn.values()]
 

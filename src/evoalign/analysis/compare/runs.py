@@ -89,13 +89,18 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 
     Raises ConfigError for a path that neither is nor holds a run.
     """
+    return sorted(find_in_order(paths))
+
+
+def find_in_order(paths: Iterable[str | Path]) -> list[Path]:
+    """The same in the order of the paths."""
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         runs = [path] if _is_readable(path) else _below(path)
         if not runs:
             raise ConfigError(f"{path} is no run and holds none; give run directories, or a folder with some in it")
         found.update({run.resolve(): run for run in runs})
-    return sorted(found.values())
+    return list(found.values())
 
 
 def _below(folder: Path) -> list[Path]:

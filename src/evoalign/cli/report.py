@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evoalign report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evoalign.cli.options import Debug
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders that hold some.")],
+    to: Annotated[
+        Path | None, typer.Option(help="The file to write; default: report.html in the directory of the one run.")
+    ] = None,
+    analyses: Annotated[
+        Path | None, typer.Option(help="A folder of `evoalign analyze ... --to` with analyses of these runs together.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Write nothing; serve the page to this machine, and follow the runs.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0: any that is free.")] = 8050,
+    debug: Debug = False,
+) -> None:
+    """Show what runs came to as one HTML page that loads nothing: warnings, curves, completions, settings, analyses."""
+    from evoalign.analysis.compare.runs import find_in_order
+    from evoalign.errors import ConfigError
+    from evoalign.report.html import page
+    from evoalign.report.html.serving import Server
+    from evoalign.rundir.directory import REPORT
+    from evoalign.rundir.files import write_text
+    from evoalign.training.reporting.analyses import shared
+    from evoalign.training.reporting.run import stamp, views_of
+
+    found = find_in_order(runs)
+
+    def render(tag: str | None = None) -> str:
+        return page.render(views_of(found), tag, shared(analyses) if analyses else ())
+
+    if serve:
+        if to is not None:
+            raise ConfigError("--serve writes nothing: give it or --to")
+        with Server(lambda: stamp(found, analyses), render, port) as server:
+            typer.echo(f"{server.url} follows {len(found)} run{'' if len(found) == 1 else 's'}; Ctrl-C ends it")
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                typer.echo("ended")
+        return
+    if to is None and len(found) > 1:
+        raise ConfigError(f"{len(found)} runs: say where their page goes, such as --to {REPORT}")
+    file = found[0] / REPORT if to is None else to
+    if file.exists() and not page.is_ours(file):
+        raise ConfigError(f"{file} is there and no report; choose another with --to")
+    written = render()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, written)
+    typer.echo(f"wrote {file}")

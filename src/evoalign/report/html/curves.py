@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The charts of one run over its generations, with the numbers that they are drawn of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from evoalign.report.figures import Ends
+from evoalign.report.html.charts import Chart, Series, drawn
+from evoalign.report.html.markup import NOTHING, Markup, folded, joined, number, table
+from evoalign.report.html.view import Row, View
+from evoalign.rewards.fitness import aim_of
+
+MOST_ROWS = 400
+"""Of the table below a chart; of a longer run each second, third, ... is in it."""
+PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}
+"""Colours of the phases that are known."""
+
+
+def curves(index: int, view: View) -> Markup:
+    """Reward, several rewards, and the divergence from the base model, as far as they are there."""
+    if not view.rows:
+        return NOTHING
+    words = view.words
+    parts = [
+        drawn(Chart(f"{words.aim.capitalize()} by {words.unit}", words.unit, words.aim, list(_evolution(view)))),
+        drawn(Chart("Mean of each reward", words.unit, "mean reward", list(_rewards(view.rows)))),
+        drawn(
+            Chart("KL from the base model", f"{words.unit}s done", "nats a token", list(_divergence(view.rows)), True)
+        ),
+        folded("Numbers of the curves", _table(view), id_=f"curve-{index}"),
+    ]
+    return joined(parts)
+
+
+def _evolution(view: View) -> Iterator[Series]:
+    """Of the members by generation, and of the mean model on the other splits, where it was measured."""
+    rows, words = view.rows, view.words
+    at = [float(row["generation"]) for row in rows]
+
+    def of(name: str) -> list[float | None]:
+        return [row.get(name) for row in rows]
+
+    means = list(zip(at, of("mean"), strict=True))
+    yield Series("20th to 80th percentile", means, 0, "band", of("p20"), of("p80"))
+    yield Series(words.best, list(zip(at, of("best"), strict=True)), 1, "thin")
+    yield Series(words.mean, means, 0)
+    validated = words.tested.replace("test", "validation", 1)
+    for name, split, label, colour in (
+        ("validation", "validation", validated, 4),
+        ("evaluation", "test", words.tested, 2),
+    ):
+        yield _measured(rows, name, view.ends.get(split, Ends()), label, colour)
+    still = [(x, 0.0) for x, row in zip(at, rows, strict=True) if row.get("zero_variance")]
+    if still:
+        yield Series(f"{words.still} ({len(still)} of {len(rows)})", still, 3, "tick")
+
+
+def _measured(rows: Sequence[Row], name: str, ends: Ends, label: str, colour: int) -> Series:
+    """A mean belongs behind its update. Ends have intervals over examples; the last row may be of the same mean."""
+    last = float(rows[-1]["generation"] + 1)
+    known = {x: end for x, end in ((0.0, ends.before), (last, ends.after)) if end is not None}
+    inside = {float(row["generation"] + 1): _aim(row, name) for row in rows if row.get(name)}
+    values = dict(sorted((inside | {x: end.mean for x, end in known.items()}).items()))
+    low = [known[x].low if x in known else None for x in values]
+    high = [known[x].high if x in known else None for x in values]
+    whiskers = ", 95 % interval over examples" if any(v is not None for v in low) else ""
+    return Series(
+        label + whiskers, list(values.items()), colour, "mark", low, high, "square" if colour == 4 else "diamond"
+    )
+
+
+def _rewards(rows: Sequence[Row]) -> Iterator[Series]:
+    names = dict.fromkeys(name for row in rows for name in row.get("rewards") or ())
+    for i, name in enumerate(names):
+        yield Series(name, [(row["generation"], (row.get("rewards") or {}).get(name)) for row in rows], i)
+
+
+def _divergence(rows: Sequence[Row]) -> Iterator[Series]:
+    points = [(float(row["generation"] + 1), row["divergence"].get("exact")) for row in rows if row.get("divergence")]
+    if points:
+        yield Series("exact", [(0.0, 0.0), *points], 5)
+
+
+def _table(view: View) -> Markup:
+    step = -(-len(view.rows) // MOST_ROWS)
+    rows = [row for i, row in enumerate(view.rows) if i % step == 0 or i == len(view.rows) - 1]
+    columns = ("mean", "best", "worst", "p20", "p80", "std")
+    has_test = any(row.get("evaluation") for row in rows)
+    header = (view.words.unit, *columns, *(["test"] if has_test else []))
+    body = [
+        (f"{row['generation']}", *(number(_finite(row.get(name))) for name in columns),
+         *([number(_finite(_aim(row, "evaluation")))] if has_test else []))
+        for row in rows
+    ]  # fmt: skip
+    return table(f"Fitness of the population by {view.words.unit}", header, body)
+
+
+def _aim(row: Row, name: str) -> float | None:
+    """What was trained for, of an evaluation in a row."""
+    found = row.get(name) or {}
+    return found.get(aim_of(found))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def timings(index: int, view: View) -> Markup:
+    """Seconds by phase: of each generation, and of all together."""
+    names = dict.fromkeys(phase for row in view.rows for phase in row.get("seconds") or ())
+    names = [name for name in (*PHASES, *names) if name in names]
+    names = list(dict.fromkeys(names))
+    if not names:
+        return NOTHING
+    spent = {name: [_seconds(row, name) for row in view.rows] for name in names}
+    total = math.fsum(map(math.fsum, spent.values()))
+    base, series = [0.0] * len(view.rows), list[Series]()
+    for i, (name, seconds) in enumerate(spent.items()):
+        top = [a + b for a, b in zip(base, seconds, strict=True)]
+        points = [(float(row["generation"]), y) for row, y in zip(view.rows, top, strict=True)]
+        series.append(Series(name, points, PHASES.get(name, 2 + i), "stack", base, top))
+        base = top
+    rows = [(name, f"{math.fsum(s):,.1f}", f"{math.fsum(s) / total:.0%}" if total else "") for name, s in spent.items()]
+    unit = view.words.unit
+    return joined((
+        drawn(Chart(f"Seconds of each {unit} by phase", unit, "seconds", series, from_zero=True)),
+        table("Seconds by phase, all together", ("phase", "seconds", "share"), [*rows, ("all", f"{total:,.1f}", "")]),
+    ))  # fmt: skip
+
+
+def _seconds(row: Row, name: str) -> float:
+    value = (row.get("seconds") or {}).get(name, 0.0)
+    return value if math.isfinite(value) and 0 <= value < 1e12 else 0.0
