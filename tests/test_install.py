@@ -356,7 +356,7 @@ def test_make_keeps_an_environment_for_each_vllm_and_runs_its_tests_there(tmp_pa
     runs = (tmp_path / "runs").read_text().splitlines()
     asked = [("0.32.0", "not long"), ("0.26.0", "not long"), ("0.26.0", "releases and not long"), ("0.32.0", "long")]
     assert runs == [
-        f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist worksteal tests/engine_vllm -m {m} 1 1" for v, m in asked
+        f".venv-vllm/{v}/bin/python -m pytest -n 2 --dist loadfile tests/engine_vllm -m {m} 1 1" for v, m in asked
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from evoalign.analysis.base import Finding
 from evoalign.analysis.parts import ALL, UNEMBEDDING
 from evoalign.analysis.similarity import chance, figures, words
 from evoalign.analysis.similarity.chance import Across, Agreement, Group
-from evoalign.analysis.similarity.command import Settings
 from evoalign.analysis.similarity.compute import Measured, Sums, measure, total
 from evoalign.analysis.similarity.kept import GainKept, gains_kept
 from evoalign.analysis.similarity.spectrum import TOPS
@@ -27,6 +26,9 @@ from evoalign.analysis.weights import Weights
 from evoalign.config import Config
 from evoalign.errors import ModelError
 from evoalign.rundir.method import method_of
+
+if TYPE_CHECKING:
+    from evoalign.analysis.similarity.command import Settings
 
 
 @dataclass(frozen=True, slots=True)
