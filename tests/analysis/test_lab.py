@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import evoalign
 from calling import caller
-from evoalign import noise
+from evoalign import noise, tokens
 from evoalign.analysis.divergence.compute import divergence_of
 from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation, shown_placebos
 from evoalign.analysis.parts import chosen, parts_of
@@ -342,3 +342,36 @@ def test_weights_that_are_put_in_are_asked() -> None:
             lab.put("mine", {norm: own[:1]})
         with pytest.raises(ModelError, match=r"mine has nose\.weight, which the base model has not"):
             lab.put("mine", {"nose.weight": own})
+
+
+@torch.no_grad()
+def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str, str]) -> None:
+    """Each of the million answers counted: log-probabilities of plain transformers, weights of the saved checkpoint."""
+    name = runs["full"]
+    with Lab([name], None, Asked(examples=3, max_tokens=2, kl_tokens=10**6)) as lab:
+        samples, sums_N4 = lab.drawn({BASE: 1.0}, {name: 1.0})
+        stops = sorted(tokens.load(lab.config.model).stop_ids)
+    policy, base = plain(locate(name, None).weights), plain()
+    nats_N = sums_N4[:, 3].numpy()
+    for prompt in dict.fromkeys(sample.prompt_ids for sample in samples):
+        first_2V, then_2VV = (torch.stack(found).double() for found in zip(*(both(m, prompt) for m in (policy, base))))  # noqa: B905
+        goes_on_V = torch.ones(first_2V.shape[1])
+        goes_on_V[stops] = 0
+        p_V, gap_V = first_2V[0].exp(), first_2V[0] - first_2V[1]
+        ended = ((1 - goes_on_V) * p_V * gap_V).sum()
+        p_VV = p_V[:, None] * then_2VV[0].exp()
+        whole = (goes_on_V[:, None] * p_VV * (gap_V[:, None] + then_2VV[0] - then_2VV[1])).sum()
+        of_draw_V = (p_V * gap_V).sum() + goes_on_V * (then_2VV[0].exp() * (then_2VV[0] - then_2VV[1])).sum(1)
+        assert float((p_V * of_draw_V).sum()) == pytest.approx(float(ended + whole), rel=1e-9), "what a draw is worth"
+        assert float(ended + whole) > 1e-2
+        for sample, nats in zip(samples, nats_N, strict=True):
+            if sample.prompt_ids == prompt:
+                assert nats == pytest.approx(float(of_draw_V[sample.token_ids[0]]), rel=1e-3, abs=1e-6)
+
+
+def both(model: Any, prompt: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the first token, [V], and of the second after each first one, [V, V]."""
+    first_V = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    rows_VT = torch.tensor([[*prompt, v] for v in range(len(first_V))])
+    then_VV = torch.cat([model(part).logits[:, -1] for part in rows_VT.split(256)])
+    return first_V, then_VV.log_softmax(-1)
