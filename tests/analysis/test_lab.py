@@ -354,7 +354,7 @@ def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str
     policy, base = plain(locate(name, None).weights), plain()
     nats_N = sums_N4[:, 3].numpy()
     for prompt in dict.fromkeys(sample.prompt_ids for sample in samples):
-        first_2V, then_2VV = (torch.stack(found).double() for found in zip(*(both(m, prompt) for m in (policy, base))))  # noqa: B905
+        first_2V, then_2VV = (torch.stack(found) for found in zip(*(both(m, prompt) for m in (policy, base))))  # noqa: B905
         goes_on_V = torch.ones(first_2V.shape[1])
         goes_on_V[stops] = 0
         p_V, gap_V = first_2V[0].exp(), first_2V[0] - first_2V[1]
@@ -371,7 +371,7 @@ def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str
 
 def both(model: Any, prompt: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the first token, [V], and of the second after each first one, [V, V]."""
-    first_V = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    first_V = model(torch.tensor([prompt])).logits[0, -1].double().log_softmax(-1)
     rows_VT = torch.tensor([[*prompt, v] for v in range(len(first_V))])
     then_VV = torch.cat([model(part).logits[:, -1] for part in rows_VT.split(256)])
-    return first_V, then_VV.log_softmax(-1)
+    return first_V, then_VV.double().log_softmax(-1)
