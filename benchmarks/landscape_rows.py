@@ -25,6 +25,7 @@ from evoalign import statistics
 from evoalign.analysis.connectivity.barrier import barrier
 from evoalign.analysis.estimates import told
 from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation
+from evoalign.analysis.similarity.command import Command, Settings
 from evoalign.config import load
 from evoalign.statistics import Estimate
 from evoalign.training.replay import replay
@@ -68,6 +69,22 @@ def unit(runs: Path, seed: int) -> Iterator[Row]:
                     "what": "noise", "seed": seed, "model": model, "part": part, "sigma": sigma, "rewards": noisy,
                     "reward": float(lab.rewards(still).mean()), "hacked": hacked,
                 }  # fmt: skip
+
+
+def cosines(runs: Path) -> list[Row]:
+    """Of the changes of all weights, and of the unembedding: of neighbouring seeds, and of ES with GRPO."""
+    names = {(kind, seed): targets(runs, seed)[kind] for seed in SEEDS for kind in KINDS}
+    config = load([runs / "es_0" / "config.yaml"])
+    found = Command().run(list(names.values()), Settings(spectrum=False), config).numbers
+    of = {frozenset((pair["a"], pair["b"])): pair["cosines"] for pair in found["pairs"]}
+    pairs = [(kind, kind, 1) for kind in KINDS] + [("es", "grpo", 0)]
+    return [
+        {"what": "cosine", "seed": s, "a": a, "b": b, "part": part, "cosine": value[part]["value"]}
+        for a, b, step in pairs
+        for s in SEEDS
+        for value in [of[frozenset((names[a, s], names[b, (s + step) % len(SEEDS)]))]]
+        for part in PARTS
+    ]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -132,6 +149,13 @@ def table(rows: Sequence[Row]) -> None:
     for kind in KINDS:
         found = by_span(kind, f"next {kind}", "high")
         line("4", f"{kind} to {kind}, upper end of the barrier / s", found, said(found, 0.05, above=False))
+    cosine = {(row["a"], row["b"], row["part"], row["seed"]): row["cosine"] for row in rows if row["what"] == "cosine"}
+    for a, b in (("es", "grpo"), *((kind, kind) for kind in KINDS)):
+        found = statistics.mean([cosine[a, b, "all", s] for s in seeds])
+        line("5", f"cosine of the changes, {a} and {b}", found, said(found, 0.05, above=False))
+    apart = [cosine["grpo", "grpo", "unembedding", s] - cosine["es", "es", "unembedding", s] for s in seeds]
+    found = statistics.mean(apart)
+    line("6", "cosine of the unembedding's changes, GRPO less ES", found, said(found, 0.0, above=True))
     for part in PARTS:
         pairs = [change(rows, kind, part, 0.005) for kind in ("grpo", "es")]
         found = statistics.mean([(pairs[0][s] - pairs[1][s]) / span[s] for s in seeds])
@@ -166,10 +190,14 @@ def main() -> None:
     given = parser.parse_args()
     rows = [json.loads(text) for text in ROWS.read_text().splitlines()] if ROWS.exists() else list[Row]()
     if given.runs is not None:
-        there = {row["seed"] for row in rows}
+        there = {row["seed"] for row in rows if row["what"] != "cosine"}
         for seed in (s for s in SEEDS if s not in there):
             done = list(unit(given.runs, seed))
             rows += done
+            with ROWS.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in done)
+        if not any(row["what"] == "cosine" for row in rows):
+            rows += (done := cosines(given.runs))
             with ROWS.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in done)
     if given.table:
