@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models import tiny
 from families import build, unfused
+from plain import UNCHECKED
 
 ES = {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4}
 ASKED = Asked(examples=5, max_tokens=8)
@@ -305,6 +307,24 @@ def test_what_cannot_be_asked_is_said(runs: dict[str, str], tmp_path: Path) -> N
     (moved / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="is not of the task"):
         Lab([runs["lora"], str(moved)], None, ASKED)
+
+
+def test_a_run_is_asked_no_row_it_was_trained_on_whatever_config_is_given(tmp_path: Path) -> None:
+    """Without test_data the seed parts the rows: that of the run counts, and runs of two seeds are refused."""
+    file, small = tmp_path / "rows.json", {"evaluation": {"max_tokens": 4}, "checks": UNCHECKED}
+    file.write_text(json.dumps([{"question": f"Is {i} odd?", "answer": "Yes" if i % 2 else "No"} for i in range(20)]))
+    given = of_task(task={"name": "conciseness", "train_data": str(file)}, **small)
+    for seed in (1, 2):
+        evoalign.train({**given.model_dump(), "seed": seed, "output_dir": str(tmp_path / str(seed))})
+    run, other = str(tmp_path / "1"), str(tmp_path / "2")
+    with Lab([run], given, ASKED) as lab, Lab([run], None, ASKED) as own:
+        assert lab.examples == own.examples
+        assert lab.examples != lab.task.load_data(0).test, "the seed of the config parts them otherwise"
+    with pytest.raises(ConfigError, match="trained with seed 2, which draws another test split than seed 1"):
+        Lab([run, other], given, ASKED)
+    apart = of_task(task={"name": "conciseness", "train_data": str(file), "test_data": str(file)}, **small)
+    with Lab([run, other], apart, ASKED) as lab:
+        assert len(lab.examples) == ASKED.examples
 
 
 def test_a_run_of_es_without_its_placebo_is_told(

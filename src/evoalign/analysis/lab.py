@@ -94,14 +94,13 @@ class Lab:
     """
 
     def __init__(self, names: Sequence[str], config: Config | None, asked: Asked = Asked()) -> None:
-        targets = _located(names, config)
+        targets = _located(names, config, asked.split)
         own = _config_of(targets, config, asked)
         self.names, self.asked, self.targets, self.config = tuple(names), asked, targets, own
         self.task, data = task_and_data(own, None, None)
         try:
             self.examples = _some(data.of(asked.split), asked)
-            if config is None:
-                _check_splits(self.task, data, own, targets)
+            _check_splits(self.task, data, own, targets, asked.split)
             self._tokens = tokens.load(own.model)
             self._engine = TransformersEngine(own, self._tokens)
             self._dtype = self._engine.dtype
@@ -301,19 +300,25 @@ def shown_placebos(targets: Mapping[str, Target]) -> list[str]:
     ]
 
 
-def _located(names: Sequence[str], config: Config | None) -> dict[str, Target]:
+def _located(names: Sequence[str], config: Config | None, split: Split) -> dict[str, Target]:
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ConfigError(f"{twice[0]} is given twice; name each target once")
-    found = {name: locate(name, config) for name in names if name != BASE}
+    found = {name: locate(name, config, split=split) for name in names if name != BASE}
     if not found and config is None:
         raise ConfigError(f"{BASE} alone does not say which model; name a run, or the model and its task with --config")
     return found
 
 
 def _config_of(targets: Mapping[str, Target], config: Config | None, asked: Asked) -> Config:
-    """The settings of the first target, or those that were given, with what is asked; one task for all."""
+    """The settings of the first target, or those that were given, with what is asked; one task for all.
+
+    Rows are parted by the seed of the first run also where settings are given, so that it is asked none that it knows.
+    """
     own = config
-    if own is None:
+    if own is not None:
+        seed = next((target.config.seed for target in targets.values() if target.run is not None), own.seed)
+        own = own.model_copy(update={"seed": seed})
+    else:
         first, *others = targets.values()
         first.check_task()
         own = first.config
@@ -337,14 +342,16 @@ def _task(target: Target) -> tuple[str, str, str | None]:
     return task.name, Path(target.config.model.name).name, data
 
 
-def _check_splits(task: Task, data: Data, own: Config, targets: Mapping[str, Target]) -> None:
-    """Raise ConfigError where a target's seed drew another test split: it may have trained on examples of this one."""
+def _check_splits(task: Task, data: Data, own: Config, targets: Mapping[str, Target], split: Split) -> None:
+    """Raise ConfigError where a run's seed drew another split: it may have trained on examples of this one."""
     for target in targets.values():
-        if target.config.seed != own.seed and list(task.load_data(target.config.seed).test) != list(data.test):
-            raise ConfigError(
-                f"{target.name} was trained with seed {target.config.seed}, which draws another test split than seed "
-                f"{own.seed}; give examples of neither with --config and task.test_data"
-            )
+        seed = target.config.seed
+        if target.run is None or seed == own.seed or list(task.load_data(seed).of(split)) == list(data.of(split)):
+            continue
+        raise ConfigError(
+            f"{target.name} was trained with seed {seed}, which draws another {split} split than seed {own.seed}; give "
+            f"examples of neither with --config and task.{split}_data"
+        )
 
 
 def _some(examples: Sequence[Any], asked: Asked) -> Sequence[Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from evoalign.config import Config, from_dict
 from evoalign.errors import ConfigError
 from evoalign.rundir.method import method_of
+from evoalign.tasks import Split
 from evoalign.training.resolve import check_saved, last_saved, refuse_lost_task, to_ask
 
 
@@ -36,10 +37,11 @@ class Target:
             refuse_lost_task(self.run)
 
 
-def locate(name: str, config: Config | None, base: str | None = None) -> Target:
+def locate(name: str, config: Config | None, base: str | None = None, split: Split = "test") -> Target:
     """Find a target. `config` is used in place of a run's own, and needed where there is no run.
 
-    `base` names the base model of targets that are of no run, and is enough where no task is asked. Raises ConfigError.
+    `base` names the base model of targets that are of no run, and is enough where no task is asked. Raises ConfigError,
+    also where with `config` rows of `split` may be rows that the run was trained on.
     """
     path = Path(name)
     run = next((p for p in (path, path.parent.parent) if _is_run(p)), None)
@@ -52,7 +54,7 @@ def locate(name: str, config: Config | None, base: str | None = None) -> Target:
         assert own is not None
         return Target(name, path, own, None)
     weights = last_saved(run) if run == path else path
-    own = to_ask(run, config)
+    own = to_ask(run, config, split)
     check_saved(run, weights, own)
     if method_of(run) == "grpo":
         own = own.as_policy(adapter=weights.parent.name == "loras", own_engine=config is None)
