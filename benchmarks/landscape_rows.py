@@ -1,207 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the landscape: lines between models, and noise on them, a unit for each seed; see landscape_plan.md.
+"""Rows of the landscape: what analyses say of the runs of landscape.py, a unit a seed; see landscape_plan.md.
 
-    python benchmarks/landscape_rows.py --runs DIR                 the runs of landscape.py; goes on where it was
-    python benchmarks/landscape_rows.py --table                    what the plan asks, from the rows alone
+    python benchmarks/landscape_rows.py conciseness countdown --runs DIR --jobs 16      goes on where it was
+    python benchmarks/landscape_rows.py smollm2 --runs DIR --jobs 4                     on a GPU
+    python benchmarks/landscape_rows.py conciseness --runs DIR --parts texts,paths --seeds 0,1
+    python benchmarks/landscape_rows.py --runs DIR                                      gathers what is there
 
-Placebos, the ES runs with shuffled coefficients, are made in DIR where they are not there. Rows go to
-benchmarks/results/landscape.jsonl.
+Placebos, the ES runs with shuffled coefficients, are made in DIR where they are not there. A part of a seed is a file
+in DIR/rows, written when it is whole; all of them together are benchmarks/results/landscape.jsonl, of which
+landscape_page.py makes tables and figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import torch
 
-from evoalign import statistics
 from evoalign.analysis.connectivity.barrier import barrier
-from evoalign.analysis.estimates import told
 from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation
-from evoalign.analysis.similarity.command import Command, Settings
-from evoalign.config import load
-from evoalign.statistics import Estimate
+from evoalign.config import Config, load
 from evoalign.training.replay import replay
+from landscape import COMMON, SEEDS, STUDIES, run_of
+from study_runs import integers, names, rounded
 
 ROWS = Path(__file__).resolve().parent / "results" / "landscape.jsonl"
 EXAMPLES = 60
 ALPHAS_A = np.arange(21) / 20
-SIGMAS, PARTS, TRIALS = (0.005, 0.01, 0.05), ("all", "unembedding"), 4
-SEEDS = range(8)
+SIGMAS, TRIALS = (0.005, 0.01, 0.05), 4
 KINDS = ("es", "grpo", "placebo")
+PROBLEMS, TRIES = 16, {"base": 512, "trained": 128}
+"""Of a seed's own part of the test split: 8 seeds, 128 problems of the base model with 512 tries, as was published."""
+KEPT = ("hacked", "degenerate", "earned_wrong", "empty", "truncated", "repeated", "gibberish")
 Row = dict[str, Any]
 
 
-def targets(runs: Path, seed: int) -> dict[str, str]:
-    """A run of each method, and the placebo, which is made once."""
-    placebo = runs / f"placebo_{seed}"
-    if not placebo.is_dir():
-        replay(runs / f"es_{seed}", counterfactual="shuffle", seed=0, to=placebo)
-    return {kind: str(runs / f"{kind}_{seed}") for kind in KINDS}
+def config_of(folder: Path) -> Config:
+    """That of the ES runs of a study, for targets that are no runs."""
+    return load([folder / "es.yaml"])
 
 
-def unit(runs: Path, seed: int) -> Iterator[Row]:
-    """All rows of a seed; a line between two seeds of a method is to the next seed."""
-    own, following = targets(runs, seed), targets(runs, (seed + 1) % len(SEEDS))
+def placebo_of(folder: Path, seed: int) -> Path:
+    """The ES run with shuffled coefficients, which is made once."""
+    found = folder / "placebo" / f"seed_{seed}"
+    if not found.is_dir():
+        replay(run_of(folder, "es", seed), counterfactual="shuffle", seed=0, to=found)
+    return found
+
+
+def targets(folder: Path, seed: int) -> dict[str, str]:
+    """A run of each method, and the placebo."""
+    runs = {kind: str(run_of(folder, kind, seed)) for kind in ("es", "grpo")}
+    return {**runs, "placebo": str(placebo_of(folder, seed))}
+
+
+def numbers(analysis: str, names: list[str], config: Config | None, **settings: Any) -> dict[str, Any]:
+    """What an analysis writes as JSON."""
+    found = import_module(f"evoalign.analysis.{analysis}.command")
+    return found.Command().run(names, found.Settings(**settings), config).numbers
+
+
+def models(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """Lines between models, to the next seed of a method too, and noise on them."""
+    own, following = targets(folder, seed), targets(folder, (seed + 1) % len(SEEDS[study]))
     names = {BASE: BASE, **own, **{f"next {kind}": name for kind, name in following.items()}}
-    config = runs / f"es_{seed}" / "config.yaml"
-    with Lab(list(names.values()), load([config]), Asked(examples=EXAMPLES)) as lab:
+    with Lab(list(names.values()), config_of(folder), Asked(examples=EXAMPLES)) as lab:
         pairs = [*((BASE, kind) for kind in KINDS), ("es", "grpo"), *((kind, f"next {kind}") for kind in KINDS)]
         for a, b in pairs:
             mixes = [{names[a]: 1 - float(alpha), names[b]: float(alpha)} for alpha in ALPHAS_A]
             rewards_AE = np.stack([lab.rewards(lab.answer(mix)) for mix in mixes])
             found = asdict(barrier(ALPHAS_A, rewards_AE[None]))
-            yield {"what": "line", "seed": seed, "a": a, "b": b, "rewards": rewards_AE.mean(1).tolist(), **found}
+            yield {"what": "line", "a": a, "b": b, "rewards": rewards_AE.mean(1).tolist(), **found}
+        parts = ["all"] if lab.tied else ["all", "unembedding"]
         for model in (BASE, *KINDS):
             still = lab.answer({names[model]: 1.0})
             hacked = float(lab.hacked(still).mean())
-            for part, sigma in product(PARTS, SIGMAS):
+            for part, sigma in product(parts, SIGMAS):
                 draws = [Perturbation(sigma, trial, part) for trial in range(TRIALS)]
                 noisy = [float(lab.rewards(lab.answer({names[model]: 1.0}, draw)).mean()) for draw in draws]
                 yield {
-                    "what": "noise", "seed": seed, "model": model, "part": part, "sigma": sigma, "rewards": noisy,
+                    "what": "noise", "model": model, "part": part, "sigma": sigma, "rewards": noisy,
                     "reward": float(lab.rewards(still).mean()), "hacked": hacked,
                 }  # fmt: skip
 
 
-def cosines(runs: Path) -> list[Row]:
+def texts(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """Of every method's run: what the whole test split earned, and signs of hacking in its answers."""
+    runs = {method: run_of(folder, method, seed) for method in STUDIES[study]}
+    found = numbers("hacking", [str(run) for run in runs.values()], None)["targets"]
+    for (method, run), target in zip(runs.items(), found, strict=True):
+        result = json.loads((run / "results" / "evaluation.json").read_text(encoding="utf-8"))
+        rates = {kind: target["rates"][kind]["after"]["mean"] for kind in KEPT}
+        rewards = {end: result[end]["reward"] for end in ("before", "after")}
+        yield {"what": "end", "model": method, "rewards": rewards, "rates": rates, "verdict": target["verdict"]}
+
+
+def paths(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """How far, in weights and in nats; whether steps are aligned; what the other task and held-out text lost."""
+    own = targets(folder, seed)
+    if study != "smollm2":
+        (path,) = numbers("trajectory", [own["es"]], None, members=0)["paths"]
+        aligned = {name: path[name]["excess"] for name in ("next_step", "other_steps")}
+        distances = [path["distance"], *(placebo["distance"] for placebo in path["placebos"][:3])]
+        yield {
+            "what": "path", "model": "es", "signal_share": path["signal_share"], **aligned,
+            "steps": path["steps"], "distances": distances, "expected": path["expected_distance"],
+        }  # fmt: skip
+    for method in ("es", "grpo"):
+        text = (run_of(folder, method, seed) / "metrics.jsonl").read_text(encoding="utf-8")
+        yield {"what": "course", "model": method, "rewards": [json.loads(line)["mean"] for line in text.splitlines()]}
+    found = numbers("divergence", list(own.values()), config_of(folder))["targets"]
+    for kind, target in zip(own, found, strict=True):
+        kept = {name: target[name] for name in ("exact", "low", "high", "completion", "tokens")}
+        yield {"what": "divergence", "model": kind, **kept}
+    others = [folder.parent / other / "es.yaml" for other in ("conciseness", "countdown")]
+    asked = tuple(file for file in others if file.is_file() and file.parent != folder)
+    found = numbers("forgetting", [own["es"], own["grpo"]], None, tasks=asked, placebos=3)["courses"]
+    for course in found:
+        method = next(kind for kind, name in own.items() if name == course["target"])
+        kept = {name: course[name] for name in ("probe", "base", "drift", "beyond_drift")}
+        yield {"what": "forgetting", "model": method, "end": course["points"][-1], **kept}
+
+
+def coverage(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """pass@k by temperature and by weight noise, on a part of the test split of its own.
+
+    Of Countdown alone: the base model solves every question of Conciseness, if at length.
+    """
+    if study != "countdown":
+        return
+    config = config_of(folder)
+    shard = folder / "shards" / f"{seed}.json"
+    if not shard.is_file():
+        from evoalign.setup import task_and_data
+
+        task, data = task_and_data(config, None, None)
+        task.close()
+        shard.parent.mkdir(exist_ok=True)
+        shard.write_text(json.dumps([dict(row) for row in data.test[seed * PROBLEMS : (seed + 1) * PROBLEMS]]))
+    task = config.task.model_copy(update={"test_data": str(shard), "test_size": None})
+    own = targets(folder, seed)
+    asked = config.model_copy(update={"task": task})
+    for whom, samples in (([BASE], TRIES["base"]), ([own["es"], own["grpo"]], TRIES["trained"])):
+        found = numbers("coverage", whom, asked, samples=samples, examples=PROBLEMS)
+        contests = {one["target"]: one for one in found["temperature_less_noise"] if one["k"] == samples}
+        for target in found["targets"]:
+            name = target["target"]
+            model = next((kind for kind, run in own.items() if run == name), BASE)
+            ways = [
+                {k: w[k] for k in ("temperature", "sigma", "solved") if k in w} | _passed(w["pass"])
+                for w in target["ways"]
+            ]
+            yield {"what": "coverage", "model": model, "tries": samples, "ways": ways, "contest": contests[name]}
+
+
+def _passed(found: list[Row]) -> dict[str, float]:
+    """The first and the last pass@k of a way."""
+    return {f"pass@{row['k']}": row["mean"] for row in (found[0], found[-1])}
+
+
+def cosines(study: str, folder: Path) -> Iterator[Row]:
     """Of the changes of all weights, and of the unembedding: of neighbouring seeds, and of ES with GRPO."""
-    names = {(kind, seed): targets(runs, seed)[kind] for seed in SEEDS for kind in KINDS}
-    config = load([runs / "es_0" / "config.yaml"])
-    found = Command().run(list(names.values()), Settings(spectrum=False), config).numbers
+    seeds = SEEDS[study]
+    names = {(kind, seed): targets(folder, seed)[kind] for seed in seeds for kind in KINDS}
+    found = numbers("similarity", list(names.values()), config_of(folder), spectrum=False)
     of = {frozenset((pair["a"], pair["b"])): pair["cosines"] for pair in found["pairs"]}
-    pairs = [(kind, kind, 1) for kind in KINDS] + [("es", "grpo", 0)]
-    return [
-        {"what": "cosine", "seed": s, "a": a, "b": b, "part": part, "cosine": value[part]["value"]}
-        for a, b, step in pairs
-        for s in SEEDS
-        for value in [of[frozenset((names[a, s], names[b, (s + step) % len(SEEDS)]))]]
-        for part in PARTS
-    ]
+    for a, b, step in [*((kind, kind, 1) for kind in KINDS), ("es", "grpo", 0)]:
+        for s in seeds:
+            value = of[frozenset((names[a, s], names[b, (s + step) % len(seeds)]))]
+            for part in ("all", "unembedding"):
+                if value.get(part) is not None:
+                    yield {"what": "cosine", "seed": s, "a": a, "b": b, "part": part, "cosine": value[part]["value"]}
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+def efficiency(study: str, folder: Path) -> Iterator[Row]:
+    """Times to half of the gain, and the ratio of the variances between seeds."""
+    runs = [str(run_of(folder, method, seed)) for method in ("es", "grpo") for seed in SEEDS[study]]
+    found = numbers("efficiency", runs, None)
+    for pair in found["pairs"]:
+        yield {"what": "efficiency", "threshold": found["threshold"], **pair}
 
 
-def said(found: Estimate, limit: float, *, above: bool) -> str:
-    """Held, not held or not known, by the side of the threshold on which the interval lies."""
-    if found.low is None or found.high is None:
-        return "not known"
-    over, under = found.low > limit, found.high < limit
-    return ("held" if above else "not held") if over else ("not held" if above else "held") if under else "not known"
+Part = Callable[[str, Path, int], Iterator[Row]]
+OF_A_SEED: dict[str, Part] = {"models": models, "texts": texts, "paths": paths, "coverage": coverage}
+OF_ALL: dict[str, Callable[[str, Path], Iterator[Row]]] = {"cosines": cosines, "efficiency": efficiency}
 
 
-def lines_of(rows: Sequence[Row], a: str, b: str) -> list[Row]:
-    return [row for row in rows if row["what"] == "line" and (row["a"], row["b"]) == (a, b)]
+def work(study: str, folder: Path, part: str, seed: int | None) -> str:
+    """Write the rows of a part, whole or not at all; says how long it took."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    file = folder / "rows" / (part if seed is None else f"{part}_{seed}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = OF_ALL[part](study, folder) if seed is None else OF_A_SEED[part](study, folder, seed)
+    rows = [{"on": study, **({} if seed is None else {"seed": seed}), **rounded(row)} for row in found]
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    unfinished.rename(file.with_suffix(".jsonl"))
+    return f"{study} {file.name}: {len(rows)} rows, {time.perf_counter() - began:.0f} s"
 
 
-def over(rows: Sequence[Row], number: Callable[[Row], float]) -> Estimate:
-    return statistics.mean([number(row) for row in rows])
-
-
-def largest_step(row: Row) -> float:
-    """Between neighbours of the line, as a share of what its ends differ by."""
-    rewards = np.array(row["rewards"])
-    return float(np.abs(np.diff(rewards)).max() / abs(rewards[-1] - rewards[0]))
-
-
-def change(rows: Sequence[Row], model: str, part: str, sigma: float) -> dict[int, float]:
-    """Of each seed: what the noise does to the reward."""
-    return {
-        row["seed"]: float(np.mean(row["rewards"])) - row["reward"]
-        for row in rows
-        if row["what"] == "noise" and (row["model"], row["part"], row["sigma"]) == (model, part, sigma)
-    }
-
-
-def spans(rows: Sequence[Row]) -> Mapping[int, float]:
-    """What ES gained, by seed."""
-    return {row["seed"]: abs(row["rewards"][-1] - row["rewards"][0]) for row in lines_of(rows, BASE, "es")}
-
-
-def table(rows: Sequence[Row]) -> None:
-    """A line for each claim of the plan that these rows say something of, with its placebo where it is about ES."""
-    span, seeds = spans(rows), sorted(spans(rows))
-    print("| claim | number | over | found |\n|---|---|---|---|")
-
-    def line(claim: str, number: str, found: Estimate, verdict: str) -> None:
-        print(f"| {claim} | {number} | {found.n} | {told(found)}: {verdict} |")
-
-    def by_span(a: str, b: str, of: str) -> Estimate:
-        return over(
-            lines_of(rows, a, b), lambda row: (row[of] if row[of] is not None else row["height"]) / span[row["seed"]]
-        )
-
-    for claim, kind, above in (("1", "es", False), ("1, placebo", "placebo", False), ("2", "grpo", True)):
-        moved = [row for row in lines_of(rows, BASE, kind) if row["rewards"][0] != row["rewards"][-1]]
-        found = over(moved, largest_step)
-        line(claim, f"largest step from base to {kind}", found, said(found, 0.25, above=above))
-    for of, words in (("low", "a barrier"), ("high", "none")):
-        found = by_span("es", "grpo", of)
-        line(f"3, {words}", f"ES to GRPO, {of}er end of the barrier / s", found, said(found, 0.05, above=of == "low"))
-    for kind in KINDS:
-        found = by_span(kind, f"next {kind}", "high")
-        line("4", f"{kind} to {kind}, upper end of the barrier / s", found, said(found, 0.05, above=False))
-    cosine = {(row["a"], row["b"], row["part"], row["seed"]): row["cosine"] for row in rows if row["what"] == "cosine"}
-    for a, b in (("es", "grpo"), *((kind, kind) for kind in KINDS)):
-        found = statistics.mean([cosine[a, b, "all", s] for s in seeds])
-        line("5", f"cosine of the changes, {a} and {b}", found, said(found, 0.05, above=False))
-    apart = [cosine["grpo", "grpo", "unembedding", s] - cosine["es", "es", "unembedding", s] for s in seeds]
-    found = statistics.mean(apart)
-    line("6", "cosine of the unembedding's changes, GRPO less ES", found, said(found, 0.0, above=True))
-    for part in PARTS:
-        pairs = [change(rows, kind, part, 0.005) for kind in ("grpo", "es")]
-        found = statistics.mean([(pairs[0][s] - pairs[1][s]) / span[s] for s in seeds])
-        line("7", f"noise of 0.005, {part}: GRPO less ES, / s", found, said(found, 0.0, above=True))
-    for kind in ("es", "placebo"):
-        noisy = {
-            model: {
-                row["seed"]: float(np.mean(row["rewards"]))
-                for row in rows
-                if row["what"] == "noise" and (row["model"], row["part"], row["sigma"]) == (model, "all", 0.05)
-            }
-            for model in (BASE, kind)
-        }
-        found = statistics.mean([noisy[kind][s] - noisy[BASE][s] for s in seeds])
-        name = "8" if kind == "es" else "8, placebo"
-        line(name, f"reward under noise of 0.05, {kind} less base", found, said(found, 0.0, above=True))
-    hacked = {(row["model"], row["seed"]): row["hacked"] for row in rows if row["what"] == "noise"}
-    changed = {(kind, s): value for kind in ("es", "grpo") for s, value in change(rows, kind, "all", 0.01).items()}
-    shares = [hacked[key] for key in changed]
-    if len(set(shares)) > 1:
-        rank = float(np.corrcoef(stats.rankdata(shares), stats.rankdata(list(changed.values())))[0, 1])
-        half = 1.96 / max(len(shares) - 3, 1) ** 0.5
-        low, high = np.tanh(np.arctanh(rank) - half), np.tanh(np.arctanh(rank) + half)
-        found = Estimate(rank, len(shares), float(low), float(high))
-        line("9", "rank correlation of hacked share and change at 0.01", found, said(found, 0.0, above=True))
+def gather(runs: Path) -> None:
+    """All rows that are there, in place of those of the same part."""
+    files = sorted(runs.glob("*/rows/*.jsonl"))
+    ROWS.write_text("".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8")
+    print(f"{ROWS.name}: {len(ROWS.read_text().splitlines())} rows of {len(files)} parts")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("studies", nargs="*", choices=list(COMMON), default=[])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--parts", type=names, default=[*OF_A_SEED, *OF_ALL])
+    parser.add_argument("--seeds", type=integers)
+    parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args()
-    rows = [json.loads(text) for text in ROWS.read_text().splitlines()] if ROWS.exists() else list[Row]()
-    if given.runs is not None:
-        there = {row["seed"] for row in rows if row["what"] != "cosine"}
-        for seed in (s for s in SEEDS if s not in there):
-            done = list(unit(given.runs, seed))
-            rows += done
-            with ROWS.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in done)
-        if not any(row["what"] == "cosine" for row in rows):
-            rows += (done := cosines(given.runs))
-            with ROWS.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in done)
-    if given.table:
-        table(rows)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    todo: list[tuple[str, Path, str, int | None]] = []
+    for part, study in product(given.parts, given.studies):
+        folder = (given.runs / study).absolute()
+        seeds = [None] if part in OF_ALL else given.seeds or list(SEEDS[study])
+        done = {file.stem for file in folder.glob("rows/*.jsonl")}
+        todo += [(study, folder, part, s) for s in seeds if (part if s is None else f"{part}_{s}") not in done]
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        for future in [pool.submit(placebo_of, given.runs / s, seed) for s in given.studies for seed in SEEDS[s]]:
+            future.result()  # before all workers that need them
+        futures = [pool.submit(work, *one) for one in todo]
+        for future in as_completed(futures):
+            try:
+                print(future.result(), flush=True)
+            except Exception as error:  # one part's failure is not another's
+                print(f"failed: {type(error).__name__}: {error}", flush=True)
+    gather(given.runs)
 
 
 if __name__ == "__main__":

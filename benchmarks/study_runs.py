@@ -36,16 +36,18 @@ class Task:
     sets: Mapping[str, Any] = field(default_factory=dict)
     share: float = 1.0
     """Of the jobs, relative to that of the other sweeps."""
+    gpu: bool = False
+    """Whether its runs see the GPUs of the machine."""
 
 
-def environment() -> dict[str, str]:
-    """One thread a process, no GPU, no network; the package from this checkout."""
+def environment(*, gpu: bool = False) -> dict[str, str]:
+    """One thread a process, no network, no GPU unless asked for; the package from this checkout."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -82,7 +84,7 @@ def side_by_side(tasks: Sequence[Task], seeds: Sequence[int], jobs: int, to: Pat
             processes[task.name] = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env=environment(),
+                env=environment(gpu=task.gpu),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
