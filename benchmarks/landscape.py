@@ -50,7 +50,8 @@ COMMON: dict[str, Tree] = {
     "conciseness": {**TINY, "task": CONCISENESS, "evaluation": {"max_tokens": 100}},
     "countdown": {**TINY, "task": COUNTDOWN, "evaluation": {"max_tokens": 40}},
     "smollm2": {
-        "task": {**CONCISENESS, "prompt": "chat"}, "evaluation": {"max_tokens": 60}, "checks": CHECKS,
+        "task": {**CONCISENESS, "prompt": "chat"}, "checks": CHECKS, "sampling": {"max_tokens": 60},
+        "evaluation": {"max_tokens": 60},
         "model": {"name": str(ROOT / ".cache" / "smollm2"), "dtype": "float32"}, "engine": {"device": "cuda"},
     },
 }  # fmt: skip
