@@ -72,22 +72,45 @@ def numbers(analysis: str, names: list[str], config: Config | None, **settings: 
     return found.Command().run(names, found.Settings(**settings), config).numbers
 
 
-def models(study: str, folder: Path, seed: int) -> Iterator[Row]:
-    """Lines between models, to the next seed of a method too, and noise on them."""
+def lab_of(study: str, folder: Path, seed: int) -> tuple[Lab, dict[str, str]]:
+    """All models of a seed, and those of the next one, by name."""
     own, following = targets(folder, seed), targets(folder, (seed + 1) % len(SEEDS[study]))
     names = {BASE: BASE, **own, **{f"next {kind}": name for kind, name in following.items()}}
-    with Lab(list(names.values()), config_of(folder), Asked(examples=EXAMPLES)) as lab:
-        pairs = [*((BASE, kind) for kind in KINDS), ("es", "grpo"), *((kind, f"next {kind}") for kind in KINDS)]
-        for a, b in pairs:
-            mixes = [{names[a]: 1 - float(alpha), names[b]: float(alpha)} for alpha in ALPHAS_A]
-            rewards_AE = np.stack([lab.rewards(lab.answer(mix)) for mix in mixes])
-            found = asdict(barrier(ALPHAS_A, rewards_AE[None]))
-            yield {"what": "line", "a": a, "b": b, "rewards": rewards_AE.mean(1).tolist(), **found}
-        parts = ["all"] if lab.tied else ["all", "unembedding"]
+    return Lab(list(names.values()), config_of(folder), Asked(examples=EXAMPLES)), names
+
+
+def _line(lab: Lab, names: dict[str, str], a: str, b: str) -> Row:
+    mixes = [{names[a]: 1 - float(alpha), names[b]: float(alpha)} for alpha in ALPHAS_A]
+    rewards_AE = np.stack([lab.rewards(lab.answer(mix)) for mix in mixes])
+    found = asdict(barrier(ALPHAS_A, rewards_AE[None]))
+    return {"what": "line", "a": a, "b": b, "rewards": rewards_AE.mean(1).tolist(), **found}
+
+
+def from_base(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """Lines from the base model."""
+    lab, names = lab_of(study, folder, seed)
+    with lab:
+        yield from (_line(lab, names, BASE, kind) for kind in KINDS)
+
+
+def between(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """Lines between ES and GRPO, and to the next seed of a method; of two seeds that line is one."""
+    lab, names = lab_of(study, folder, seed)
+    pairs = [("es", "grpo")]
+    if len(SEEDS[study]) > 2 or seed == 0:
+        pairs += [(kind, f"next {kind}") for kind in KINDS]
+    with lab:
+        yield from (_line(lab, names, a, b) for a, b in pairs)
+
+
+def noise(study: str, folder: Path, seed: int) -> Iterator[Row]:
+    """Reward under noise on the weights, each model under the same draws."""
+    lab, names = lab_of(study, folder, seed)
+    with lab:
         for model in (BASE, *KINDS):
             still = lab.answer({names[model]: 1.0})
             hacked = float(lab.hacked(still).mean())
-            for part, sigma in product(parts, SIGMAS):
+            for part, sigma in product(["all"] if lab.tied else ["all", "unembedding"], SIGMAS):
                 draws = [Perturbation(sigma, trial, part) for trial in range(TRIALS)]
                 noisy = [float(lab.rewards(lab.answer({names[model]: 1.0}, draw)).mean()) for draw in draws]
                 yield {
@@ -194,13 +217,15 @@ def efficiency(study: str, folder: Path) -> Iterator[Row]:
 
 
 Part = Callable[[str, Path, int], Iterator[Row]]
-OF_A_SEED: dict[str, Part] = {"models": models, "texts": texts, "paths": paths, "coverage": coverage}
+OF_A_SEED: dict[str, Part] = {
+    "from_base": from_base, "between": between, "noise": noise, "texts": texts, "paths": paths, "coverage": coverage,
+}  # fmt: skip
 OF_ALL: dict[str, Callable[[str, Path], Iterator[Row]]] = {"cosines": cosines, "efficiency": efficiency}
 
 
 def work(study: str, folder: Path, part: str, seed: int | None) -> str:
     """Write the rows of a part, whole or not at all; says how long it took."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if torch.cuda.is_available() else 1)
     began = time.perf_counter()
     file = folder / "rows" / (part if seed is None else f"{part}_{seed}")
     file.parent.mkdir(parents=True, exist_ok=True)
