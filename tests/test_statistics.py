@@ -154,6 +154,7 @@ def test_intervals_hold_the_truth_in_95_of_100_normal_samples(n: int) -> None:
         (lambda r: statistics.mean(r.normal(size=n)), 0.0, 0.977),
         (lambda r: crossed(layout(r, n)), 0.0, 0.99),
         (lambda r: crossed_difference(layout(r, n), layout(r, n), paired=False), 0.0, 0.999),
+        (lambda r: statistics.beside((one := layout(r, n + 1))[0], one[1:]), 0.0, 0.977),
         (lambda r: ratio(r.normal(2, 1, size=20), r.normal(5, 1, size=20)), 0.4, 0.977),
     ):
         assert 0.923 <= share(make, of, 600) <= most

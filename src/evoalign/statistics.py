@@ -122,6 +122,24 @@ def crossed_difference(a: ArrayLike, b: ArrayLike, *, paired: bool) -> Estimate:
     return replace(found, items=len(gap_I))
 
 
+def beside(one: ArrayLike, others: ArrayLike) -> Estimate:
+    """Interval of mean(one) - mean(others), [I] and [S, I] on the same items, that has 0 in it were the one of them.
+
+    For new items, and for seeds that the one is a further one of, of normal values: it is as far from the mean of the
+    others as they are, so their spread counts S + 1 times as much as in `crossed`, where the one is given.
+    """
+    one_I, others_SI = (np.asarray(values, dtype=np.float64) for values in (one, others))
+    s, i = others_SI.shape
+    gap_I = one_I - others_SI.mean(0)
+
+    def half() -> float:
+        parts = _parts(others_SI)
+        items = float(gap_I.var(ddof=1)) / i
+        return _two_ways(parts.seeds * (s + 1), s - 1, items, i - 1, parts.rest * (s + 1))
+
+    return replace(_of(float(gap_I.mean()), s, half, min(s, i), of=[*one_I, *others_SI.flat]), items=i)
+
+
 def ratio(top: ArrayLike, bottom: ArrayLike) -> Estimate:
     """Sum of `top` over sum of `bottom`, and Fieller's interval: all ratios r that the mean of top - r bottom allows.
 

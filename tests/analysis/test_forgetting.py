@@ -17,7 +17,7 @@ import evoalign
 from calling import caller
 from evoalign import tokens
 from evoalign.analysis.forgetting.command import Settings
-from evoalign.analysis.forgetting.compute import forgetting
+from evoalign.analysis.forgetting.compute import Course, _of_course, forgetting  # pyright: ignore[reportPrivateUsage]
 from evoalign.analysis.lab import effective
 from evoalign.analysis.targets import locate
 from evoalign.config import load, to_yaml
@@ -88,6 +88,19 @@ def test_a_broken_model_is_told_from_one_that_did_not_change(tmp_path: Path, mon
     assert list(same.base_E) == list(same.own_E[0]) and broken.changes[0].low is not None and broken.changes[0].low > 0
     assert "not shown to be any" in found.sentences[0] and "worse by" in found.sentences[1]
     assert found.numbers["courses"][1]["points"][0]["perplexity"] > found.numbers["courses"][1]["base"]["perplexity"]
+
+
+def test_a_run_that_is_one_placebo_more_is_not_said_to_forget_more_than_noise() -> None:
+    """Placebos differ among each other: an interval of their mean alone lies beside 0 for half of them."""
+    random, said = np.random.default_rng(0), 0
+    base_E = random.normal(size=40)
+    for _ in range(200):
+        ends_KE = base_E + random.normal(size=(9, 1)) + 0.3 * random.normal(size=(9, 40))
+        course = Course("run", "p", True, False, (1,), base_E, (ends_KE[0],), tuple(ends_KE[1:]))
+        said += "by noise alone" in " ".join(_of_course(course))
+    assert said < 20
+    far = Course("run", "p", True, False, (1,), base_E, (ends_KE[0] - 20,), tuple(ends_KE[1:]))
+    assert "more is forgotten than by noise alone" in " ".join(_of_course(far))
 
 
 def test_without_a_text_the_test_prompts_are_read(folder: Path) -> None:

@@ -54,8 +54,8 @@ class Course:
 
     @property
     def beyond(self) -> Estimate | None:
-        """The last point less the placebos in the mean."""
-        return statistics.crossed(self.own_E[-1] - np.stack(self.placebo_KE)) if self.placebo_KE else None
+        """The last point less the placebos in the mean; 0 is in its interval were it but one placebo more."""
+        return statistics.beside(self.own_E[-1], np.stack(self.placebo_KE)) if self.placebo_KE else None
 
 
 @dataclass(frozen=True)
