@@ -322,9 +322,33 @@ def test_a_run_is_asked_no_row_it_was_trained_on_whatever_config_is_given(tmp_pa
         assert lab.examples != lab.task.load_data(0).test, "the seed of the config parts them otherwise"
     with pytest.raises(ConfigError, match="trained with seed 2, which draws another test split than seed 1"):
         Lab([run, other], given, ASKED)
-    apart = of_task(task={"name": "conciseness", "train_data": str(file), "test_data": str(file)}, **small)
+    (held := tmp_path / "held.json").write_text(
+        json.dumps([{"question": f"Is {i} even?", "answer": "No"} for i in range(9)])
+    )
+    apart = of_task(task={"name": "conciseness", "train_data": str(file), "test_data": str(held)}, **small)
     with Lab([run, other], apart, ASKED) as lab:
         assert len(lab.examples) == ASKED.examples
+
+
+def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(tmp_path: Path) -> None:
+    """By the settings of the first, the second was trained on what is asked."""
+    small = {"evaluation": {"max_tokens": 4}, "checks": UNCHECKED, "output_dir": str(tmp_path / "few")}
+    task = {"name": "countdown", "split": "first_last", "train_size": 2, "test_size": 2000}
+    few, many = of_task(task=task, **small), of_task(task={**task, "train_size": 2190, "test_size": 10}, **small)
+    for name, config in (("few", few), ("many", many)):
+        evoalign.train(
+            {
+                **config.model_dump(),
+                "task": {**config.task.model_dump(), "test_size": 10, "batch_size": 2},
+                "output_dir": str(tmp_path / name),
+            }
+        )
+    saved = tmp_path / "few/config.yaml"
+    saved.write_text(saved.read_text().replace("test_size: 10", "test_size: 2000"))  # so many take minutes
+    with pytest.raises(
+        ConfigError, match=r"many parted the same data otherwise: task\.train_size is 2190 .* and 2 now"
+    ):
+        Lab([str(tmp_path / "few"), str(tmp_path / "many")], None, ASKED)
 
 
 def test_a_run_of_es_without_its_placebo_is_told(

@@ -15,6 +15,7 @@ from evoalign.config import to_yaml
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Evaluation
 from evoalign.setup import as_config, task_and_data
+from evoalign.tasks.data import parted_otherwise
 from evoalign.training.resolve import to_ask
 from plain import UNCHECKED
 
@@ -93,6 +94,21 @@ def test_rows_that_are_parted_otherwise_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=setting):
         evoalign.evaluate(folder / "runs/1", config=tree(folder, 1, **task), split=split)
+
+
+def test_the_same_rows_are_refused_by_whatever_path_and_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    parted = {"split": "first_last", "train_size": 9, "test_size": 4}
+    (folder / "new.jsonl").write_text(json.dumps({"prompt": "What is new?"}) + "\n")
+    made = as_config(tree(folder, 1)).task
+    for task, odd in (({**parted, "train_data": "rows.jsonl"}, "split"), ({"test_data": "./rows.jsonl"}, "test_data"),
+                      ({**parted, "train_data": f"{folder}/runs/../rows.jsonl", "name": "conciseness"},
+                       "split")):  # fmt: skip
+        assert odd in parted_otherwise(made, as_config(tree(folder, 1, **task)).task, "test")
+    apart = as_config(tree(folder, 1, test_data="new.jsonl")).task  # a run of this trained on all rows
+    assert list(parted_otherwise(apart, made, "test")) == ["test_data"] and not parted_otherwise(apart, apart, "test")
+    with pytest.raises(ConfigError, match=r"task\.test_data is None in the run and './rows.jsonl' now"):
+        evoalign.evaluate(folder / "runs/1", config=tree(folder, 1, test_data="./rows.jsonl"))
 
 
 def test_other_data_and_rows_of_their_own_are_asked_as_they_are(folder: Path) -> None:

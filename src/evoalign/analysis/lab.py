@@ -39,6 +39,7 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.method import method_of
 from evoalign.setup import task_and_data
 from evoalign.tasks import Data, Split, Task
+from evoalign.training.resolve import check_parted
 from evoalign.training.weights import check_folder
 
 BASE = "base"
@@ -343,9 +344,11 @@ def _task(target: Target) -> tuple[str, str, str | None]:
 
 
 def _check_splits(task: Task, data: Data, own: Config, targets: Mapping[str, Target], split: Split) -> None:
-    """Raise ConfigError where a run's seed drew another split: it may have trained on examples of this one."""
+    """Raise ConfigError where a run parted the data otherwise: it may have trained on examples of this split."""
     for target in targets.values():
         seed = target.config.seed
+        if target.run is not None:
+            check_parted(target.name, target.config.task, own.task, split)
         if target.run is None or seed == own.seed or list(task.load_data(seed).of(split)) == list(data.of(split)):
             continue
         raise ConfigError(

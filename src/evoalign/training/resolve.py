@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, code_of, from_dict, load
+from evoalign.config import Config, TaskConfig, code_of, from_dict, load
 from evoalign.config.reading import read_object
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError
@@ -162,14 +162,19 @@ def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Confi
         return of_run(run)
     given, made = as_config(config, needs_es=False), load([run / "config.yaml"])
     found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
-    odd = parted_otherwise(made.task, found.task, split)
+    check_parted(str(run), made.task, found.task, split)
+    return found
+
+
+def check_parted(run: str, made: TaskConfig, given: TaskConfig, split: Split) -> None:
+    """Raise ConfigError where a split of the given task may have rows that a run of the other was trained on."""
+    odd = parted_otherwise(made, given, split)
     if odd:
         words = (f"task.{name} is {there!r} in the run and {here!r} now" for name, (there, here) in odd.items())
         raise ConfigError(
             f"{run} parted the same data otherwise: {'; '.join(words)}. Its {split} split would have rows that the run "
             "was trained on; leave this as it is in the run, or give rows of their own as task.test_data"
         )
-    return found
 
 
 def refuse_lost_task(path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -11,10 +12,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from evoalign.config import TaskConfig
+from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.base import Data, Split
 from evoalign.tasks.data.columns import renamed
-from evoalign.tasks.data.sources import rows_of
+from evoalign.tasks.data.sources import HUB, rows_of
 from evoalign.tasks.data.spool import gathered, taken
 from evoalign.types import Example
 
@@ -47,17 +49,29 @@ def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | 
 
 
 def parted_otherwise(made: TaskConfig, given: TaskConfig, split: Split) -> dict[str, tuple[Any, Any]]:
-    """The settings, but for the seed, by which a split of the same training data has other rows: what each was, and is.
+    """The settings, but for the seed, by which a split of the same training data has other rows: what each was and is.
 
-    Empty where the data are others, or the rows of the split are those of a file of their own.
+    Empty where the data are others, or the rows of the split are those of a file of their own that was not trained on.
+    Data are the same by whatever path.
     """
-    if (made.name, made.train_data) != (given.name, given.train_data):
+    own = f"{split}_data"
+    rows = None if split == "train" else getattr(given, own)
+    if rows is not None and _place(rows) == _place(made.train_data) and _place(getattr(made, own)) != _place(rows):
+        return {own: (getattr(made, own), rows)}
+    if _place(made.train_data) != _place(given.train_data) or (made.train_data is None and made.name != given.name):
         return {}
     names = ["split", "train_size", "validation_size", "validation_data"]
     if split == "test":
         names = [] if given.test_data else names[:3] if given.split == "first_last" else names[:1]
+    if names and (made.test_data is None) != (given.test_data is None):  # with a test file all rows are for training
+        return {"test_data": (made.test_data, given.test_data)}
     pairs = {name: (getattr(made, name), getattr(given, name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _place(source: str | None) -> str | None:
+    """Of a file or folder, or the name of a data set of the hub."""
+    return source if source is None or source.startswith(HUB) else os.path.realpath(locate(source))
 
 
 def _rows(source: str, config: TaskConfig, check: Check, most: int | None = None) -> Sequence[Example]:
