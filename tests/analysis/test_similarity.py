@@ -254,6 +254,8 @@ def test_agreement_of_seeds_beside_that_of_their_placebos() -> None:
     across = chance.between(a, b, cosines, placebos)
     assert across.cosine.mean == pytest.approx(cosines[:4, 4:6].mean()) and across.cosine.mean > 0.4
     assert across.placebos[0] == pytest.approx(cosines[np.ix_([6, 9, 12, 15], [4, 5])].mean()) and across.p == 1 / 4
+    alike = chance.between(a, b, cosines, placebos, same_noise=True)
+    assert (alike.cosine.mean, alike.cosine.low) == (across.cosine.mean, None) and "same noise" in words.across(alike)
     assert chance.agreement(b, products, placebos).p is None  # type: ignore[union-attr]
 
 

@@ -63,6 +63,21 @@ def test_runs_beside_their_placebos(folder: Path, run: Run) -> None:
     assert cosines["lora1", "lora2"]["p"] in (1 / 3, 2 / 3, 1.0)
 
 
+def test_what_drew_the_same_noise_is_no_common_direction(folder: Path, run: Run) -> None:
+    """A run and its own placebo, saved; and groups of settings whose seeds are the same."""
+    replay(folder / "lora1", to="placebo", counterfactual="shuffle", seed=0)
+    replay(folder / "lora1", to="earlier", generation=2)
+    sets = ("--config", folder / "lora1/config.yaml", "--set", "spectrum=false", "--to", "out")
+    done = run("analyze", "similarity", folder / "lora1", folder / "lora2", "placebo", "earlier", *sets)
+    assert (done.code, done.err) == (0, "")
+    pairs = json.loads(Path("out/similarity.json").read_text())["numbers"]["pairs"]
+    same = {(Path(p["a"]).name, Path(p["b"]).name): p["same_noise"] for p in pairs}
+    assert same["lora1", "placebo"] and same["lora1", "earlier"]
+    assert not same["lora1", "lora2"] and not same["lora2", "placebo"]
+    (said,) = (line for line in done.out.splitlines() if "lora1 and placebo" in line)
+    assert "both drew the same noise" in said and "a common direction" not in said
+
+
 @pytest.mark.slow
 def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> None:
     """The run's own evaluation, and that of its placebo, saved; an adapter of rank 8 loses nothing at rank 8."""

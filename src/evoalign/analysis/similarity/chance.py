@@ -64,13 +64,22 @@ def placebos_of(target: Target, seeds: Sequence[int], folder: Path) -> list[Targ
 
 
 def draws_noise_of(one: Target, other: Target) -> bool:
-    """Whether two runs of ES drew the same noise, so that their changes are no independent directions."""
-    seeds: list[tuple[int, str]] = []
-    for target in (one, other):
-        if target.run is None or method_of(target.run) != "es":
-            return False
-        seeds.append((target.config.seed, target.config.space.name))
-    return seeds[0] == seeds[1]
+    """Whether two means of ES drew the same noise, so that their changes are no independent directions.
+
+    Runs of one seed did; and a mean that replay saved, as a placebo is, did as the run whose journal it was made of.
+    """
+    return not _noise_of(one).isdisjoint(_noise_of(other))
+
+
+def _noise_of(target: Target) -> set[object]:
+    """What noise is told by: seed and space of a run, and the lines of its journal; of another mean the line it has."""
+    if target.run is None:
+        mark = checkpoint.mark_of(target.weights)
+        return set() if mark is None else {mark.journal} - {checkpoint.NO_JOURNAL}
+    if method_of(target.run) != "es":
+        return set()
+    lines = {generation.hash for generation in log_of(target.run).generations}
+    return {(target.config.seed, target.config.space.name), *lines}
 
 
 def stand_ins(members: Sequence[int], placebos: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
@@ -121,7 +130,10 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """Of two groups the mean `cosine` of a run of one with one of the other, and what it is of their placebos."""
+    """Of two groups the mean `cosine` of a run of one with one of the other, and what it is of their placebos.
+
+    It has no interval where a run of one drew the noise of one of the other: their cosine is of another kind.
+    """
 
     a: Group
     b: Group
@@ -166,9 +178,13 @@ def agreement(group: Group, products_KK: Floats, placebos: Mapping[int, Sequence
     return Agreement(group, jackknifed(products_SS, _mean_cosine, statistics.FEWEST), halves, whole, by_chance, p)
 
 
-def between(one: Group, other: Group, cosines_KK: Floats, placebos: Mapping[int, Sequence[int]]) -> Across:
+def between(
+    one: Group, other: Group, cosines_KK: Floats, placebos: Mapping[int, Sequence[int]], *, same_noise: bool = False
+) -> Across:
     """The mean cosine of a run of one group with one of another, for new seeds of both, beside that of placebos."""
     found = statistics.crossed(cosines_KK[np.ix_(one.members, other.members)])
+    if same_noise:
+        found = Estimate(found.mean, found.n, why="some of the two drew the same noise: no interval")
     count = len(one.members)
     by_chance = tuple(
         float(cosines_KK[np.ix_(at[:count], at[count:])].mean())

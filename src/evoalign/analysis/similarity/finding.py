@@ -110,7 +110,13 @@ def _finding(
     pairs = [_pair(targets, i, j, sums, columns) for i, j in combinations(range(len(targets)), 2)]
     groups = chance.groups_of(targets)
     agreements = [one for g in groups if (one := chance.agreement(g, whole.products_KK, columns)) is not None]
-    across = [chance.between(a.group, b.group, whole.cosines, columns) for a, b in combinations(agreements, 2)]
+    alike = {(pair.a, pair.b) for pair in pairs if pair.same_noise}
+
+    def across_of(a: Group, b: Group) -> Across:
+        same = any((min(i, j), max(i, j)) in alike for i in a.members for j in b.members)
+        return chance.between(a, b, whole.cosines, columns, same_noise=same)
+
+    across = [across_of(a.group, b.group) for a, b in combinations(agreements, 2)]
     described = [_described(k, target, found, sums, parts, columns, settings) for k, target in enumerate(targets)]
     numbers = {
         "base": first.target.config.model.name,
