@@ -77,10 +77,20 @@ def test_divergence_and_distance_are_those_that_the_run_measured(space: str, fol
     tree = json.loads(Path("out/divergence.json").read_text())
     (found,) = tree["numbers"]["targets"]
     assert {key: found[key] for key in kept["divergence"]} == pytest.approx(kept["divergence"], rel=1e-5)
+    assert "no placebo is among the targets" in done.out, "any coefficients would have moved it"
     assert found["exact"] > 0 and f"{found['exact']:.4g} nats a token" in done.out and tree["analysis"] == "divergence"
-    assert run("analyze", "distance", folder / space, "--to", "out").code == 0
+    far = run("analyze", "distance", folder / space, "--to", "out")
+    assert far.code == 0 and "no placebo is among the targets" in far.out
     (moved,) = json.loads(Path("out/distance.json").read_text())["numbers"]["targets"]
     assert {key: moved[key] for key in ("l2", "relative")} == pytest.approx(kept["distance"])
+
+
+def test_a_divergence_of_nothing_is_refused(folder: Path, run: Run) -> None:
+    for words, said in (([folder / "lora", "--set", "prompts=-1"], "prompts, tokens: -1"),
+                        ([folder / "lora", "--set", "tokens=0"], "give 1 or more"),
+                        (["base"], "not divergent from itself")):  # fmt: skip
+        done = run("analyze", "divergence", *words)
+        assert done.code == 2 and said in done.err and not done.out
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])

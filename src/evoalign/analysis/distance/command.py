@@ -29,14 +29,14 @@ class Command(Analysis[Settings]):
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
         """Reads files alone; raises ModelError where a target is no plain LoRA, or has other tensors than its base."""
+        from evoalign.analysis.lab import shown_placebos
         from evoalign.analysis.targets import locate
         from evoalign.checks.distance import distance_of
 
-        measured = [
-            (t, distance_of(t.weights, t.config)) for t in (locate(name, config, settings.base) for name in targets)
-        ]
+        located = [locate(name, config, settings.base) for name in targets]
+        measured = [(t, distance_of(t.weights, t.config)) for t in located]
         return Finding(
             {"targets": [{**t.described(), **asdict(d)} for t, d in measured]},
-            [f"{t.weights}: the weights are {d.l2:.4g} (L2) from those of {t.config.model.name}, {d.relative:.3%} of "
-             "their norm." for t, d in measured],
+            [*(f"{t.weights}: the weights are {d.l2:.4g} (L2) from those of {t.config.model.name}, {d.relative:.3%} of "
+               "their norm." for t, d in measured), *shown_placebos({t.name: t for t in located})],
         )  # fmt: skip

@@ -35,10 +35,15 @@ class Command(Analysis[Settings]):
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
         """Loads each model and its base; raises EvoalignError where one does not load or nothing is generated."""
         from evoalign.analysis.divergence.compute import between, divergence_of
-        from evoalign.analysis.lab import BASE
+        from evoalign.analysis.lab import BASE, shown_placebos
         from evoalign.analysis.targets import locate
+        from evoalign.errors import ConfigError
 
         other = settings.reference
+        if settings.prompts < 1 or settings.tokens < 1:
+            raise ConfigError(f"prompts, tokens: {settings.prompts}, {settings.tokens}; give 1 or more of each")
+        if set(targets) == {other} == {BASE}:
+            raise ConfigError(f"{BASE} is not divergent from itself; name a run, or another model with --config")
         located = {name: locate(name, config) for name in targets if name != BASE}
         if other == BASE:
             found = [divergence_of(target, settings.prompts, settings.tokens) for target in located.values()]
@@ -57,7 +62,7 @@ class Command(Analysis[Settings]):
                 f"{what}: KL from {against} is {kl}, {kl.tokens:,} tokens (summed over the vocabulary; by draws "
                 f"{drawn} a token)."
             )
-        return Finding({**asdict(settings), "targets": rows}, sentences)
+        return Finding({**asdict(settings), "targets": rows}, [*sentences, *shown_placebos(located)])
 
 
 def _error(error: float | None) -> str:
