@@ -17,7 +17,8 @@ import evoalign
 from calling import caller
 from evoalign import tokens
 from evoalign.analysis.forgetting.command import Settings
-from evoalign.analysis.forgetting.compute import Course, _of_course, forgetting  # pyright: ignore[reportPrivateUsage]
+from evoalign.analysis.forgetting.compute import Course, _known, _of_course, forgetting  # pyright: ignore[reportPrivateUsage]
+from evoalign.analysis.forgetting.points import Accuracy
 from evoalign.analysis.lab import effective
 from evoalign.analysis.targets import locate
 from evoalign.config import load, to_yaml
@@ -117,6 +118,32 @@ def test_a_task_that_was_trained_on_is_said_to_be(folder: Path) -> None:
     own.write_text((folder / "run" / "config.yaml").read_text())
     found = forgetting([str(folder / "run")], replace(SMALL, placebos=0, tasks=(own,), examples=2), None)
     assert found.courses[0].trained and "it is a task that the target was trained on" in found.sentences[0]
+
+
+def test_examples_that_a_measure_does_not_apply_to_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward may be None of some; numbers are JSON all the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "def brief(text, example):\n    return None if '2' in example['prompt'] else -float(len(text))\n"
+        "def one(text, example):\n    return 1.0\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(6)))
+    task = {"name": "custom", "train_data": "rows.jsonl", "test_data": "rows.jsonl",
+            "rewards": ["own.py:brief", "own.py:one"]}  # fmt: skip
+    config = of_task(task=task, grader={"isolated": False})
+    (tmp_path / "own.yaml").write_text(to_yaml(config))
+    write(tmp_path / "same", {name: p.detach() for name, p in plain().named_parameters()})
+    settings = replace(SMALL, tasks=(Path("own.yaml"),), measure="reward/brief")
+    found = forgetting(["same"], settings, config)
+    assert len(found.courses[0].base_E) == 5 and np.isfinite(found.courses[0].base_E).all()
+    (tmp_path / "out").mkdir()
+    found.write(tmp_path / "out", "forgetting")
+    assert json.loads((tmp_path / "out/forgetting.json").read_text())["numbers"]["courses"][0]["items"] == 5
+    apart = [np.array([1.0, np.nan]), np.array([np.nan, 1.0])]  # as where it depends on the answer
+    with pytest.raises(ConfigError, match="reward/brief applies to no example"):
+        _known(apart, Accuracy(config, "reward/brief"))
 
 
 def test_the_command_writes_numbers_words_and_figures(

@@ -78,6 +78,21 @@ def test_what_drew_the_same_noise_is_no_common_direction(folder: Path, run: Run)
     assert "both drew the same noise" in said and "a common direction" not in said
 
 
+def test_a_run_whose_rewards_are_code_is_compared_by_the_config_that_is_given(tmp_path: Path, run: Run) -> None:
+    """Its weights alone are asked: nothing of the code is run, and the advice to give a config is not repeated."""
+    (tmp_path / "own.py").write_text("def brief(text, example):\n    return -float(len(text))\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"What is {i}?"}) + "\n" for i in range(8)))
+    evoalign.train({
+        "output_dir": "coded", "seed": 1, "space": "lora", "evaluation": {"max_tokens": 4},
+        "task": {"name": "custom", "train_data": "rows.jsonl", "rewards": ["own.py:brief"]},
+        "grader": {"isolated": False}, "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 2},
+        "checks": {"placebo": 0, "control_every": 0},
+    })  # fmt: skip
+    assert "names code of its own" in run("analyze", "similarity", "coded").err
+    done = run("analyze", "similarity", "coded", "--config", "coded/config.yaml", "--set", "spectrum=false")
+    assert (done.code, done.err) == (0, "") and "norm of the change" in done.out
+
+
 @pytest.mark.slow
 def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> None:
     """The run's own evaluation, and that of its placebo, saved; an adapter of rank 8 loses nothing at rank 8."""

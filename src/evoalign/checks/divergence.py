@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, TypeAlias
 
@@ -44,7 +44,7 @@ from evoalign.models.experts import tensors_of
 from evoalign.rollouts import collect, derive_seed
 from evoalign.setup import Parts, Served
 from evoalign.spaces import Adapter
-from evoalign.statistics import ratio
+from evoalign.statistics import Estimate, ratio
 from evoalign.tasks import Task
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN, MEAN_PLAN, Example, Request, Sampling
@@ -326,12 +326,17 @@ def summarise(samples: Sequence[Sample], sums_N4: torch.Tensor) -> Divergence:
         sums = of_prompt.setdefault(sample.prompt_ids, [0.0, 0.0, 0.0])
         sums[:] = sums[0] + nats, sums[1] + len(sample.token_ids), sums[2] + 1
     nats_P, tokens_P, draws_P = zip(*of_prompt.values(), strict=True)
-    a_token, a_completion = ratio(nats_P, tokens_P), ratio(nats_P, draws_P)
+    a_token, a_completion = (_not_below_0(ratio(nats_P, of_P)) for of_P in (tokens_P, draws_P))
     return Divergence(
         k1, k2, k3, whole, count, low=a_token.low, high=a_token.high, completion=a_completion.mean,
         completion_low=a_completion.low, completion_high=a_completion.high, prompts=len(of_prompt),
         completions=len(samples),
     )  # fmt: skip
+
+
+def _not_below_0(found: Estimate) -> Estimate:
+    """As no divergence is."""
+    return found if found.low is None else replace(found, low=max(0.0, found.low))
 
 
 def measure(parts: Parts, reference: Reference) -> Divergence:

@@ -98,13 +98,21 @@ def forgetting(targets: Sequence[str], settings: Settings, config: Config | None
 
 
 def _course(target: Target, probe: Probe, points: Sequence[Point], settings: Settings) -> Course:
-    base_E, *rest = scores(probe, target, points, settings.examples)
+    base_E, *rest = _known(list(scores(probe, target, points, settings.examples)), probe)
     own = [(p, s) for p, s in zip(points, rest, strict=True) if p.placebo is None]
     placebos = tuple(s for p, s in zip(points, rest, strict=True) if p.placebo is not None)
     asked, made = probe.asked(target).task, target.config.task
     trained = isinstance(probe, Accuracy) and (asked.name, asked.files) == (made.name, made.files)
     steps = tuple(p.step for p, _ in own)
     return Course(target.name, probe.name, probe.falls, trained, steps, base_E, tuple(s for _, s in own), placebos)
+
+
+def _known(scores_E: Sequence[Floats], probe: Probe) -> list[Floats]:
+    """Of the examples that the measure applies to in every point. Raises ConfigError where there is none."""
+    known_E = ~np.isnan(scores_E).any(axis=0)
+    if not known_E.any():
+        raise ConfigError(f"measure: {probe.name} applies to no example that was asked; ask more, or another one")
+    return [own_E[known_E] for own_E in scores_E]
 
 
 def _tree(course: Course) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evoalign import statistics
 from evoalign.analysis.compare.groups import labels_of, settings_of
 from evoalign.analysis.targets import Target
-from evoalign.config import Config
+from evoalign.config import Config, load
 from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.method import method_of
@@ -29,7 +29,6 @@ from evoalign.training import saving
 from evoalign.training.counterfactual import parse
 from evoalign.training.placebos import Follower
 from evoalign.training.replay import log_of, rebuilt
-from evoalign.training.resolve import of_run
 
 Floats = NDArray[np.float64]
 MOST_SPLITS = 200
@@ -151,7 +150,7 @@ def groups_of(targets: Sequence[Target]) -> list[Group]:
         method = method_of(target.run)
         if method is None:
             continue
-        own = of_run(target.run)
+        own = load([target.run / "config.yaml"])  # which may name code: it is not run
         marked = checkpoint.mark_of(target.weights)
         tree = {**settings_of(own, method), "generation": None if marked is None else marked.generation}
         found.setdefault(json.dumps(tree, sort_keys=True), []).append((k, own))
