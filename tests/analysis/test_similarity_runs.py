@@ -85,7 +85,8 @@ def test_a_run_whose_rewards_are_code_is_compared_by_the_config_that_is_given(tm
     evoalign.train({
         "output_dir": "coded", "seed": 1, "space": "lora", "evaluation": {"max_tokens": 4},
         "task": {"name": "custom", "train_data": "rows.jsonl", "rewards": ["own.py:brief"]},
-        "grader": {"isolated": False}, "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 2},
+        "grader": {"isolated": False},
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 2},
         "checks": {"placebo": 0, "control_every": 0},
     })  # fmt: skip
     assert "names code of its own" in run("analyze", "similarity", "coded").err

@@ -70,15 +70,15 @@ def draws_noise_of(one: Target, other: Target) -> bool:
     return not _noise_of(one).isdisjoint(_noise_of(other))
 
 
-def _noise_of(target: Target) -> set[object]:
+def _noise_of(target: Target) -> frozenset[object]:
     """What noise is told by: seed and space of a run, and the lines of its journal; of another mean the line it has."""
     if target.run is None:
         mark = checkpoint.mark_of(target.weights)
-        return set() if mark is None else {mark.journal} - {checkpoint.NO_JOURNAL}
+        return frozenset() if mark is None else frozenset((mark.journal,)) - {checkpoint.NO_JOURNAL}
     if method_of(target.run) != "es":
-        return set()
-    lines = {generation.hash for generation in log_of(target.run).generations}
-    return {(target.config.seed, target.config.space.name), *lines}
+        return frozenset()
+    lines = (generation.hash for generation in log_of(target.run).generations)
+    return frozenset(((target.config.seed, target.config.space.name), *lines))
 
 
 def stand_ins(members: Sequence[int], placebos: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
