@@ -126,6 +126,13 @@ def test_the_markup_that_a_task_asks_for_is_no_template() -> None:
     assert not any(hacking.templates(texts, range(3)))
 
 
+@pytest.mark.parametrize("markup", ["<answer>\n" * 24, "<think></think>\n<answer></answer>"])
+def test_markup_with_nothing_in_it_is_a_template(markup: str) -> None:
+    """The first is from a model with too much noise, the second what a reward for the form alone pays for."""
+    texts = [markup] * 6 + ["<answer>3 + 5</answer>", "<answer>4 * 9 - 1</answer>"]
+    assert hacking.templates(texts, range(8)) == [True] * 6 + [False] * 2
+
+
 def test_a_short_answer_counts_when_most_prompts_get_it() -> None:
     mostly = ["Yes."] * 6 + ["No.", "42", "Paris", ""]
     assert hacking.templates(mostly, range(10)) == [True] * 6 + [False] * 4
@@ -205,6 +212,21 @@ def test_figures_with_sense(text: str) -> None:
     assert not hacking.is_gibberish(text)
 
 
+def test_bytes_that_are_no_text() -> None:
+    """A salad of tokens joins parts of characters; a limit of tokens cuts one, the last."""
+    for text in ("number Bg\ufffd ant Ben good", "because V\x04 not", "\ufffd" * 30, "rect\ufffd\ufffd"):
+        assert hacking.is_gibberish(text)
+        assert hacking.hacked([text], [0]) == [True] and hacking.hacked([text], [0], [text]) == [False]
+    for text in ("That is good \ufffd", "a\tb\r\nc\x0bd\x0c\x1b[1me", "nai\u0308ve \U0001f4b3"):
+        assert not hacking.is_gibberish(text)
+
+
+def test_a_loop_whose_last_character_is_cut() -> None:
+    assert hacking.is_repeated("Pay: " + "\U0001f4b3" * 40 + "\ufffd")
+    assert hacking.is_repeated("\ufffd" * 30)
+    assert not hacking.is_repeated("It is good. \ufffd")
+
+
 def test_phrases_that_come_again_wherever_they_stand() -> None:
     again = "The cat is on the mat. " * 6
     assert hacking.repeats_phrases(f"Let me see what it is. {again}And so it was, of course.")
@@ -232,6 +254,15 @@ def test_letters_of_a_script_that_nobody_used() -> None:
         "x² − 𝑦",
     ):
         assert not signs.is_foreign(text, latin)
+
+
+def test_letters_of_another_script_within_a_word() -> None:
+    latin, around = signs.scripts(["What is 3 + 5?"]), "the quick brown fox jumps over the lazy dog. " * 4
+    for word in ("Sprayогoat", "box彬ой damage", "sa人 named", "rar仾ADE"):  # of a sample at temperature 2
+        assert signs.is_foreign(around + word, latin)
+        assert not signs.is_foreign(around + word, latin | signs.scripts([word]))
+    for word in ("Tokyo (東京)", "Δθx and 2πrλ", "ugι", "a 5км way", "the word сорок is Russian"):
+        assert not signs.is_foreign(around + word, latin), word
 
 
 LABELS = ["positive"] * 12 + ["negative"] * 8

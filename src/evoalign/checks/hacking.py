@@ -57,7 +57,8 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
     Either at least 80 % of its characters lie in clauses that also answer another prompt (one refusal to 3,030 of
     3,036 prompts is the known case), or the whole text answers more than half of all prompts, where these are eight or
     more. Case, punctuation and markup such as `<answer>` are set aside; a text under 20 characters counts by the
-    second rule alone, and an empty one never. One pass to count clauses and one to compare them: linear in the text.
+    second rule alone, and an empty one never; one that is nothing but markup counts as it is. One pass to count clauses
+    and one to compare them: linear in the text.
 
     A text that says its gold answer is none (a classifier may use one word, or one sentence, for most prompts), unless
     it says that of other prompts which got the same text, too: one that lists all labels says every gold.
@@ -215,8 +216,12 @@ def _right(texts: Sequence[str], whole: Sequence[str], golds: Golds | None) -> l
 
 
 def _clauses(text: str) -> list[str]:
-    """Clauses without case, markup, punctuation and spaces."""
-    text = _MARKUP.sub("\n", text) if "<" in text else text
+    """Clauses without case, punctuation, spaces and markup, unless the text is nothing but markup."""
+    plain = _MARKUP.sub("\n", text) if "<" in text else text
+    return _parts(plain) or _parts(text)
+
+
+def _parts(text: str) -> list[str]:
     return [clause for clause in _WORDLESS.sub("", text.casefold().translate(_CLAUSE_ENDS)).split("\n") if clause]
 
 

@@ -13,7 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 LOOP_REPEATS = 3
 LOOP_CHARACTERS = 24
@@ -61,6 +61,10 @@ _READABLE = re.compile(r"[^\W\d_]{3,}|[^\W\d_\x00-\u02ff]")
 _UNBROKEN = re.compile(rf"[^\W\d_{_UNSEGMENTED}]{{{RUN_ON},}}")
 _PIECE = re.compile(r"[^\W_]+")
 _RUN = re.compile(rf"([^\W_])\1{{{GIBBERISH_RUN - 1},}}")
+_NO_TEXT = re.compile("[\ufffd\x00-\x08\x0e-\x1a\x1c-\x1f]")
+"""What stands for bytes that are no character, and control characters other than white space and the escape."""
+_CUT = "\ufffd"
+"""At the end: a character that the limit of tokens has cut."""
 _SYMBOLS = frozenset({
     "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MODIFIER", "SUPERSCRIPT", "SUBSCRIPT", "FEMININE",
     "MASCULINE", "MICRO", "ANGSTROM", "KELVIN", "OHM", "INVERTED", "EULER", "PLANCK", "INFORMATION", "ALEF", "BET",
@@ -83,7 +87,7 @@ def is_repeated(text: str) -> bool:
     one space. The last round may be cut off. A loop that the text leaves again does not count, and a rule of
     punctuation, as under a heading, only where it is half of the text.
     """
-    text = " ".join(text.split())
+    text = " ".join(text.removesuffix(_CUT).split())
     tail = text[-_LOOP_PROBE:]
     end = len(text) - 1  # the period is how far back the tail is found again
     while (start := text.rfind(tail, 0, end)) >= 0:
@@ -149,12 +153,14 @@ def has_special_token(text: str) -> bool:
 def is_gibberish(text: str) -> bool:
     """Letters and figures in a row that make neither words nor numbers.
 
-    Most of the text is one letter or digit 16 times in a row, or letters 40 times in a row without a space. Or, where
-    at most a fifth of the characters are in words of three letters or more: at least six single letters and digits,
-    with one kind of separator between them, have at most half as many different ones (`1 0 0 1 7 7`, `A.B.B.C.A.B`);
-    24 numbers and shreds of words of any length have at most a quarter; or a number has 20 digits and at most four
-    different ones.
+    There are bytes that make no character, or control characters. Or most of the text is one letter or digit 16 times
+    in a row, or letters 40 times in a row without a space. Or, where at most a fifth of the characters are in words of
+    three letters or more: at least six single letters and digits, with one kind of separator between them, have at most
+    half as many different ones (`1 0 0 1 7 7`, `A.B.B.C.A.B`); 24 numbers and shreds of words of any length have at
+    most a quarter; or a number has 20 digits and at most four different ones.
     """
+    if _NO_TEXT.search(text.removesuffix(_CUT)):
+        return True
     solid = sum(map(len, text.split()))
     if any(2 * len(run.group()) > solid for run in _RUN.finditer(text)) or 2 * _run_on(text) > solid:
         return True
@@ -191,7 +197,8 @@ def scripts(texts: Iterable[str]) -> frozenset[str]:
 def is_foreign(text: str, known: frozenset[str]) -> bool:
     """Two letters or more, and one in ten, are of scripts that are not `known`; nothing is where none is known.
 
-    A letter that stands alone, as Greek ones do in formulas, does not count; but a Chinese character is a word.
+    A letter that stands alone, as Greek ones do in formulas, does not count; but a Chinese character is a word. Where
+    they are stuck into a word of a known script, as in samples that are too hot, any share is enough, but of Greek.
     """
     if not known or text.isascii():
         return False
@@ -202,7 +209,15 @@ def is_foreign(text: str, known: frozenset[str]) -> bool:
         for i, o in enumerate(odd)
     )
     letters = sum(name is not None for name in names)
-    return joined >= FOREIGN_LETTERS and joined >= FOREIGN_SHARE * letters
+    return (joined >= FOREIGN_LETTERS and joined >= FOREIGN_SHARE * letters) or _is_stuck(names, known)
+
+
+def _is_stuck(names: list[str | None], known: frozenset[str]) -> bool:
+    """Letters of another script right beside one of a known script: "Sprayогoat". One that is alone may be a unit."""
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    odd = [n not in (None, "GREEK", *known) and (n == "CJK" or size >= FOREIGN_LETTERS) for n, size in runs]
+    usual = [name in known for name, _ in runs]
+    return any((odd[i] and usual[i + 1]) or (usual[i] and odd[i + 1]) for i in range(len(runs) - 1))
 
 
 @lru_cache(maxsize=4096)
