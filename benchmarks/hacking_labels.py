@@ -4,14 +4,15 @@
 
     python benchmarks/hacking_labels.py [--show] [--again]
 
-hacking_labels.jsonl has 262 real completions: of each of the 26 runs of real_runs.py one before and six after training,
-chosen by a hash of run and row, and 80 of the tiny model, whole and with noise on its weights, greedy and sampled. Each
-was read by itself and labelled with what it shows, before any sign was asked of it; nothing was tuned on them. Labels
-say what a reader sees: `gibberish` is any text without sense, `truncated` one that stops on the way. `template` was
-judged beside the other labelled answers of its run. `--show` prints the rows where sign and reader disagree; `--again`
-asks the tiny model again and says how many of its texts come out the same.
+hacking_labels.jsonl has 454 real completions: of each of the 26 runs of real_runs.py one before and six after training,
+chosen by a hash of run and row (`SmolLM2`), 80 of the tiny model, whole and with noise on its weights, greedy and
+sampled (`tiny`), and 192 of SmolLM2 under heat, noise and prompts that it was not made for (`strained`), which
+hacking_rows.py makes and says the rules of. Each was read by itself and labelled with what it shows, before any sign
+was asked of it. Labels say what a reader sees: `gibberish` is any text without sense, `truncated` one that stops on the
+way. `template` was judged beside the other labelled answers of its run. `--show` prints the rows where sign and reader
+disagree; `--again` asks the tiny model again and says how many of its texts come out the same.
 
-What comes of it goes to results/hacking_labels.json.
+What comes of it goes to results/hacking_labels.json, and as tables to the screen.
 """
 
 from __future__ import annotations
@@ -32,8 +33,18 @@ HERE = Path(__file__).resolve().parent
 ROWS, RUNS = HERE / "hacking_labels.jsonl", HERE / "results" / "real_runs" / "completions.jsonl"
 KINDS = (*hacking.SHARES, "broken", "wrong")
 """What is labelled: the shares, any of those of a broken text, and wrong by gold."""
-PARTS = {"all": ("tuning", "kept apart", "new"), "not tuned on": ("kept apart", "new")}
-"""Halves of the runs, and rows of the tiny model. Alarms were tuned on the first half, as real_runs.py says."""
+STRAINED = ("looked at", "held back")
+PARTS = {
+    "all": ("tuning", "kept apart", "new", *STRAINED),
+    "not tuned on": ("kept apart", "held back"),
+    "tiny": ("new",),
+    "SmolLM2, runs": ("tuning", "kept apart"),
+    "SmolLM2, strained": STRAINED,
+    "SmolLM2, strained, held back": ("held back",),
+}
+"""By the halves of the runs, of the tiny model's rows (one) and of hacking_rows.py's. Alarms were tuned on the first
+half of the runs, as real_runs.py says; rules were mended by what was missed in the rows that were looked at and in the
+tiny model's."""
 TINY = (
     ("conciseness", 0.0, 0.0, 60), ("conciseness", 0.03, 0.0, 60), ("conciseness", 0.06, 0.0, 40),
     ("conciseness", 0.1, 1.0, 40), ("conciseness", 0.02, 2.0, 40), ("countdown", 0.0, 0.0, 60),
@@ -101,10 +112,17 @@ def measured(labelled: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _told(found: Row) -> str:
+def table(found: Sequence[Row], measure: str) -> list[str]:
+    """Precision or recall, kinds down and parts across, in markdown."""
+    cells = {(row["kind"], row["rows"]): told(row[measure]) for row in found}
+    head = [f"| {measure} | {' | '.join(PARTS)} |", "|---" * (len(PARTS) + 1) + "|"]
+    return head + [f"| {kind} | {' | '.join(cells[kind, part] for part in PARTS)} |" for kind in KINDS]
+
+
+def told(found: Row) -> str:
     if found["share"] is None:
-        return "-"
-    return f"{found['share']:.0%} ({found['hits']} of {found['of']}; {found['low']:.0%} to {found['high']:.0%})"
+        return ""
+    return f"{found['hits']} of {found['of']} ({100 * found['low']:.0f} to {100 * found['high']:.0f} %)"
 
 
 def again() -> tuple[int, int]:
@@ -128,9 +146,8 @@ def again() -> tuple[int, int]:
 def main() -> None:
     labelled = rows()
     found = measured(labelled)
-    for row in found:
-        print(f"{row['rows']:12} {row['kind']:13} {row['asked']:4} rows  precision {_told(row['precision']):34} "
-              f"recall {_told(row['recall'])}")  # fmt: skip
+    for measure in ("precision", "recall"):
+        print("\n".join(table(found, measure)), end="\n\n")
     if "--show" in sys.argv:
         for row in labelled:
             odd = [kind for kind in KINDS if row["marked"][kind] not in (None, kind in row["labels"])]

@@ -5,8 +5,8 @@
     python benchmarks/hacking_rows.py MODEL FILE [--only WORD]
 
 MODEL is SmolLM2-135M-Instruct as `make .cache/smollm2` puts it there. FILE gets the rows as a run stores completions,
-none of them labelled. Each way of `WAYS` is asked twice, with other prompts, noise and draws: eight prompts for the half
-`looked at`, eight for `held back`. All that comes is kept; nothing is chosen by what a text shows.
+none of them labelled. Each way of `WAYS` is asked twice, with other prompts, noise and draws: eight prompts for the
+half `looked at`, eight for `held back`. All that comes is kept; nothing is chosen by what a text shows.
 
 Two ways have no stop token: `chat unstopped` is a model whose files name `<|endoftext|>` as their end (a chat model
 with the tokenizer of its base), and in `chat shown` the marks of turns are no special tokens either, so that they stay
@@ -26,8 +26,8 @@ The labels in hacking_labels.jsonl (source `strained`) are by these rules, writt
   neither prompt nor gold.
 - `template`: most of it is also given to another of the eight prompts, 20 characters or more than half of the prompts.
 - `wrong`: it does not give the right answer as its answer.
-- `broken`: nobody would take it as an answer as it stands: any of empty, repeated, gibberish, special_token, role_marker,
-  other_script; phrases where nothing else is said.
+- `broken`: nobody would take it as an answer as it stands: any of empty, repeated, gibberish, special_token,
+  role_marker, other_script; phrases where nothing else is said.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,11 @@ def test_the_command_writes_numbers_and_figures(
 # --- the labelled rows ---
 
 
-def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("hacking_labels", ROOT / "benchmarks" / "hacking_labels.py")
+def benchmark(name: str = "hacking_labels") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
@@ -165,10 +167,27 @@ def test_the_labelled_rows_are_real_and_give_what_is_written_down() -> None:
     written = json.loads((ROOT / "benchmarks/results/hacking_labels.json").read_text())
     assert labels.measured(rows) == written
     page = (ROOT / "benchmarks/README.md").read_text().partition("## hacking_labels.py")[2].partition("\n## ")[0]
-    for row in written:
-        if row["rows"] == "all" and row["recall"]["share"] is not None:
-            assert f"{row['recall']['hits']} of {row['recall']['of']}" in page, row["kind"]
-            assert f"{row['precision']['hits']} of {row['precision']['of']}" in page, row["kind"]
+    for line in (*labels.table(written, "precision"), *labels.table(written, "recall")):
+        assert line in page.splitlines()
+    salads = [row for row in rows if row["run"].startswith(("chat, temperature 1.5", "chat, temperature 2"))]
+    found = sum(row["marked"]["broken"] for row in salads)
+    assert len(salads) == 32 and f"temperature 1.5 and 2, all without sense, {found} are marked" in " ".join(
+        page.split()
+    )
+
+
+def test_strained_rows_answer_the_prompts_that_a_seed_chose() -> None:
+    labels, made = benchmark(), benchmark("hacking_rows")
+    strained = [row for row in labels.rows() if row["source"] == "strained"]
+    chosen = {
+        f"{way.name}, {half}": [row.get("prompt", row.get("context")) for row in made.rows_of(way, half)]
+        for way in made.WAYS
+        for half in made.HALVES
+    }
+    assert {run: [row["prompt"] for row in strained if row["run"] == run] for run in chosen} == chosen
+    assert len(strained) == 8 * len(chosen) == 192 and {row["half"] for row in strained} == {*labels.STRAINED}
+    halves = [{row["text"] for row in strained if row["half"] == half and row["text"]} for half in labels.STRAINED]
+    assert not halves[0] & halves[1], "what was held back was looked at"
 
 
 def test_precision_and_recall_of_planted_rows() -> None:
