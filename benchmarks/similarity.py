@@ -2,7 +2,7 @@
 """Two random checkpoints of the shape of a large model compared: seconds, and the most private memory on the way.
 
     python benchmarks/similarity.py                           # 7B: 30 GB of disk; cosines, norms, sparsity
-    python benchmarks/similarity.py --spectrum --layers 1 --words 1024   # ranks, with fewer layers and words
+    python benchmarks/similarity.py --spectrum --layers 1 --words 1024   # ranks and overlaps, fewer layers and words
     python benchmarks/similarity.py --shape 3b
 
 Each run is a row of benchmarks/results/similarity.jsonl.
@@ -107,12 +107,16 @@ def work(folder: Path, *, spectrum: bool) -> None:
     cosine = numbers["pairs"][0]["cosines"]["all"]
     parts = {name: one["participation_rank"] for name, one in numbers["targets"][0]["where"].items()}
     noise = {name: one["participation_rank_of_noise"] for name, one in numbers["targets"][0]["where"].items()}
+    common = {
+        f"{side} {k}": [one[name] for name in ("value", "chance", "spread")]
+        for k, both in numbers["pairs"][0]["overlaps"]["all"].items() for side, one in both.items()
+    }  # fmt: skip
     row = {
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time(), 1),
         "norm": numbers["targets"][0]["where"]["all"]["norm"],
         **{name: cosine[name] for name in ("value", "spread")},
-        **({"participation_rank": parts, "of_noise": noise} if spectrum else {}),
+        **({"participation_rank": parts, "of_noise": noise, "overlap": common} if spectrum else {}),
     }
     print(json.dumps(row))
 

@@ -21,8 +21,8 @@ from evoalign.analysis.similarity.chance import Group, jackknifed, mean_of_halve
 from evoalign.analysis.similarity.compute import measure
 from evoalign.analysis.similarity.finding import Cosine, Pair
 from evoalign.analysis.similarity.kept import from_rewards
-from evoalign.analysis.similarity.spectrum import cut, participation_of_noise, spectrum
-from evoalign.checks.changes import Difference, Product
+from evoalign.analysis.similarity.spectrum import Spectrum, cut, decompose, participation_of_noise
+from evoalign.checks.changes import Change, Difference, Product
 from evoalign.types import TensorSpec
 
 HEAD = "model.embed_tokens.weight"
@@ -43,6 +43,11 @@ def differences(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
 def plain(array: Any) -> Difference:
     tensor = torch.as_tensor(array)
     return Difference(tuple(tensor.shape), tensor.__getitem__, torch.zeros_like(tensor).__getitem__)
+
+
+def spectrum(change: Change) -> Spectrum | None:
+    found = decompose(change)
+    return None if found is None else found[0]
 
 
 # --- against numpy ----------------------------------------------------------------------------------------------------

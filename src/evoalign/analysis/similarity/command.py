@@ -21,9 +21,10 @@ Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Settings:
     """`base`: the base model of targets that are of no run, in place of a config.
 
-    `placebos` of each run of ES are made from its journal and compared, too. `spectrum`: whether singular values are
-    taken. Entries are counted whose change is at most `absolute`, and `relative` to the root mean square of the base's
-    tensor. `ranks`: to which the change of each matrix is cut, and the model asked how much of the gain that keeps.
+    `placebos` of each run of ES are made from its journal and compared, too. `spectrum`: whether singular values and
+    directions are taken. Entries are counted whose change is at most `absolute`, and `relative` to the root mean square
+    of the base's tensor. `ranks`: to which the change of each matrix is cut, and the model asked how much of the gain
+    that keeps.
     """
 
     base: str | None = None
@@ -35,7 +36,7 @@ class Settings:
 
 
 class Command(Analysis[Settings]):
-    """Of all pairs of targets the cosine of their weight changes; of each its size, rank and sparsity, by part."""
+    """Of all pairs of changes cosine and common subspaces; of each its size, rank and sparsity, by part."""
 
     name = "similarity"
     help = "Whether trainings changed the same weights in the same direction; norm, rank and sparsity of the changes."

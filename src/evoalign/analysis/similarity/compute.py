@@ -7,14 +7,15 @@ Cosines, norms and shares of any set of tensors follow from these sums. Suffixes
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evoalign.analysis.similarity.spectrum import Spectrum, spectrum
+from evoalign.analysis.similarity.overlap import overlaps_of
+from evoalign.analysis.similarity.spectrum import Spectrum, decompose
 from evoalign.analysis.weights import Weights
 from evoalign.checks.changes import blocks, one_thread
 from evoalign.errors import ModelError
@@ -62,11 +63,15 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One tensor. `spectra` has None where a change has none."""
+    """One tensor. `spectra` has None where a change has none.
+
+    `overlaps` are [S, K, K] of the two sides, by how many of the largest singular directions are compared.
+    """
 
     spec: TensorSpec
     sums: Sums
     spectra: tuple[Spectrum | None, ...]
+    overlaps: Mapping[int, Floats]
 
 
 def measure(
@@ -82,7 +87,9 @@ def measure(
         with one_thread():
             sums = _sums(spec, weights, absolute, relative)
         changes = [w.changes.get(spec.name) if spectra else None for w in weights]
-        found.append(Measured(spec, sums, tuple(None if c is None else spectrum(c) for c in changes)))
+        parted = [None if c is None else decompose(c) for c in changes]
+        overlaps = overlaps_of([None if one is None else one[1] for one in parted])
+        found.append(Measured(spec, sums, tuple(None if one is None else one[0] for one in parted), overlaps))
     return found
 
 

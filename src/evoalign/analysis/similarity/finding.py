@@ -18,8 +18,9 @@ from evoalign.analysis.base import Finding
 from evoalign.analysis.parts import ALL, UNEMBEDDING
 from evoalign.analysis.similarity import chance, figures, words
 from evoalign.analysis.similarity.chance import Across, Agreement, Group
-from evoalign.analysis.similarity.compute import Measured, Sums, measure, total
+from evoalign.analysis.similarity.compute import Floats, Measured, Sums, measure, total
 from evoalign.analysis.similarity.kept import GainKept, gains_kept
+from evoalign.analysis.similarity.overlap import SIDES, Overlap, Overlaps, together
 from evoalign.analysis.similarity.spectrum import TOPS
 from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.weights import Weights
@@ -48,13 +49,15 @@ class Cosine:
 class Pair:
     """Two targets by their places. `cosines` are those of all, of each part, of each layer, of the unembedding.
 
-    `same_noise`: both are runs of ES that drew the same noise, for which `spread` says nothing.
+    `same_noise`: both are runs of ES that drew the same noise, for which `spread` says nothing. `overlaps` are left and
+    right by the number of directions, of each of the same sets of tensors; none where singular values are not taken.
     """
 
     a: int
     b: int
     cosines: Mapping[str, Cosine]
     same_noise: bool
+    overlaps: Mapping[str, Mapping[int, tuple[Overlap, ...]]] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,11 @@ def _finding(
     still = [t.name for k, t in enumerate(targets) if whole.norms[k] == 0]
     if len(still) == len(targets):
         raise ModelError(f"{still[0]} has the weights of its base model {targets[0].config.model.name}: no change")
-    pairs = [_pair(targets, i, j, sums, columns) for i, j in combinations(range(len(targets)), 2)]
+    overlaps = {
+        name: together([(one.spec.shape, one.overlaps) for one in found if one.spec.name in names])
+        for name, names in parts.items()
+    }
+    pairs = [_pair(targets, i, j, sums, overlaps, columns) for i, j in combinations(range(len(targets)), 2)]
     groups = chance.groups_of(targets)
     agreements = [one for g in groups if (one := chance.agreement(g, whole.products_KK, columns)) is not None]
     alike = {(pair.a, pair.b) for pair in pairs if pair.same_noise}
@@ -130,6 +137,7 @@ def _finding(
     labels = [target.name for target in targets]
     said = [
         *words.pairs(labels, pairs),
+        *words.overlaps(labels, pairs),
         *(words.agreement(one) for one in agreements),
         *(words.across(one) for one in across),
         *(words.target(one, tied=first.tied) for one in described),
@@ -143,11 +151,17 @@ def _finding(
 
 
 def _pair(
-    targets: Sequence[Target], i: int, j: int, sums: Mapping[str, Sums], columns: Mapping[int, Sequence[int]]
+    targets: Sequence[Target],
+    i: int,
+    j: int,
+    sums: Mapping[str, Sums],
+    overlaps: Mapping[str, Mapping[int, Overlaps]],
+    columns: Mapping[int, Sequence[int]],
 ) -> Pair:
     at = chance.stand_ins((i, j), columns)
     cosines = {name: _cosine(own, i, j, at) for name, own in sums.items()}
-    return Pair(i, j, cosines, chance.draws_noise_of(targets[i], targets[j]))
+    common = {name: {k: o for k, one in own.items() if (o := one.pair(i, j, at))} for name, own in overlaps.items()}
+    return Pair(i, j, cosines, chance.draws_noise_of(targets[i], targets[j]), common)
 
 
 def _cosine(sums: Sums, i: int, j: int, at: Sequence[tuple[int, ...]]) -> Cosine:
@@ -233,7 +247,18 @@ def _pair_tree(pair: Pair, targets: Sequence[Target]) -> dict[str, Any]:
         "b": targets[pair.b].name,
         "same_noise": pair.same_noise,
         "cosines": {name: {**asdict(c), "placebos": list(c.placebos)} for name, c in pair.cosines.items()},
+        "overlaps": {
+            name: {
+                str(k): {side: _overlap_tree(o) for side, o in zip(SIDES, both, strict=True)}
+                for k, both in by_k.items()
+            }
+            for name, by_k in pair.overlaps.items()
+        },
     }
+
+
+def _overlap_tree(found: Overlap) -> dict[str, Any]:
+    return {**asdict(found), "placebos": list(found.placebos)}
 
 
 def _gain_tree(kept: Sequence[GainKept]) -> dict[str, Any]:
@@ -274,6 +299,14 @@ def _tensor_tree(one: Measured, part: str, count: int) -> dict[str, Any]:
         "layer": one.spec.layer,
         "norms": [float(norm) for norm in one.sums.norms[:count]],
         "base_norm": math.sqrt(one.sums.base),
-        "cosines": [[number(value) for value in row] for row in one.sums.cosines[:count, :count]],
+        "cosines": _matrix_tree(one.sums.cosines[:count, :count]),
         "spectra": [None if s is None else asdict(s) for s in one.spectra[:count]],
+        "overlaps": {
+            str(k): {side: _matrix_tree(own_KK[:count, :count]) for side, own_KK in zip(SIDES, own_SKK, strict=True)}
+            for k, own_SKK in one.overlaps.items()
+        },
     }
+
+
+def _matrix_tree(values_KK: Floats) -> list[list[float | None]]:
+    return [[number(value) for value in row] for row in values_KK]

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from evoalign.analysis.similarity.chance import Across, Agreement
     from evoalign.analysis.similarity.finding import Pair
     from evoalign.analysis.similarity.kept import GainKept
+    from evoalign.analysis.similarity.overlap import Overlap
 
 NONE = "no common direction is shown"
 FEWEST = round(1 / LEVEL) - 1
 """Placebos of which none can be so far from 0 by chance once in twenty times."""
+DIRECTIONS = 4
+"""Singular directions whose overlap is told, or the most below that are known."""
 MOST_PAIRS = 10
 """Pairs that are all told of; of more, those with a direction in common."""
 
@@ -57,6 +60,39 @@ def _verdict(found: Pair, tests: int) -> str:
     if within or (own.p is not None and own.p > LEVEL):
         return NONE if within or len(own.placebos) >= FEWEST else f"{NONE}, which takes {FEWEST} placebos"
     return "a common direction" if own.value > 0 else "opposite directions"
+
+
+def overlaps(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
+    """A sentence for each pair whose largest singular directions have more in common than chance has, on a side."""
+    said = [_overlap(p, 2 * len(found)) for p in found]
+    return [f"{names[p.a]} and {names[p.b]}: {line}" for p, line in zip(found, said, strict=True) if line]
+
+
+def _overlap(found: Pair, tests: int) -> str:
+    """Of all matrices; `tests` sides of pairs are looked at. Says nothing where neither side is beyond chance."""
+    by_k = found.overlaps.get(ALL, {})
+    k = max((k for k in by_k if k <= DIRECTIONS), default=None)
+    if k is None:
+        return ""
+    kinds = ("left (output)", "right (input)")
+    beyond = [kind for kind, own in zip(kinds, by_k[k], strict=True) if _is_beyond(own, tests, found.same_noise)]
+    if not beyond:
+        return ""
+    sides = ", ".join(
+        f"{kind} {own.value:.3g}; {own.chance:.3g} +- {own.spread:.2g} by chance{_beside(own.placebos, own.p)}"
+        for kind, own in zip(kinds, by_k[k], strict=True)
+    )
+    many = "largest singular direction" if k == 1 else f"{k} largest singular directions"
+    mean = f"mean over {by_k[k][0].matrices} matrices"
+    return f"overlap of the {many}, {mean}: {sides}: beyond chance, {' and '.join(beyond)}"
+
+
+def _is_beyond(own: Overlap, tests: int, same_noise: bool) -> bool:
+    """As of cosines, at one end: by the spread where it holds, and by the placebos where there are any."""
+    if own.p is None and same_noise:
+        return False
+    far = same_noise or own.value - own.chance > NormalDist().inv_cdf(1 - LEVEL / tests) * own.spread
+    return far and (own.p is None or own.p <= LEVEL)
 
 
 def agreement(found: Agreement) -> str:

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap of the largest singular directions: against numpy and scipy, planted, by chance, and in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.linalg import subspace_angles
+
+from calling import Run, caller
+from changing import MODEL, base, changed
+from evoalign.analysis.similarity import chance, spectrum, words
+from evoalign.analysis.similarity.finding import Cosine, Pair
+from evoalign.analysis.similarity.overlap import SIZES, Overlap, overlaps_of, together, variance_by_chance
+from evoalign.analysis.similarity.spectrum import Directions, decompose
+from evoalign.checks.changes import Change, Product, difference
+
+SHAPES = [(40, 90), (90, 40), (50, 50)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys, 400)
+
+
+def dense(array: Any) -> Change:
+    tensor = torch.as_tensor(array, dtype=torch.float64)
+    return difference(tensor, torch.zeros_like(tensor))
+
+
+def directions(change: Change) -> Directions | None:
+    found = decompose(change)
+    return None if found is None else found[1]
+
+
+def by_scipy(one: Any, other: Any, k: int) -> tuple[float, float]:
+    """Mean squared cosines of the principal angles, left and right, by full SVDs."""
+    (u, _, v), (x, _, y) = (np.linalg.svd(m, full_matrices=False) for m in (one, other))
+    pairs = [(u[:, :k], x[:, :k]), (v[:k].T, y[:k].T)]
+    left, right = (float(np.mean(np.cos(subspace_angles(a, b)) ** 2)) for a, b in pairs)
+    return left, right
+
+
+def overlap(one: Change, other: Change) -> dict[int, tuple[float, float]]:
+    found = overlaps_of([directions(one), directions(other)])
+    return {k: (float(of[0, 0, 1]), float(of[1, 0, 1])) for k, of in found.items()}
+
+
+# --- against numpy ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_directions_and_overlaps_are_those_of_full_svds(shape: tuple[int, int], monkeypatch: Any) -> None:
+    """In blocks of a few rows; the two have something in common, and not all."""
+    monkeypatch.setattr(spectrum, "BLOCK", 300)
+    generator = np.random.default_rng(0)
+    common = generator.normal(size=(shape[0], 3)) @ generator.normal(size=(3, shape[1]))
+    one, other = (common + 3 * generator.normal(size=shape) for _ in range(2))
+    u, s, v = np.linalg.svd(one, full_matrices=False)
+    own = directions(dense(one))
+    assert own is not None and own.left.dtype == own.right.dtype == torch.float32
+    for found, expected in ((own.left, u[:, :16]), (own.right, v[:16].T)):
+        assert found.shape == expected.shape
+        assert np.abs((found.numpy() * expected).sum(0)) == pytest.approx(np.ones(16), abs=1e-5)
+    assert s[15] > s[16]
+    found = overlap(dense(one), dense(other))
+    assert list(found) == list(SIZES)
+    for k, both in found.items():
+        assert both == pytest.approx(by_scipy(one, other, k), abs=1e-5)
+        assert min(both) > 0.02 and max(both) < 0.98
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapters_are_as_their_matrices_written_out(shape: tuple[int, int]) -> None:
+    """Of rank 8 and 5: there are no 16 directions to compare, and of rank 3 no 4."""
+    generator = np.random.default_rng(1)
+
+    def adapter(rank: int, fixed: Any = None) -> Product:
+        a, b = (
+            generator.normal(size=(rank, shape[1])) if fixed is None else fixed,
+            generator.normal(size=(shape[0], rank)),
+        )
+        return Product(torch.as_tensor(a), torch.as_tensor(b), 0.5)
+
+    eight, five, three = adapter(8), adapter(5), adapter(3)
+    for one, other, sizes in ((eight, five, [1, 4]), (eight, adapter(8, eight.a.numpy()), [1, 4]), (five, three, [1])):
+        written = [m.rows(slice(None)).numpy() for m in (one, other)]
+        factors = overlap(one, other)
+        assert [k for k, both in factors.items() if not np.isnan(both).any()] == sizes
+        for k in sizes:
+            expected = by_scipy(written[0], written[1], k)
+            for found in (factors, overlap(dense(written[0]), other), overlap(dense(written[0]), dense(written[1]))):
+                assert found[k] == pytest.approx(expected, abs=1e-5)
+
+
+def test_directions_of_very_unequal_size_stay_orthonormal() -> None:
+    """Near what counts as 0 those of the other side would not be, without the QR: by some 1e-3."""
+    generator = np.random.default_rng(2)
+    u, v = (np.linalg.qr(generator.normal(size=(n, 5)))[0] for n in (60, 30))
+    for sides in ((u, v), (v, u)):
+        own = directions(dense((sides[0] * [1, 0.1, 1e-2, 4e-7, 3e-7]) @ sides[1].T))
+        assert own is not None and own.left.shape[1] == 5
+        for found, planted in zip((own.left, own.right), sides, strict=True):
+            np.testing.assert_allclose(found.T @ found, np.eye(5), atol=1e-6)
+            assert np.abs((found.numpy() * planted).sum(0)) == pytest.approx(np.ones(5), abs=0.01)
+
+
+def test_what_has_no_directions() -> None:
+    zero, vector, one = np.zeros((20, 20)), np.ones(20), np.eye(20)
+    assert directions(dense(zero)) is None and directions(dense(vector)) is None
+    found = overlaps_of([None, directions(dense(one)), None])
+    assert found[1].shape == (2, 3, 3) and np.isnan(found[1]).sum() == 16 and found[1][0, 1, 1] == pytest.approx(1)
+    assert overlaps_of([None, None]) == {}
+
+
+# --- planted, and by chance -------------------------------------------------------------------------------------------
+
+
+def test_a_planted_subspace_is_found_on_its_side_alone() -> None:
+    generator = np.random.default_rng(3)
+    shared, *rest = (np.linalg.qr(generator.normal(size=(300, 4)))[0] for _ in range(3))
+    turned = shared @ np.linalg.qr(generator.normal(size=(4, 4)))[0]
+    sizes = np.array([4.0, 3.0, 2.0, 1.0])
+    noise = 1e-3 * generator.normal(size=(2, 300, 300))
+    found = overlap(dense(shared * sizes @ rest[0].T + noise[0]), dense(turned * sizes @ rest[1].T + noise[1]))
+    assert found[4][0] == pytest.approx(1, abs=0.01) and found[1][0] < 0.9  # one subspace, other directions in it
+    assert found[4][1] == pytest.approx(4 / 300, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", [(60, 25), (18, 70)])
+def test_random_changes_are_at_chance(shape: tuple[int, int]) -> None:
+    """Means over matrices, and their standard deviations, against those that are told."""
+    generator = np.random.default_rng(4)
+    draws = 400
+    drawn = [directions(dense(generator.normal(size=shape))) for _ in range(2 * draws)]
+    each = [(shape, overlaps_of(pair)) for pair in zip(drawn[::2], drawn[1::2], strict=True)]
+    for k, found in together(each).items():
+        assert found.matrices_KK[0, 1] == draws
+        for side, m in enumerate(shape):
+            values = np.array([own[k][side, 0, 1] for _, own in each])
+            spread = np.sqrt(variance_by_chance(np.array(float(m)), k))
+            assert found.chances_SKK[side, 0, 1] == pytest.approx(k / m)
+            assert found.spreads_SKK[side, 0, 1] == pytest.approx(spread / np.sqrt(draws))
+            assert found.values_SKK[side, 0, 1] == pytest.approx(values.mean(), rel=1e-9)
+            assert values.mean() == pytest.approx(k / m, abs=4 * spread / np.sqrt(draws))
+            assert values.std() == pytest.approx(spread, rel=0.15)
+
+
+def test_several_matrices_have_equal_weight() -> None:
+    """One of which a target has too few directions for is left out, for that target alone."""
+    big, small = np.full((2, 3, 3), 0.5), np.full((2, 3, 3), 0.2)
+    small[:, 2] = small[:, :, 2] = np.nan
+    found = together([((100, 20), {4: big}), ((10, 40), {4: small}), ((3, 3), {})])
+    assert list(found) == [4]
+    left, right = found[4].pair(0, 1, [(0, 2), (1, 2)])
+    assert (left.value, left.matrices, left.placebos, left.p) == (pytest.approx(0.35), 2, (0.5, 0.5), 1.0)
+    assert (left.chance, right.chance) == (pytest.approx((0.04 + 0.4) / 2), pytest.approx((0.2 + 0.1) / 2))
+    expected = np.sqrt(variance_by_chance(np.array(100.0), 4) + variance_by_chance(np.array(10.0), 4)) / 2
+    assert left.spread == pytest.approx(expected)
+    (alone, _) = found[4].pair(0, 2, [])
+    assert (alone.value, alone.chance, alone.matrices, alone.p) == (0.5, 0.04, 1, None)
+    without = together([((10, 40), {4: small})])[4]
+    assert without.pair(0, 2, []) == () and without.pair(0, 1, [(0, 2)])[0].placebos == ()
+
+
+# --- the command, and words -------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_of_parts_and_tensors(tmp_path: Path, run: Run) -> None:
+    """Against SVDs of the files. What is planted in a and b is told in words, of c nothing is."""
+    own, states = base(), {}
+    generator = torch.Generator().manual_seed(5)
+    planted = {name: torch.randn(tensor.shape[0], 4, generator=generator) for name, tensor in own.items()}
+    for name in "abc":
+        folder = changed(tmp_path / name, ord(name))
+        states[name] = load_file(folder / MODEL)
+        for key, tensor in states[name].items():
+            if name != "c" and tensor.ndim == 2 and ".layers." in key:
+                tensor += 0.05 * planted[key] @ torch.randn(4, tensor.shape[1], generator=generator)
+        save_file(states[name], folder / MODEL, metadata={"format": "pt"})
+    done = run("analyze", "similarity", "a", "b", "c", "--set", "base=tiny", "--to", "out")
+    assert (done.code, done.err) == (0, "")
+    (line,) = (line for line in done.out.splitlines() if "overlap of the" in line)
+    assert line.startswith(
+        "a and b: overlap of the 4 largest singular directions, mean over 29 matrices: left (output) "
+    )
+    assert line.endswith(": beyond chance, left (output)")
+    numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
+    pair = numbers["pairs"][0]["overlaps"]
+    assert set(pair) == set(numbers["pairs"][0]["cosines"]) and pair["norms"] == {}
+    moved = {n: {key: (s[key].double() - own[key].double()).numpy() for key in own} for n, s in states.items()}
+    matrices = [key for key in own if own[key].ndim == 2]
+    for k in (1, 4, 16):
+        each = {key: by_scipy(moved["a"][key], moved["b"][key], k) for key in matrices}
+        for tensor in numbers["tensors"]:
+            if tensor["name"] in each:
+                found = [tensor["overlaps"][str(k)][side][0][1] for side in ("left", "right")]
+                assert found == pytest.approx(each[tensor["name"]], abs=1e-4)
+            else:
+                assert tensor["overlaps"] == {}
+        inside = {"all": "", "layer 2": ".layers.2.", "attention": "self_attn", "mlp": ".mlp.", "embeddings": "embed"}
+        for part, word in inside.items():
+            names = [key for key in matrices if word in key]
+            for axis, side in enumerate(("left", "right")):
+                found = pair[part][str(k)][side]
+                assert found["matrices"] == len(names) and (found["placebos"], found["p"]) == ([], None)
+                assert found["value"] == pytest.approx(np.mean([each[key][axis] for key in names]), abs=1e-4)
+                assert found["chance"] == pytest.approx(np.mean([k / own[key].shape[axis] for key in names]))
+    assert pair["mlp"]["4"]["left"]["value"] > 0.9
+
+
+def test_without_the_spectrum_there_is_none(tmp_path: Path, run: Run) -> None:
+    changed(tmp_path / "a", 1), changed(tmp_path / "b", 2)
+    done = run("analyze", "similarity", "a", "b", "--set", "base=tiny", "--set", "spectrum=false", "--to", "out")
+    assert (done.code, done.err) == (0, "")
+    numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
+    assert not any(numbers["pairs"][0]["overlaps"].values()) and not any(t["overlaps"] for t in numbers["tensors"])
+
+
+def pair(left: float, right: float, placebos: tuple[float, ...] = (), k: int = 4, *, same_noise: bool = False) -> Pair:
+    cosine = Cosine(0.0, 0.001, (), None)
+    both = tuple(Overlap(x, 0.1, 0.01, 28, placebos, chance.p_of(x, placebos)) for x in (left, right))
+    return Pair(0, 1, {"all": cosine}, same_noise, {"all": {k: both}})
+
+
+def test_words_only_of_what_is_beyond_chance() -> None:
+    """And beyond placebos, where there are any; less than chance is not more."""
+    few, many, far = (0.1,) * 5, tuple(np.linspace(0.08, 0.12, 19)), tuple(np.linspace(0.1, 0.5, 19))
+
+    def told(*found: Pair) -> list[str]:
+        return words.overlaps(["a", "b"], found)
+
+    beside = "0.1 +- 0.01 by chance; 19 placebos 0.08 to 0.12, p"
+    assert told(pair(0.3, 0.11, many)) == [
+        "a and b: overlap of the 4 largest singular directions, mean over 28 matrices: left (output) 0.3; "
+        f"{beside} 0.05, right (input) 0.11; {beside} 0.3: beyond chance, left (output)"
+    ]
+    (line,) = told(pair(0.3, 0.3))
+    assert line.endswith(": beyond chance, left (output) and right (input)")
+    assert "the largest singular direction," in told(pair(0.3, 0.1, k=1))[0]
+    assert told(pair(0.11, 0.0)) == told(pair(0.3, 0.3, few)) == told(pair(0.3, 0.3, far)) == []
+    assert told(pair(0.3, 0.3, k=16)) == []
+    assert told(pair(0.124, 0.1)) != [] and told(*[pair(0.124, 0.1)] * 4) == []  # 2.4 standard deviations, of 2 and 8
+
+
+def test_words_of_one_noise_rest_on_placebos() -> None:
+    many = tuple(np.linspace(0.08, 0.29, 19))
+    assert words.overlaps(["a", "b"], [pair(0.3, 0.3, same_noise=True)]) == []
+    assert words.overlaps(["a", "b"], [pair(0.2, 0.2, many, same_noise=True)]) == []
+    assert words.overlaps(["a", "b"], [pair(0.3, 0.2, many, same_noise=True)])[0].endswith("chance, left (output)")
