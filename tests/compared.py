@@ -14,6 +14,10 @@ import yaml
 from evoalign.cost.budget import Cost
 
 Tree = dict[str, Any]
+Copy = Callable[..., Path]
+"""Copies a run into a folder of that name, changed as `copy_run` does."""
+STEPS = 6
+"""Of the run that is copied."""
 DATA = Path(__file__).parents[1] / "data" / "tasks" / "conciseness"
 
 

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from browsing import Visit, chromium
 from evoalign.analysis.coverage.compute import Problem, Tries, Way
 from evoalign.analysis.coverage.page import page
 
@@ -19,46 +17,36 @@ HOSTILE = "</pre></script><script>document.title='run'</script><img src=http://1
 
 
 @pytest.fixture
-def tab() -> Iterator[Any]:
-    """A tab of the Chromium that is installed. It runs an event loop, which no other module may meet."""
-    api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        if "EVOALIGN_NEEDS_BROWSER" in os.environ:
-            pytest.fail("no chromium; apt-get install chromium")
-        pytest.skip("no chromium here")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser.new_page()
-        browser.close()
+def tab() -> Iterator[Visit]:
+    """It runs an event loop, which no other module may meet."""
+    with chromium() as browser:
+        yield Visit(browser)
 
 
 @pytest.mark.slow
-def test_filters_work_and_nothing_that_was_said_runs(tmp_path: Path, tab: Any) -> None:
+def test_filters_work_and_nothing_that_was_said_runs(tmp_path: Path, tab: Visit) -> None:
     """Four problems: solved by both, by the base alone, by the other alone, by nobody."""
     base, other = np.array([[1, 1, 0, 0]] * 2, dtype=bool), np.array([[1, 0, 1, 0]] * 2, dtype=bool)
     way, texts = Way("temperature", 1.0), [[HOSTILE] * 2] * 4
     tries = {"base": {way: Tries(base, texts)}, HOSTILE: {way: Tries(other, texts)}}
     problems = [Problem(f"{HOSTILE} number {i}", HOSTILE) for i in range(4)]
     (tmp_path / "coverage.html").write_text(page(tries, problems, "right by gold", [HOSTILE]), encoding="utf-8")
-    said, asked = list[str](), list[str]()
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on("request", lambda request: asked.append(request.url))
-    tab.goto((tmp_path / "coverage.html").as_uri())
+    opened = tab.page
+    opened.goto((tmp_path / "coverage.html").as_uri())
 
     def shown(**values: str) -> list[int]:
         for name, value in values.items():
-            tab.fill(f"#{name}", value) if name == "text" else tab.select_option(f"#{name}", value)
-        rows = tab.locator("tbody tr")
+            opened.fill(f"#{name}", value) if name == "text" else opened.select_option(f"#{name}", value)
+        rows = opened.locator("tbody tr")
         found = [i for i in range(4) if rows.nth(i).is_visible()]
-        assert tab.inner_text("#count") == f"{len(found)} of 4 problems"
+        assert opened.inner_text("#count") == f"{len(found)} of 4 problems"
         return found
 
     assert shown() == [0, 1, 2, 3]
     assert shown(by="0") == [0, 1] and shown(**{"not": "1"}) == [1]
     assert shown(by="1") == [] and shown(**{"not": "any"}) == [0, 2]
     assert shown(by="none") == [3] and shown(by="any", text="NUMBER 2") == [2]
-    tab.click("tbody tr:nth-child(3) summary")
-    assert tab.inner_text("tbody tr:nth-child(3) pre >> nth=0") == f"{HOSTILE} number 2"
-    assert (tab.title(), tab.locator("img").count(), said, len(asked)) == ("Who solves which problem", 0, [], 1)
+    opened.click("tbody tr:nth-child(3) summary")
+    assert opened.inner_text("tbody tr:nth-child(3) pre >> nth=0") == f"{HOSTILE} number 2"
+    assert (opened.title(), opened.locator("img").count()) == ("Who solves which problem", 0)
+    assert (tab.errors, len(tab.asked)) == ([], 1)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from calling import caller
-from compared import copy_run, edit, real_run, step_cost
+from compared import Copy, edit, step_cost
 from evoalign.analysis.efficiency.command import Settings
 from evoalign.analysis.efficiency.compute import Efficiency, efficiency
 from evoalign.analysis.efficiency.measures import (
@@ -29,23 +29,8 @@ from evoalign.analysis.efficiency.measures import (
 )
 from evoalign.errors import ConfigError
 
-Copy = Callable[..., Path]
-STEPS = 6
 A = [12.1, 9.7, 14.2, 10.9, 8.8, 13.0, 11.5]
 B = [10.2, 10.8, 9.9, 10.4, 10.0, 10.7]
-
-
-@pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real_run(tmp_path_factory.mktemp("real") / "run", steps=STEPS, every=2)
-
-
-@pytest.fixture
-def copy(source: Path, tmp_path: Path) -> Copy:
-    def make(name: str, **changes: Any) -> Path:
-        return copy_run(source, tmp_path / "runs" / name, **changes)
-
-    return make
 
 
 def rising(at: int, end: float = 1.0) -> Callable[[int], float]:

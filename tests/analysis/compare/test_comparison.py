@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import yaml
 from rich.console import Console
 from scipy import stats
 
-from compared import copy_run, edit, real_run, step_cost
+from compared import STEPS, Copy, edit, step_cost
 from evoalign.analysis.compare import comparison, statistics, words
 from evoalign.analysis.compare import figures as figures
 from evoalign.analysis.compare import pages as report
@@ -29,22 +28,7 @@ from evoalign.checks import hacking
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
 
-Copy = Callable[..., Path]
-STEPS = 6
 EVALUATED = (2, 4, 6)
-
-
-@pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real_run(tmp_path_factory.mktemp("real") / "run", steps=STEPS, every=2)
-
-
-@pytest.fixture
-def copy(source: Path, tmp_path: Path) -> Copy:
-    def make(name: str, **changes: Any) -> Path:
-        return copy_run(source, tmp_path / "runs" / name, **changes)
-
-    return make
 
 
 def by(found: Comparison, name: str | None) -> Match:
