@@ -59,8 +59,8 @@ def test_a_run_of_another_seed_is_asked_its_own_test_rows(folder: Path) -> None:
     other, apart = task_and_data(as_config(tree(folder, 0)), None, None)
     other.close()
     assert {row["prompt"] for row in apart.test} != held, "else this test shows nothing"
-    made = to_ask(folder / "runs/1", tree(folder, 0) | {"evaluation": {"max_tokens": 3}})
-    assert (made.seed, made.es.sigma, made.evaluation.max_tokens) == (1, 1.05, 3)
+    made = to_ask(folder / "runs/1", tree(folder, 0) | {"evaluation": {"max_tokens": 3}, "grpo": {"max_steps": 7}})
+    assert (made.seed, made.es.sigma, made.evaluation.max_tokens) == (1, 1.05, 3) and made.grpo.max_steps != 7
 
 
 def test_runs_that_name_code_have_a_mean_over_seeds_by_one_config(
@@ -109,6 +109,20 @@ def test_the_same_rows_are_refused_by_whatever_path_and_task(folder: Path, monke
     assert list(parted_otherwise(apart, made, "test")) == ["test_data"] and not parted_otherwise(apart, apart, "test")
     with pytest.raises(ConfigError, match=r"task\.test_data is None in the run and './rows.jsonl' now"):
         evoalign.evaluate(folder / "runs/1", config=tree(folder, 1, test_data="./rows.jsonl"))
+
+
+def test_settings_count_by_the_split_and_by_how_it_is_made(folder: Path) -> None:
+    """First rows depend on the sizes, those drawn by a seed do not; a file of test rows on nothing."""
+
+    def odd(made: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        one, other = (as_config(tree(folder, 0, **task)).task for task in (made, given))
+        return parted_otherwise(one, other, "test")
+
+    first = {"split": "first_last", "test_size": 4}
+    assert odd(first | {"train_size": 9}, first | {"train_size": 8}) == {"train_size": (9, 8)}
+    assert odd({"train_size": 9}, {"train_size": 8}) == {}
+    own = {"test_data": str(folder / "rows.jsonl")}
+    assert odd({"split": "seeded"}, first | own | {"train_size": 9}) == {}
 
 
 def test_other_data_and_rows_of_their_own_are_asked_as_they_are(folder: Path) -> None:
