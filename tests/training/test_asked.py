@@ -121,7 +121,7 @@ def test_settings_count_by_the_split_and_by_how_it_is_made(folder: Path) -> None
     first = {"split": "first_last", "test_size": 4}
     assert odd(first | {"train_size": 9}, first | {"train_size": 8}) == {"train_size": (9, 8)}
     assert odd({"train_size": 9}, {"train_size": 8}) == {}
-    own = {"test_data": str(folder / "rows.jsonl")}
+    own = {"test_data": str(folder / "of_tests.jsonl")}
     assert odd({"split": "seeded"}, first | own | {"train_size": 9}) == {}
 
 
