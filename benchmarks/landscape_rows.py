@@ -246,12 +246,14 @@ def gather(runs: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="*", choices=list(COMMON), default=[])
+    parser.add_argument("studies", nargs="*", help=", ".join(COMMON))
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parts", type=names, default=[*OF_A_SEED, *OF_ALL])
     parser.add_argument("--seeds", type=integers)
     parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args()
+    if unknown := set(given.studies) - set(COMMON):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(COMMON)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     todo: list[tuple[str, Path, str, int | None]] = []
     for part, study in product(given.parts, given.studies):
