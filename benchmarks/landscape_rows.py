@@ -120,8 +120,10 @@ def noise(study: str, folder: Path, seed: int) -> Iterator[Row]:
 
 
 def texts(study: str, folder: Path, seed: int) -> Iterator[Row]:
-    """Of every method's run: what the whole test split earned, and signs of hacking in its answers."""
-    runs = {method: run_of(folder, method, seed) for method in STUDIES[study]}
+    """Of every method's run that has ended: what the whole test split earned, and signs of hacking in its answers."""
+    asked = {method: run_of(folder, method, seed) for method in STUDIES[study]}
+    ended = Path("results", "completions", "after.parquet")
+    runs = {method: run for method, run in asked.items() if (run / ended).is_file()}
     found = numbers("hacking", [str(run) for run in runs.values()], None)["targets"]
     for (method, run), target in zip(runs.items(), found, strict=True):
         result = json.loads((run / "results" / "evaluation.json").read_text(encoding="utf-8"))
