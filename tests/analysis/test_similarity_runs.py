@@ -119,7 +119,9 @@ def test_runs_of_one_noise_are_said_to_be(folder: Path, tmp_path: Path, run: Run
     assert "common direction" not in done.out and "without placebos signal and random walk" in done.out
 
 
-def test_an_adapter_and_its_merged_checkpoint_are_one(folder: Path, tmp_path: Path, run: Run) -> None:
+def test_an_adapter_and_its_merged_checkpoint_are_one(
+    folder: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One stays in its factors, the other is dense."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -127,6 +129,7 @@ def test_an_adapter_and_its_merged_checkpoint_are_one(folder: Path, tmp_path: Pa
     adapter = sorted((folder / "lora1/loras").glob("generation_*"))[-1]
     whole: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32), adapter)
     whole.merge_and_unload().save_pretrained(tmp_path / "merged")
+    capsys.readouterr()  # what transformers said on the way
     done = run("analyze", "similarity", folder / "lora1", "merged", "--set", "base=tiny", "--to", "out")
     assert (done.code, done.err) == (0, "")
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
