@@ -134,7 +134,7 @@ def test_an_adapter_and_its_merged_checkpoint_are_one(
     assert (done.code, done.err) == (0, "")
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
     assert numbers["pairs"][0]["cosines"]["all"]["value"] == pytest.approx(1, abs=1e-6)
-    common = numbers["pairs"][0]["overlaps"]["all"]["4"]
+    common = numbers["pairs"][0]["overlaps"]["all"]["1"]  # the adapter has no four directions
     assert [common[side]["value"] for side in ("left", "right")] == pytest.approx([1, 1], abs=1e-4)
     factors, dense = (t["where"]["all"] for t in numbers["targets"])
     assert dense["norm"] == pytest.approx(factors["norm"], rel=1e-5)
