@@ -248,7 +248,8 @@ def table(study: Study) -> Iterator[str]:
     for part in (*PARTS, unasked):
         for one in part(study):
             verdict = f": {one.verdict}" if one.verdict else ""
-            yield f"| {one.claim} | {one.number} | {one.found.n} | {told(one.found)}{verdict} |"
+            found = told(one.found) if np.isfinite(one.found.mean) else one.found.why
+            yield f"| {one.claim} | {one.number} | {one.found.n} | {found}{verdict} |"
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------
