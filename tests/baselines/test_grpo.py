@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +27,12 @@ from safetensors.torch import load_file, save_file
 
 import evoalign
 from evoalign import engines, tokens
+from evoalign.analysis.divergence.compute import divergence_of
+from evoalign.analysis.targets import locate
 from evoalign.baselines import planning
 from evoalign.baselines.policy import Policy
 from evoalign.baselines.train import _Grpo
+from evoalign.checks.divergence import ESTIMATORS
 from evoalign.config import from_dict, to_yaml
 from evoalign.cost import budget
 from evoalign.engines.transformers.engine import TransformersEngine
@@ -38,7 +41,7 @@ from evoalign.models import tiny
 from evoalign.report import figures
 from evoalign.rollouts import rewards_of
 from evoalign.rundir import checkpoint, parquet
-from evoalign.rundir.directory import RunDir
+from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.identity import differences
 from evoalign.setup import start, task_and_data
 from evoalign.types import Plan, Request, Sampling, population
@@ -264,7 +267,7 @@ def test_a_step_may_take_several_rounds(tmp_path: Path, trained: Trained, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_path: Path) -> None:
-    """Before the first step, after it, and as its own reference: always the same arithmetic."""
+    """Before the first step, after it, and of the base model beside it: always the same arithmetic."""
     told = io.StringIO()
     grpo = {"bf16": True, "tune": tune, "learning_rate": 1e-30, "max_steps": 1}
     evaluation = {"temperature": 1.0, "max_tokens": 32}
@@ -278,6 +281,49 @@ def test_in_mixed_precision_weights_that_stay_are_no_other_model(tune: str, tmp_
     before, after = (parquet.read(path / f"results/completions/{which}.parquet") for which in ("before", "after"))
     assert before == after
     assert "KL of the start from the base model: 0 nats a token" in told.getvalue()
+
+
+MIXED = {"bf16": True, "max_steps": 2}
+
+
+@pytest.mark.first("full")
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_trained_in_mixed_precision_it_is_measured_as_it_is_served(tune: str, tmp_path: Path) -> None:
+    """Before its first step, between steps and at the end: as ES, `evaluate` and `analyze divergence` have it.
+
+    At temperature 2 the arithmetic decides about most answers.
+    """
+    tree = config(
+        tmp_path / "run", grpo={**MIXED, "tune": tune, "learning_rate": {"full": 1e-3, "lora": 0.1}[tune]},
+        evaluation={"max_tokens": 24, "every": 1, "temperature": 2.0, "samples": 4}, checkpoint={"keep_last": 2},
+        checks={"kl_every": 1, "kl_prompts": 4, "kl_tokens": 100},
+    )  # fmt: skip
+    found = evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    es = {"num_generations": 1, "population_size": 2, "sigma": 0.01, "learning_rate": 0.01}
+    beside = {**tree, "output_dir": str(tmp_path / "es"), "space": "lora", "es": es, "checks": UNCHECKED}
+    assert found.before == evoalign.train(beside, console=Console(file=io.StringIO())).before
+    assert found.after == evoalign.evaluate(found.path)
+    middle, last = saved_folders(found.path)[-2:]
+    assert rows(found.path)[0]["evaluation"] == evoalign.evaluate(middle, config=tree).measures
+    assert found.before != found.after, "two steps change what it answers"
+    end = json.loads((found.path / "results/evaluation.json").read_text())
+    for folder, kl in ((middle, rows(found.path)[0]["divergence"]), (last, end["divergence"])):
+        again = asdict(divergence_of(locate(str(folder), None), 4, 100)[0])
+        assert kl["tokens"] == again["tokens"]
+        assert [kl[name] for name in ESTIMATORS] == pytest.approx([again[name] for name in ESTIMATORS], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_evaluations_leave_training_in_mixed_precision(tmp_path: Path) -> None:
+    """What is asked between steps changes none of them: TRL answers and trains as ever, not as in float32."""
+    made: list[list[Any]] = []
+    for name, mixed, every in (("asked", True, 1), ("unasked", True, 0), ("plain", False, 0)):
+        grpo = {**MIXED, "bf16": mixed, "rollouts": "trl", "temperature": 2.0, "max_steps": 3}
+        found = run(tmp_path / name, grpo=grpo, evaluation={"every": every})
+        moved = load_file(found.saved / "model.safetensors")
+        made.append([completions(found.path, 2), {tensor: value.tolist() for tensor, value in moved.items()}])
+    assert made[0] == made[1]
+    assert made[1][0] != made[2][0] and made[1][1] != made[2][1]
 
 
 # --- where completions come from -------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ class Policy:
         self.dtype: torch.dtype = model.dtype
         self.on_cpu = self.device.type == "cpu"
         self.mixed = settings.mixed(config, on_cpu=self.on_cpu)
-        """Whether it answers, and is measured, in bfloat16 on float32 weights."""
+        """Whether it trains, and answers in training, in bfloat16 on float32 weights."""
+        self._forward = model.forward
+        """That of before the first step, at which a trainer in mixed precision puts its own in its place."""
         self.tuned = _tuned(model)
         self.engine = self._engine()
         self.longest = settings.longest(config)
@@ -62,7 +65,7 @@ class Policy:
         self.note = ""
         self.shape = self._shape()
         self.source = self._source()
-        self._reference = Reference(config, self.device, self.dtype, mixed=self.mixed)
+        self._reference = Reference(config, self.device, self.dtype)
 
     @property
     def is_adapter(self) -> bool:
@@ -72,16 +75,16 @@ class Policy:
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         """The policy on a split, by the engine that answers for members of a population; what it took."""
         start = time.perf_counter()
-        with answering(self.model, mixed=self.mixed):
+        with self._as_served():
             examples = self.data.of(split)
             found = evaluation.evaluate(self.engine, self.tokens, self.task, examples, self.config.evaluation)
         return found, self._cost_of_evaluation(found, examples, time.perf_counter() - start)
 
     def divergence(self) -> Divergence:
         """KL of the policy from the base model, a copy of which is loaded the first time."""
-        with answering(self.model, mixed=self.mixed):
+        with self._as_served():
             samples = divergence.draw(self.engine, self.tokens, self.task, self.data.test, self.config)
-        return self._reference.divergence(self.model, samples)
+            return self._reference.divergence(self.model, samples)
 
     def fluency(self, before: Evaluation, after: Evaluation) -> Fluency:
         """How likely the base model finds both evaluations; the same copy."""
@@ -163,6 +166,20 @@ class Policy:
     def mark_state(self, run: RunDir, done: int) -> None:
         """The trainer's state after so many steps is whole on disk. Only now may the others go."""
         trainer_state.mark(run, done)
+
+    @contextmanager
+    def _as_served(self) -> Generator[None]:
+        """It answers in the arithmetic of its weights, as what is saved of it does, and goes on training as before."""
+        trained = vars(self.model).get("forward")
+        self.model.forward = self._forward
+        try:
+            with answering(self.model, mixed=False):
+                yield
+        finally:
+            if trained is None:
+                del self.model.forward
+            else:
+                self.model.forward = trained
 
     def _engine(self) -> TransformersEngine:
         """It answers with the model as it is at the time."""

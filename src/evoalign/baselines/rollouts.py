@@ -33,8 +33,8 @@ from evoalign.types import MEAN_PLAN, Layout, Plan, Request, Rollout, Sampling, 
 def answering(model: Any, *, mixed: bool) -> Generator[None]:
     """A model in training answers prompts, with a cache, and goes on training.
 
-    `mixed`: in bfloat16 on its float32 weights, as it trains. The trainer sees to that from its first step on and not
-    before; here it is always so.
+    `mixed`: in bfloat16 on its float32 weights, as it trains; else in the arithmetic of its weights, unless its
+    `forward` says otherwise.
     """
     training = model.training
     model.eval()

@@ -18,10 +18,9 @@ tokens drawn at temperature 0.7, which are not draws from p: it is biased, and n
 
 The base model is loaded once more. Its logits come first; then the policy's weights take its place, or stand beside
 it as an adapter, for the policy's logits, and the base's own are put back. Weights are those that are served: rounded
-to the served dtype. On the CPU the arithmetic is float32 whatever that dtype is, on a GPU it is that dtype; a policy of
-GRPO in mixed precision is measured in mixed precision, on either. Both models take the same path in the same shapes, so
-equal weights give exactly 0. Different weights differ in their rounding too: in bfloat16 the logits have eight bits,
-and a KL below about 1e-3 is mostly that.
+to the served dtype. On the CPU the arithmetic is float32 whatever that dtype is, on a GPU it is that dtype. Both models
+take the same path in the same shapes, so equal weights give exactly 0. Different weights differ in their rounding too:
+in bfloat16 the logits have eight bits, and a KL below about 1e-3 is mostly that.
 """
 
 from __future__ import annotations
@@ -154,19 +153,11 @@ def draw(engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example]
 class Reference:
     """The base model, to measure policies against. Loaded at the first use; `close` frees it.
 
-    `dtype` is that of the policy's weights; None: what a model of this config is served in on `device`. `mixed`: both
-    models compute in bfloat16 whatever their weights are, as a trainer in mixed precision has its policy do.
+    `dtype` is that of the policy's weights; None: what a model of this config is served in on `device`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        *,
-        mixed: bool = False,
-    ) -> None:
-        self.config, self.device, self.mixed = config, torch.device(device), mixed
+    def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> None:
+        self.config, self.device = config, torch.device(device)
         self.dtype = dtype or dtype_on(config.model, self.device)
         self._model: Any = None
 
@@ -212,7 +203,7 @@ class Reference:
         if not sum(len(s.token_ids) for s in samples):
             raise EvoalignError("no token was generated, so there is no divergence to measure; give it some prompts")
         for group in groups(self.model, samples):
-            base = [self._logits(self.model, sample, self.device) for sample in group]
+            base = [logits_of(self.model, sample, self.device) for sample in group]
             with self._forward(policy) as forward:
                 for sample, base_TV in zip(group, base, strict=True):
                     sums.append(sums_of(forward(sample).to(self.device), base_TV, sample.token_ids))
@@ -224,7 +215,7 @@ class Reference:
         found: list[torch.Tensor] = []
         for sample in samples:
             ids_T = torch.tensor(sample.token_ids, device=self.device)[:, None]
-            logits_TV = self._logits(self.model, sample, self.device)
+            logits_TV = logits_of(self.model, sample, self.device)
             tokens = max(1, CHUNK_BYTES // (8 * logits_TV.shape[1]))
             parts = [
                 -logits_TV[i : i + tokens].double().log_softmax(-1).gather(1, ids_T[i : i + tokens])[:, 0].cpu()
@@ -238,19 +229,16 @@ class Reference:
         """A function from a sample to the policy's logits [T, V]."""
         if isinstance(policy, Served):
             with self._written(policy):
-                yield lambda sample: self._logits(self.model, sample, self.device)
+                yield lambda sample: logits_of(self.model, sample, self.device)
         elif isinstance(policy, nn.Module):
             training, device = policy.training, next(policy.parameters()).device
             policy.eval()
             try:
-                yield lambda sample: self._logits(policy, sample, device)
+                yield lambda sample: logits_of(policy, sample, device)
             finally:
                 policy.train(training)
         else:
             yield lambda sample: policy(_ids(sample, self.device))[0, len(sample.prompt_ids) - 1 : -1]
-
-    def _logits(self, model: Any, sample: Sample, device: torch.device) -> torch.Tensor:
-        return logits_of(model, sample, device, mixed=self.mixed)
 
     @contextmanager
     def _written(self, served: Served) -> Generator[None]:
@@ -349,11 +337,10 @@ def _ids(sample: Sample, device: torch.device) -> torch.Tensor:
     return torch.tensor([[*sample.prompt_ids, *sample.token_ids]], device=device)
 
 
-def logits_of(model: Any, sample: Sample, device: torch.device, *, mixed: bool = False) -> torch.Tensor:
-    """Logits [T, V] before each generated token: one row, no cache, no padding. `mixed`: computed in bfloat16."""
+def logits_of(model: Any, sample: Sample, device: torch.device) -> torch.Tensor:
+    """Logits [T, V] before each generated token: one row, no cache, no padding."""
     kept = len(sample.token_ids) + 1
-    with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-        out = model(input_ids=_ids(sample, device), use_cache=False, logits_to_keep=kept)
+    out = model(input_ids=_ids(sample, device), use_cache=False, logits_to_keep=kept)
     return out.logits[0, -kept:-1]
 
 
