@@ -156,7 +156,8 @@ def test_a_shipped_one_is_one_folder(tmp_path: Path, run: Run, monkeypatch: pyte
         (("json:loads", "x"), "json:loads is not a subclass of evoalign.analysis.Analysis"),
         (("divergence", "x", "--set", "prompt=1"), "has no setting prompt; it has prompts"),
         (("divergence", "x", "--set", "prompts=many"), "prompts: "),
-        (("distance", "nowhere"), "say its base model and task with --config"),
+        (("distance", "runs/nothing"), "error: runs/nothing does not exist; give a run"),
+        (("distance", "."), ". is of no run; say its base model and task with --config"),
         (("compare", "x", "--set", "match=luck"), "use wall, completions, tokens, flops"),
     ],
 )

@@ -46,6 +46,10 @@ def locate(name: str, config: Config | None, base: str | None = None, split: Spl
     path = Path(name)
     run = next((p for p in (path, path.parent.parent) if _is_run(p)), None)
     if run is None:
+        if not path.exists():
+            raise ConfigError(
+                f"{name} does not exist; give a run, a mean that a run saved, a model's folder or an adapter"
+            )
         if config is None and base is None:
             raise ConfigError(f"{name} is of no run; say its base model and task with --config")
         if not path.is_dir():
