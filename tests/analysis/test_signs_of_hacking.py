@@ -120,7 +120,22 @@ def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
     assert target(found)["verdict"] == verdict.judge(before, after).word
 
 
-def test_what_is_wrong_is_said(real: Path, tmp_path: Path) -> None:
+def test_with_a_config_a_run_is_asked_as_it_says(real: Path) -> None:
+    config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 3})
+    (found,) = hacking([str(real)], Settings(examples=4), config).numbers["targets"]
+    assert (found["stored"], found["examples"]) == (False, 4)
+    with Lab([str(real)], config, Asked(examples=4)) as lab:
+        shares = verdict.shares(
+            lab.answer({str(real): 1.0}).completions,
+            lab.answer({BASE: 1.0}).completions,
+            lab.answer({str(real): 1.0}).completions,
+        )
+    assert found["rates"]["truncated"]["after"]["mean"] == shares["truncated"]
+    (kept,) = hacking([str(real)], Settings(), None).numbers["targets"]
+    assert (kept["stored"], kept["examples"]) == (True, 8)
+
+
+def test_what_is_wrong_is_said(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="twice"):
         hacking([str(real), str(real)], Settings(), None)
     with pytest.raises(ConfigError, match="base alone"):
@@ -129,6 +144,9 @@ def test_what_is_wrong_is_said(real: Path, tmp_path: Path) -> None:
     (short / "results/completions/after.parquet").unlink()
     with pytest.raises(ConfigError, match=r"has no results/completions/after\.parquet; let it end"):
         hacking([str(short)], Settings(), None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"short has no results/completions/after\.parquet; let it end"):
+        hacking(["short"], Settings(), None)
 
 
 def test_the_command_writes_numbers_and_figures(

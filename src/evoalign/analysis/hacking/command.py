@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of targets that are asked, which are all but whole runs: how many `examples` of the test split (None: all).
+    """Of targets that are asked, which are all but whole runs, and with a config those too: how many `examples`
+    of the test split (None: all).
 
     `samples`, `tokens` and `temperature` None: those of the config's evaluation.
     """
@@ -30,7 +31,7 @@ class Command(Analysis[Settings]):
     """Shares of completions that show each sign of `evoalign.checks.hacking`, before training and after it.
 
     Of a run the stored completions of the test split are read. A saved mean, a model's folder or an adapter is asked,
-    and so is the base model that it started from.
+    and so is the base model that it started from; with a config a run is, too, as that config says.
     """
 
     name = "hacking"

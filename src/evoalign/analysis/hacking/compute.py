@@ -98,7 +98,8 @@ def hacking(targets: Sequence[str], settings: Settings, config: Config | None) -
     if twice := sorted({name for name in targets if list(targets).count(name) > 1}):
         raise ConfigError(f"{twice[0]} is given twice; name each target once")
     located = {name: locate(name, config) for name in targets if name != BASE}
-    whole = {name: target.run for name, target in located.items() if target.run == Path(name)}
+    kept = config is None  # what a run stored answers its own config alone
+    whole = {name: target.run for name, target in located.items() if kept and target.run == Path(name)}
     asked = [name for name in located if name not in whole]
     if not located:
         raise ConfigError(f"{BASE} alone has nothing beside it; give a run, or a model with --config")
@@ -127,9 +128,12 @@ def _stored(run: Path | None) -> Pair:
 
 
 def _rows(run: Path, end: str) -> list[dict[str, Any]]:
-    path = RunDir(run).completions(end)
+    found = RunDir(run)
+    path = found.completions(end)
     if not path.is_file():
-        raise ConfigError(f"{run} has no {path.relative_to(run)}; let it end, or give one of its saved means as target")
+        raise ConfigError(
+            f"{run} has no {path.relative_to(found.path)}; let it end, or give one of its saved means as target"
+        )
     return parquet.read(path)
 
 
