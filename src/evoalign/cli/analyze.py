@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,11 +51,22 @@ def analyze(
     from evoalign.setup import as_config
 
     own = as_config(load(config, needs_es=False)) if config else None
-    finding = chosen.run(targets, settings, own)
+    with _progress(chosen.name):
+        finding = chosen.run(targets, settings, own)
     finding.show(console())
     if to is not None:
         to.mkdir(parents=True, exist_ok=True)
         typer.echo(f"wrote {', '.join(path.name for path in finding.write(to, chosen.name))} into {to}")
+
+
+def _progress(name: str) -> AbstractContextManager[object]:
+    """How far it is, on stderr; nothing where that is no terminal."""
+    from rich.console import Console
+
+    from evoalign.report.progress import Bar
+
+    console = Console(stderr=True)
+    return Bar(name, console) if console.is_terminal else nullcontext()
 
 
 def _tell(chosen: Analysis[Any]) -> None:

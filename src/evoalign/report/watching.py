@@ -9,10 +9,13 @@ none is in place, a count goes nowhere. Counting is an addition a completion; no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -86,3 +89,22 @@ def stage(name: str, number: int = 0, of: int = 0) -> None:
     watch = _WATCH.get()
     if watch is not None:
         watch.stage, watch.number, watch.of = name, number, of
+
+
+def count(stages: int) -> None:
+    """So many stages follow, each of which says by `begin` that it begins."""
+    stage("", 0, stages)
+
+
+def begin(name: str) -> None:
+    """The next of the stages that were counted."""
+    watch = _WATCH.get()
+    if watch is not None:
+        stage(name, watch.number + 1, watch.of)
+
+
+def each(items: Iterable[T], name: str | None = None) -> Generator[T]:
+    """The items, each of which is a stage of this name, or of its own."""
+    for item in items:
+        begin(str(item) if name is None else name)
+        yield item

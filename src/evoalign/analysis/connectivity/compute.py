@@ -19,6 +19,7 @@ from evoalign.analysis.connectivity.plane import Plane, plane
 from evoalign.analysis.estimates import bounded, share, told, tree
 from evoalign.analysis.lab import BASE, Asked, Floats, Lab, Nats, Perturbation, shown_placebos
 from evoalign.errors import ConfigError
+from evoalign.report import watching
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ def connectivity(targets: Sequence[str], settings: Settings, config: Config | No
         temperature=settings.temperature, seed=settings.seed,
     )  # fmt: skip
     with Lab(targets, config, asked) as lab:
+        of_point = 1 + settings.kl + (settings.trials if settings.sigma > 0 else 0)
+        points = len(list(combinations(targets, 2))) * len(alphas_A) * of_point
+        watching.count(points + settings.plane**2)
         lines = [_line(lab, a, b, alphas_A, settings) for a, b in combinations(targets, 2)]
         flat = plane(lab, (targets[0], targets[1], targets[2]), settings.plane) if settings.plane else None
         known = {name: target.described() for name, target in lab.targets.items()}
@@ -129,12 +133,17 @@ def alphas(settings: Settings) -> Floats:
 
 def _line(lab: Lab, a: str, b: str, alphas_A: Floats, settings: Settings) -> Line:
     mixes = [{a: 1 - float(alpha), b: float(alpha)} for alpha in alphas_A]
-    answered = [lab.answer(mix) for mix in mixes]
-    nats = tuple(lab.divergence({BASE: 1.0}, mix) for mix in mixes) if settings.kl else ()
+    where = f"{a} to {b}"
+    answered = [lab.answer(mix) for mix in watching.each(mixes, where)]
+    nats = (
+        tuple(lab.divergence({BASE: 1.0}, mix) for mix in watching.each(mixes, f"{where}, KL")) if settings.kl else ()
+    )
     smooth = None
     if settings.sigma > 0:
         draws = [Perturbation(settings.sigma, trial) for trial in range(settings.trials)]
-        smooth = np.array([[lab.rewards(lab.answer(mix, draw)) for mix in mixes] for draw in draws])
+        smooth = np.array(
+            [[lab.rewards(lab.answer(mix, draw)) for mix in watching.each(mixes, f"{where}, noise")] for draw in draws]
+        )
     rewards_AE, hacked_AE = (np.stack([of(found) for found in answered]) for of in (lab.rewards, lab.hacked))
     return Line(a, b, alphas_A, rewards_AE, hacked_AE, nats, smooth)
 

@@ -16,6 +16,7 @@ from evoalign import statistics
 from evoalign.analysis.estimates import share, tree
 from evoalign.analysis.lab import Floats, Lab
 from evoalign.errors import ConfigError
+from evoalign.report import watching
 from evoalign.statistics import Estimate
 
 MARGIN = 0.3
@@ -76,7 +77,10 @@ def plane(lab: Lab, names: tuple[str, str, str], side: int) -> Plane:
     for y in ys:
         of_c = float(y) / cy
         shares_of_b = [(float(x) - of_c * cx) / bx for x in xs]
-        found = [lab.answer({a: 1 - of_b - of_c, b: of_b, c: of_c}) for of_b in shares_of_b]
+        found = [
+            lab.answer({a: 1 - of_b - of_c, b: of_b, c: of_c})
+            for of_b in watching.each(shares_of_b, f"the plane through {a}, {b} and {c}")
+        ]
         rewards.append([statistics.mean(lab.rewards(one)) for one in found])
         hacked.append([share(lab.hacked(one)) for one in found])
     return Plane(names, xs, ys, places, rewards, hacked)

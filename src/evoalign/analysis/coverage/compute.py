@@ -25,6 +25,7 @@ from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation, shown_placebos
 from evoalign.config import EvaluationConfig
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Evaluation, Scored
+from evoalign.report import watching
 from evoalign.rewards.gold import normalized
 from evoalign.statistics import Estimate
 from evoalign.types import text_of
@@ -125,6 +126,8 @@ def coverage(targets: Sequence[str], settings: Settings, config: Config | None) 
     names = [BASE, *(name for name in targets if name != BASE)]
     with Lab(names, config, Asked(examples=settings.examples, max_tokens=settings.tokens, seed=settings.seed)) as lab:
         rule, is_solved = _rule(lab, settings)
+        of_way = {TEMPERATURE: 1, SIGMA: settings.samples}
+        watching.count(len(names) * sum(of_way[way.kind] for way in ways))
         tries = {name: {way: _tries(lab, name, way, settings, is_solved) for way in ways} for name in names}
         problems = [Problem(text_of(lab.task.prompt(e)), lab.task.gold(lab.task.handed(e))) for e in lab.examples]
         known = {name: target.described() for name, target in lab.targets.items()}
@@ -193,12 +196,16 @@ def _rule(lab: Lab, settings: Settings) -> tuple[str, Callable[[Scored], bool]]:
 
 
 def _tries(lab: Lab, name: str, way: Way, settings: Settings, is_solved: Callable[[Scored], bool]) -> Tries:
-    mix, n = {name: 1.0}, settings.samples
+    mix, n, where = {name: 1.0}, settings.samples, f"{name}, {way.kind} {way.value:g}"
     if way.kind == TEMPERATURE:
+        watching.begin(where)
         answered = [lab.answer(mix, None, _decoded(lab, way.value, n, settings.seed))]
     else:
         noisy, heat = [Perturbation(way.value, trial) for trial in range(n)], settings.noisy_temperature
-        answered = [lab.answer(mix, one, _decoded(lab, heat, 1, settings.seed + one.trial)) for one in noisy]
+        answered = [
+            lab.answer(mix, one, _decoded(lab, heat, 1, settings.seed + one.trial))
+            for one in watching.each(noisy, where)
+        ]
     return _gathered(answered, len(lab.examples), n, is_solved)
 
 

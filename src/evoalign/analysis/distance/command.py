@@ -32,9 +32,12 @@ class Command(Analysis[Settings]):
         from evoalign.analysis.lab import shown_placebos
         from evoalign.analysis.targets import locate
         from evoalign.checks.distance import distance_of
+        from evoalign.report import watching
 
         located = [locate(name, config, settings.base) for name in targets]
-        measured = [(t, distance_of(t.weights, t.config)) for t in located]
+        watching.count(len(located))
+        names = watching.each(target.name for target in located)
+        measured = [(t, distance_of(t.weights, t.config)) for t, _ in zip(located, names, strict=True)]
         return Finding(
             {"targets": [{**t.described(), **asdict(d)} for t, d in measured]},
             [*(f"{t.weights}: the weights are {d.l2:.4g} (L2) from those of {t.config.model.name}, {d.relative:.3%} of "

@@ -38,6 +38,7 @@ class Command(Analysis[Settings]):
         from evoalign.analysis.lab import BASE, shown_placebos
         from evoalign.analysis.targets import locate
         from evoalign.errors import ConfigError
+        from evoalign.report import watching
 
         other = settings.reference
         if settings.prompts < 1 or settings.tokens < 1:
@@ -46,7 +47,8 @@ class Command(Analysis[Settings]):
             raise ConfigError(f"{BASE} is not divergent from itself; name a run, or another model with --config")
         located = {name: locate(name, config) for name in targets if name != BASE}
         if other == BASE:
-            found = [divergence_of(target, settings.prompts, settings.tokens) for target in located.values()]
+            watching.count(len(located))
+            found = [divergence_of(located[n], settings.prompts, settings.tokens) for n in watching.each(located)]
         else:
             found = between([*targets], other, config, settings.prompts, settings.tokens)
         rows: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ from evoalign.analysis.targets import Target
 from evoalign.checks.divergence import Divergence, Reference, Sample, draw, standard_errors, summarise
 from evoalign.config import Config
 from evoalign.engines.transformers.engine import load_model
+from evoalign.report import watching
 from evoalign.setup import assemble, task_and_data
 from evoalign.training.resolve import checked_adapter, resolve_target
 
@@ -39,7 +40,8 @@ def between(
     """KL(target || reference) of each, likewise, with adapters merged. Raises EvoalignError for other shapes."""
     asked = Asked(examples=prompts, kl_tokens=tokens)
     with Lab(list(dict.fromkeys([*names, reference])), config, asked) as lab:
-        return [_summed(*lab.drawn({reference: 1.0}, {name: 1.0})) for name in names]
+        watching.count(len(names))
+        return [_summed(*lab.drawn({reference: 1.0}, {name: 1.0})) for name in watching.each(names)]
 
 
 def _summed(samples: list[Sample], sums_N4: torch.Tensor) -> tuple[Divergence, Errors]:

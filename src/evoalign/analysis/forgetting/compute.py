@@ -15,11 +15,21 @@ import numpy as np
 from evoalign import statistics
 from evoalign.analysis.base import Finding
 from evoalign.analysis.estimates import told, tree
-from evoalign.analysis.forgetting.points import Accuracy, Point, Probe, Text, points_of, scores
+from evoalign.analysis.forgetting.points import (
+    Accuracy,
+    Point,
+    Probe,
+    Text,
+    has_placebos,
+    own_points,
+    points_of,
+    scores,
+)
 from evoalign.analysis.lab import Floats
 from evoalign.analysis.targets import Target, locate
 from evoalign.config import Config, load
 from evoalign.errors import ConfigError
+from evoalign.report import watching
 from evoalign.rundir.method import JOURNAL
 from evoalign.setup import as_config
 from evoalign.statistics import Estimate, is_sure
@@ -84,6 +94,7 @@ def forgetting(targets: Sequence[str], settings: Settings, config: Config | None
     probes.append(Text(settings.text, settings.pieces, settings.window))
     courses: list[Course] = []
     found = [locate(name, config) for name in targets]
+    watching.count(sum(_stages(target, settings, len(probes)) for target in found))
     for target in found:
         with tempfile.TemporaryDirectory(prefix="evoalign-") as scratch:
             points = points_of(target, settings.placebos, Path(scratch))
@@ -95,6 +106,12 @@ def forgetting(targets: Sequence[str], settings: Settings, config: Config | None
     }
     numbers = {**plain, "targets": [t.described() for t in found], "courses": [_tree(course) for course in courses]}
     return Forgetting(numbers, _sentences(courses, found, settings), courses)
+
+
+def _stages(target: Target, settings: Settings, probes: int) -> int:
+    """Placebos are made, and every point is asked by every probe."""
+    placebos = settings.placebos if has_placebos(target) else 0
+    return placebos + probes * (len(own_points(target)) + placebos)
 
 
 def _course(target: Target, probe: Probe, points: Sequence[Point], settings: Settings) -> Course:

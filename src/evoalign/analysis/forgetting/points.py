@@ -18,6 +18,7 @@ from evoalign.checks.divergence import Sample, logits_of
 from evoalign.config import Config
 from evoalign.config.reading import read_bytes
 from evoalign.errors import ConfigError, DataError
+from evoalign.report import watching
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import JOURNAL
 from evoalign.training.replay import replay
@@ -35,18 +36,33 @@ class Point:
     placebo: int | None = None
 
 
+def own_points(target: Target) -> list[Point]:
+    """What a run saved, in order, or the one thing that a target is."""
+    if not _is_whole(target):
+        return [Point(target.weights, 0)]
+    assert target.run is not None
+    return [Point(folder, generation_of(folder)) for folder in saved_folders(target.run)]
+
+
+def has_placebos(target: Target) -> bool:
+    """Whether it is a run that a journal tells of."""
+    return _is_whole(target) and target.run is not None and (target.run / JOURNAL).is_file()
+
+
+def _is_whole(target: Target) -> bool:
+    return target.run is not None and Path(target.name).resolve() == target.run.resolve()
+
+
 def points_of(target: Target, placebos: int, scratch: Path) -> list[Point]:
-    """What a run saved, in order, or the one thing that a target is; then placebos of its end, made in `scratch`.
+    """Its own points, then placebos of its end, made in `scratch`.
 
     Raises JournalError, ResumeError where a placebo cannot be made.
     """
-    if target.run is None or Path(target.name).resolve() != target.run.resolve():
-        return [Point(target.weights, 0)]
-    folders = saved_folders(target.run)
-    found = [Point(folder, generation_of(folder)) for folder in folders]
-    if not (target.run / JOURNAL).is_file():
+    found = own_points(target)
+    if not has_placebos(target):
         return found
-    for seed in range(placebos):
+    assert target.run is not None
+    for seed in watching.each(range(placebos), f"{target.name}, placebos"):
         to = scratch / f"placebo_{seed}"
         replay(target.run, generation=found[-1].step, to=to, counterfactual="shuffle", seed=seed)
         found.append(Point(to, found[-1].step, seed))
@@ -148,6 +164,8 @@ def scores(probe: Probe, target: Target, points: Sequence[Point], examples: int)
     config, asked = probe.asked(target), Asked(examples=examples)
     for i, point in enumerate(points):
         name = str(point.folder)
+        what = f"after {point.step}" if point.placebo is None else f"placebo {point.placebo}"
+        watching.begin(f"{target.name}, {probe.name}, {what}")
         with Lab([name], config, asked) as lab:
             if i == 0:
                 yield probe.score(lab, BASE)

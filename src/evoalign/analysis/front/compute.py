@@ -19,6 +19,7 @@ from evoalign.analysis.estimates import bounded, told, tree
 from evoalign.analysis.lab import BASE, Asked, Floats, Lab, Nats, shown_placebos
 from evoalign.analysis.targets import Target, locate
 from evoalign.errors import ConfigError
+from evoalign.report import watching
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.method import method_of
 from evoalign.statistics import Estimate
@@ -79,8 +80,11 @@ def front(targets: Sequence[str], settings: Settings, config: Config | None) -> 
     )  # fmt: skip
     groups, points = _groups(located), list[Point]()
     base_E, rows = None, None
-    for line, target in located.items():
-        for name, generation in _means(line, target, last=settings.last):
+    means = {line: _means(line, target, last=settings.last) for line, target in located.items()}
+    watching.count(sum(map(len, means.values())))
+    for line, found in means.items():
+        for name, generation in found:
+            watching.begin(name)
             with Lab([name], config, asked) as lab:
                 if rows is None:
                     rows, base_E = lab.examples, lab.rewards(lab.answer({BASE: 1.0}))

@@ -21,6 +21,7 @@ from evoalign.checks import hacking as signs
 from evoalign.checks import verdict
 from evoalign.errors import ConfigError
 from evoalign.evaluation import Scored
+from evoalign.report import watching
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.statistics import Estimate
@@ -143,8 +144,9 @@ def _asked(names: Sequence[str], settings: Settings, config: Config | None) -> d
         return {}
     wanted = Asked(settings.examples, settings.samples, settings.tokens, settings.temperature)
     with Lab(names, config, wanted) as lab:
-        before = lab.answer({BASE: 1.0}).completions
-        return {name: Pair(before, lab.answer({name: 1.0}).completions, stored=False) for name in names}
+        watching.count(1 + len(names))
+        said = {name: lab.answer({name: 1.0}).completions for name in watching.each([BASE, *names])}
+    return {name: Pair(said[BASE], said[name], stored=False) for name in names}
 
 
 def _of_examples(said: Sequence[Scored], marks: Sequence[bool]) -> dict[int, float]:

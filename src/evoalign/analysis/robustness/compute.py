@@ -20,6 +20,7 @@ from evoalign.analysis.estimates import bounded, share, told, tree
 from evoalign.analysis.lab import Asked, Floats, Lab, Nats, Perturbation, shown_placebos
 from evoalign.analysis.parts import chosen
 from evoalign.errors import ConfigError
+from evoalign.report import watching
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def robustness(targets: Sequence[str], settings: Settings, config: Config | None
     with Lab(targets, config, asked) as lab:
         parts = chosen(lab.parts, settings.parts)
         places = [(part, sigma) for part in parts for sigma in settings.sigma]
+        draws = settings.trials * (2 if settings.kl else 1)
+        watching.count(len(targets) * (1 + len(places) * draws))
         profiles = {name: _profile(lab, name, places, settings) for name in targets}
         numbers = {
             **asdict(settings),
@@ -124,6 +127,7 @@ def _check(settings: Settings) -> None:
 
 
 def _profile(lab: Lab, name: str, places: Sequence[Place], settings: Settings) -> Profile:
+    watching.begin(f"{name}, without noise")
     own = lab.answer({name: 1.0})
     cells = {(part, sigma): _cell(lab, name, part, sigma, settings) for part, sigma in places}
     return Profile(lab.rewards(own), lab.hacked(own), cells)
@@ -131,11 +135,12 @@ def _profile(lab: Lab, name: str, places: Sequence[Place], settings: Settings) -
 
 def _cell(lab: Lab, name: str, part: str, sigma: float, settings: Settings) -> Cell:
     mix, draws = {name: 1.0}, [Perturbation(sigma, trial, part) for trial in range(settings.trials)]
-    answered = [lab.answer(mix, draw) for draw in draws]
+    where = f"{name}, {_named(part)}, sigma {sigma:g}"
+    answered = [lab.answer(mix, draw) for draw in watching.each(draws, where)]
     return Cell(
         np.stack([lab.rewards(found) for found in answered]),
         np.stack([lab.hacked(found) for found in answered]),
-        tuple(lab.divergence(mix, mix, draw) for draw in draws) if settings.kl else (),
+        tuple(lab.divergence(mix, mix, draw) for draw in watching.each(draws, f"{where}, KL")) if settings.kl else (),
     )
 
 

@@ -19,6 +19,7 @@ from evoalign.analysis.similarity.spectrum import Spectrum, decompose
 from evoalign.analysis.weights import Weights
 from evoalign.checks.changes import blocks, one_thread
 from evoalign.errors import ModelError
+from evoalign.report import watching
 from evoalign.types import TensorSpec
 
 BLOCK, LEAST = 1 << 17, 1 << 12
@@ -84,6 +85,7 @@ def measure(
     """
     found: list[Measured] = []
     for spec in weights[0].base.specs.values():
+        watching.stage(spec.name)
         with one_thread():
             sums = _sums(spec, weights, absolute, relative)
         changes = [w.changes.get(spec.name) if spectra else None for w in weights]

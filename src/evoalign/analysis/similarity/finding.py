@@ -26,6 +26,7 @@ from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.weights import Weights
 from evoalign.config import Config
 from evoalign.errors import ModelError
+from evoalign.report import watching
 from evoalign.rundir.method import method_of
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def similarity(names: Sequence[str], settings: Settings, config: Config | None) 
         all_ = list(targets)
         for k, target in enumerate(targets):
             seeds = range(k * settings.placebos, (k + 1) * settings.placebos)  # of their own for each: no two alike
+            watching.stage(f"{target.name}, placebos")
             made = chance.placebos_of(target, seeds, Path(folder) / str(k))
             if made:
                 columns[k] = list(range(len(all_), len(all_) + len(made)))

@@ -24,6 +24,7 @@ from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.engine import dtype_on, load_model
 from evoalign.errors import ConfigError, JournalError, ResumeError
 from evoalign.models.experts import tensors_of
+from evoalign.report import watching
 from evoalign.rundir.method import method_of
 from evoalign.statistics import Estimate
 from evoalign.training.replay import config_of, log_of
@@ -75,7 +76,10 @@ def trajectory(targets: Sequence[str], settings: Settings, config: Config | None
             walks.append(_journey(name, base, specs, digest, settings))
         else:
             walks.append(saved(target, Base(model_config)))
-    paths = [_path(walk, settings) for walk in walks if isinstance(walk, Journey)]
+    journeys = [walk for walk in walks if isinstance(walk, Journey)]
+    watching.count(len(journeys) * (1 + settings.placebos) + 1)
+    paths = [_path(walk, settings) for walk in journeys]
+    watching.begin("the map")
     points = [point for walk in walks for point in walk.points]
     places = principal(_gram(walks, base), [i for i, p in enumerate(points) if p.kind != "member"])
     numbers = {
@@ -144,6 +148,7 @@ def _journey(name: str, base: Weights, specs: Sequence[TensorSpec], digest: str,
 
 def _path(journey: Journey, settings: Settings) -> Followed:
     def of(seed: int | None) -> Way:
+        watching.begin(journey.name if seed is None else f"{journey.name}, placebos")
         count = len(journey.steps)
         return way(gram(journey.blocks(), count, lambda name, at: journey.evolved(name, at, seed)))
 
