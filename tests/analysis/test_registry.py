@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shipped_ones_are_listed_and_tell_their_settings(run: Run) -> None:
     assert {"compare", "distance", "divergence"} <= set(analysis.names())
     assert [line.split()[0] for line in run("analyze").out.splitlines()] == analysis.names()
-    assert run("analyze", "divergence").out.splitlines()[1:] == [
-        "  --set prompts=32", "  --set tokens=2000", "  --set reference=base",
+    assert run("analyze", "divergence").out.splitlines()[1:5] == [
+        "  --set prompts=32", "  --set tokens=2000", "  --set reference=base", "",
     ]  # fmt: skip
     for name, found in analysis.shipped().items():
         assert (found.name, bool(found.help)) == (name, True)
+
+
+@pytest.mark.parametrize("name", analysis.names())
+def test_every_setting_is_explained_below_the_list(name: str, run: Run) -> None:
+    listed, _, explained = run("analyze", name).out.partition("\n\n")
+    settings = re.findall(r"^  --set (\w+)=", listed, re.MULTILINE)
+    assert settings and [s for s in settings if not re.search(rf"`{s}`", explained)] == []
+    assert max(map(len, explained.splitlines())) <= 100
+
+
+def test_settings_without_a_docstring_are_listed_alone(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "own.py").write_text(OWN.format(name="Count", lower="count"))
+    assert run("analyze", "own.py:Count").out.splitlines()[1:] == ["  --set times=1"]
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -107,3 +108,11 @@ def described(analysis: Analysis[Any]) -> dict[str, Any]:
     """The names of its settings and their defaults."""
     defaults: Any = analysis.settings()
     return {field.name: asdict(defaults)[field.name] for field in fields(defaults)}
+
+
+def explained(analysis: Analysis[Any]) -> list[str]:
+    """What its settings are: the paragraphs of their docstring, each on one line; none where it has none."""
+    text = inspect.cleandoc(analysis.settings.__doc__ or "")
+    if text.startswith(f"{analysis.settings.__name__}("):  # what a dataclass without one is given
+        return []
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,9 @@ from evoalign.cli.options import Debug, More, console, quiet
 
 if TYPE_CHECKING:
     from evoalign.analysis import Analysis
+
+WIDTH = 100
+"""Characters of a line of explanation."""
 
 
 def analyze(
@@ -70,9 +74,11 @@ def _progress(name: str) -> AbstractContextManager[object]:
 
 
 def _tell(chosen: Analysis[Any]) -> None:
-    from evoalign.analysis.base import described
+    from evoalign.analysis.base import described, explained
 
     typer.echo(f"{chosen.name}: {chosen.help}")
     for key, value in described(chosen).items():
         shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
         typer.echo(f"  --set {key}={shown}")
+    for paragraph in explained(chosen):
+        typer.echo("\n" + textwrap.fill(paragraph, WIDTH, break_on_hyphens=False))

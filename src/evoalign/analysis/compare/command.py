@@ -67,7 +67,11 @@ def _label(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """As the options of `evoalign compare`; `names` is label to pattern."""
+    """As the options of `evoalign compare`. `match`: the budget, wall, completions, tokens or flops; None: each.
+
+    `measure` of the test split to compare by; None: what all runs were trained for. `names`: label of a group to the
+    pattern of its runs' paths. `plan`: a file that says beforehand what is compared and decided.
+    """
 
     match: str | None = None
     measure: str | None = None
