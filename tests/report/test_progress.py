@@ -58,12 +58,12 @@ def plain(seconds: float, generations: list[Generation], total: int) -> list[str
 def test_without_a_terminal_each_generation_is_one_plain_line() -> None:
     lines = plain(3.0, [generation(g, 4, alike=g == 1, test=-7.5 if g == 2 else None) for g in range(4)], 4)
     same = "mean reward -2  best 0  middle 60% -3.2 to -0.8"
-    still = "generations without update"
+    still, test = "generations without update", "test reward -7.5 (generation 3)"
     assert lines == [
         f"generation 1/4  {same}  {still} 0%  tokens/s 1,000  elapsed 0:00:03  left 0:00:09",
         f"generation 2/4  {same}  {still} 50%  tokens/s 1,000  elapsed 0:00:06  left 0:00:06",
-        f"generation 3/4  {same}  {still} 33%  tokens/s 1,000  elapsed 0:00:09  left 0:00:03  test reward -7.5",
-        f"generation 4/4  {same}  {still} 25%  tokens/s 1,000  elapsed 0:00:12  left 0:00:00  test reward -7.5",
+        f"generation 3/4  {same}  {still} 33%  tokens/s 1,000  elapsed 0:00:09  left 0:00:03  {test}",
+        f"generation 4/4  {same}  {still} 25%  tokens/s 1,000  elapsed 0:00:12  left 0:00:00  {test}",
     ]
 
 
@@ -92,7 +92,7 @@ def test_on_a_terminal_it_shows_the_same_figures_live() -> None:
         "tokens/s 1,000",
         "elapsed 0:00:06",
         "left 0:00:00",
-        "test reward -7.5",
+        "test reward -7.5 (generation 2)",
         "━",
     ):
         assert word in text
@@ -116,6 +116,14 @@ def test_a_method_has_its_own_word_for_rows_without_variance() -> None:
     with Display(1, Console(file=output, width=40), unit="step", still="steps with equal rewards") as display:
         display.update(metrics_row(generation(0, 1, alike=True)))
     assert "step 1/1" in output.getvalue() and "steps with equal rewards 100%" in output.getvalue()
+
+
+def test_values_of_splits_say_after_which_step_they_were_measured() -> None:
+    output = io.StringIO()
+    with Display(3, Console(file=output, width=40), unit="step") as display:
+        for g, validation, test in ((0, None, {"reward": 0.432}), (1, {"reward": 0.5}, None), (2, None, None)):
+            display.update({**metrics_row(generation(g, 3)), "evaluation": test, "validation": validation})
+    assert output.getvalue().splitlines()[-1].endswith("validation reward 0.5 (step 2)  test reward 0.432 (step 1)")
 
 
 # --- inside a generation, an evaluation, a probe --------------------------------------------------------------------

@@ -136,8 +136,8 @@ class Display:
         self._seen = self._still = self._done = 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._row: Mapping[str, Any] | None = None
-        self._test: float | None = None
-        self._validation: float | None = None
+        self._evaluated: dict[str, tuple[float, int]] = {}
+        """By split the latest value, and after how many units it was measured."""
         self._printed = -PLAIN_SECONDS
         self._watch, self._stack = Watch(clock), ExitStack()
         self._live = _live(self.console, self._render)
@@ -166,10 +166,9 @@ class Display:
         self._still += bool(row["zero_variance"])
         self._done = int(row["generation"]) + 1
         self._row = row
-        if row.get("evaluation"):
-            self._test = float(aim_in(row["evaluation"]))
-        if row.get("validation"):
-            self._validation = float(aim_in(row["validation"]))
+        for split, found in (("validation", row.get("validation")), ("test", row.get("evaluation"))):
+            if found:
+                self._evaluated[split] = float(aim_in(found)), self._done
         if self._live is not None:
             self.refresh()
         else:
@@ -178,7 +177,9 @@ class Display:
     def _print_line(self, now: float, always: bool) -> None:
         if always or self._done == self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
-            _print(self.console, f"{self.unit} {self._done}/{self.total}  {_words(self._figures())}")
+            _print(
+                self.console, f"{self.unit} {self._done}/{self.total}  {_words([*self._figures(), *self._measured()])}"
+            )
 
     def _print_inside(self) -> None:
         """Where nothing was printed for long: how far the generation of now is."""
@@ -196,7 +197,8 @@ class Display:
         figures = self._figures()
         for start in range(0, len(figures), 3):
             body.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[start : start + 3]))
-        return Group(head, body)
+        measured = self._measured()
+        return Group(head, body, _styled(measured)) if measured else Group(head, body)
 
     def _figures(self) -> list[tuple[str, str]]:
         """Names and values, in the order they are shown."""
@@ -211,8 +213,14 @@ class Display:
         figures += [(weighed(n, weights.get(n, 1.0)), _short(mean)) for n, mean in means.items() if mean is not None]
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
-        known = ((f"validation {self.aim}", self._validation), (f"test {self.aim}", self._test))
-        return [*figures, *((name, _short(value)) for name, value in known if value is not None)]
+        return figures
+
+    def _measured(self) -> list[tuple[str, str]]:
+        """The latest evaluations, which may be older than the rest."""
+        return [
+            (f"{split} {self.aim}", f"{_short(value)} ({self.unit} {after})")
+            for split, (value, after) in sorted(self._evaluated.items(), reverse=True)
+        ]
 
     def _speed(self) -> float:
         seconds = sum(s for s, _ in self._recent)
