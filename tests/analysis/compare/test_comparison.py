@@ -251,7 +251,7 @@ def test_each_run_is_taken_at_its_last_evaluation_within_the_least_budget(copy: 
     flops = by(found, "flops")  # 1e9 and 10.25e9 a step: nothing of GRPO is evaluated within 6e9
     assert flops.limit == 6e9
     assert (flops.standings[1].taken, flops.standings[1].estimate, flops.pairs) == ((), None, ())
-    assert any("GRPO: no run was evaluated within this budget" in note for note in flops.notes)
+    assert any("GRPO: of every run only the start lies within this budget" in note for note in flops.notes)
     assert not any("of the budget on average" in note for note in match.notes)  # 83 %
     assert by(found, "wall").limit == pytest.approx(3.0)
 
@@ -278,7 +278,7 @@ def test_advice_is_for_how_often_a_run_was_evaluated(every: int, advice: str, co
         tree["evaluation"]["every"] = every
         file.write_text(yaml.safe_dump(tree))
     notes = by(compare(tmp_path / "runs", "wall"), "wall").notes
-    told = [n.split("; ")[1] for n in notes if "of the budget on average" in n or "evaluated within this budget" in n]
+    told = [n.split("; ")[1] for n in notes if "of the budget on average" in n or "lies within this budget" in n]
     assert len(told) == 2 and all(text.endswith(advice) for text in told), notes
 
 
@@ -341,7 +341,20 @@ def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Co
     assert [t.run.seed for t in by(found, "wall").standings[0].taken] == [1]
     (note,) = [note for note in found.notes if "evaluation.every" in note]
     assert note == "no run of ES was evaluated on the way (evaluation.every): known at the end alone"
-    assert any("1 of 2 runs were not evaluated within this budget" in n for n in by(found, "wall").notes)
+    assert any("of 1 of 2 runs only the start lies within this budget" in n for n in by(found, "wall").notes)
+
+
+def test_a_note_of_several_budgets_is_said_once_and_names_them(copy: Copy, tmp_path: Path) -> None:
+    for seed in range(3):
+        copy(f"a{seed}", seed=seed)
+        copy(f"b{seed}", seed=seed, method="grpo", cost=lambda step: step_cost(step, 9.0))
+    found, told = compare(tmp_path / "runs"), Console(file=io.StringIO(), width=200)
+    report.show(found, told)
+    late = [note for note in by(found, "wall").notes if "only the start lies" in note]
+    assert len(late) == 1 and all(late[0] in match.notes for match in found.matches), "what is repeated"
+    for said in (told.file.getvalue(), report.markdown(found)):  # type: ignore[attr-defined]
+        (line,) = [line for line in said.splitlines() if "only the start" in line]
+        assert "note (wall, completions, tokens, flops): GRPO: of every run only the start lies" in line
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["one group", "both groups"])

@@ -348,9 +348,8 @@ def _seldom(groups: Sequence[Group], takers: Sequence[Sequence[Taken]], by: Matc
         missing = [run for run in group.runs if amount(by, run.cost) and run not in [t.run for t in taken]]
         share = sum(t.share for t in taken) / len(taken) if taken else 1.0
         if missing:
-            count = "no run" if not taken else f"{len(missing)} of {len(group.runs)} runs"
-            was = "was" if not taken else "were not"
-            notes.append(f"{group.label}: {count} {was} evaluated within this budget; {_finer(missing)}")
+            count = "of every run" if not taken else f"of {len(missing)} of {len(group.runs)} runs"
+            notes.append(f"{group.label}: {count} only the start lies within this budget; {_finer(missing)}")
         if share < LOW_SHARE:
             late = _finer([t.run for t in taken])
             notes.append(f"{group.label} is taken after {share:.0%} of the budget on average; {late}")

@@ -38,14 +38,28 @@ def show(comparison: Comparison, console: Console) -> None:
     for match in comparison.matches:
         if match in comparison.shown:
             console.print(_table(standing_grid(comparison, match)))
-        _say(console, _notes(comparison, match), "note: ")
+        _say(console, _notes(comparison, match))
     console.print(_table(end_grid(comparison)))
     _say(console, [f"left out: {path}: {why}" for path, why in comparison.left_out])
     _say(console, [] if alone else said)
 
 
-def _notes(comparison: Comparison, match: Match) -> Sequence[str]:
-    """Of a budget; not why it has no table, where it is said of all of them that a group has nothing on the way."""
+def _notes(comparison: Comparison, match: Match) -> list[str]:
+    """Of a budget; one that is also of others stands at the first of them, and names all.
+
+    Not why it has no table, where it is said of all of them that a group has nothing on the way.
+    """
+    said: list[str] = []
+    for note in _own_notes(comparison, match):
+        those = [one for one in comparison.matches if note in _own_notes(comparison, one)]
+        if those[0] is match:
+            said.append(
+                f"note ({', '.join(one.by or '' for one in those)}): {note}" if len(those) > 1 else f"note: {note}"
+            )
+    return said
+
+
+def _own_notes(comparison: Comparison, match: Match) -> Sequence[str]:
     return () if match not in comparison.shown and at_the_end_alone(comparison.groups) else match.notes
 
 
