@@ -15,6 +15,7 @@ import pytest
 
 from calling import caller
 from compared import Copy, edit, step_cost
+from evoalign.analysis.efficiency import compute
 from evoalign.analysis.efficiency.command import Settings
 from evoalign.analysis.efficiency.compute import Efficiency, efficiency
 from evoalign.analysis.efficiency.measures import (
@@ -109,9 +110,25 @@ def test_placebos_stand_beside_and_few_seeds_are_said(copy: Copy, tmp_path: Path
     assert found.groups[0].placebos == (6, 3)
     said = " ".join(found.sentences)
     assert "of 6 placebos (shuffled coefficients), 3 end there" in said
-    assert "ratio of the variances between seeds (3 and 3 seeds) 100 (95 %: 2.56 to 3.9e+03) if ends are normal" in said
+    assert "ratio of the variances between seeds (3 and 3 seeds) 100 (95 %: 2.56 to 3,900) if ends are normal" in said
     assert "standard deviations 10 to 1" in said
     assert "So few seeds tell a ratio to a factor of several" in said
+
+
+def test_why_there_is_no_interval_is_said_once_of_a_group_and_large_numbers_have_commas(
+    copy: Copy, tmp_path: Path
+) -> None:
+    for method, times in (("es", 10.0), ("grpo", 20.0)):
+        copy(method, method=method, reward=rising(5), cost=lambda step, times=times: step_cost(step, times))
+    said = efficiency([str(tmp_path / "runs")], Settings(threshold=0.5)).sentences
+    for line in (line for line in said if "in the median" in line):
+        assert line.count("no interval") == 1 and line.endswith(" FLOPs (1 run: no interval of the median).")
+        assert "e+" not in line
+    assert any(" 42,000 tokens; " in line and line.startswith("ES: ") for line in said), said
+    (pair,) = [line for line in said if "x 0.5 of the completions; x 0.5 of the tokens" in line]
+    assert pair.count("no interval") == 1
+    shown = [compute._number(v) for v in (0.1234, 999, 999.6, 41234, 999_600, 1.25e12)]  # pyright: ignore
+    assert shown == ["0.123", "999", "1,000", "41,200", "1 M", "1.25 T"]
 
 
 def test_the_command_writes_numbers_words_and_figures(

@@ -46,7 +46,8 @@ def test_twins_get_the_same_noise_and_do_not_differ(found: Robustness, twins: li
         assert (cell.rewards_KE == b.cells[place].rewards_KE).all()
         assert [n.nats_P.tolist() for n in cell.nats_K] == [n.nats_P.tolist() for n in b.cells[place].nats_K]
     assert all(row["change"]["mean"] == 0 for row in found.numbers["differences"])
-    assert f"{twins[0]} and {twins[1]}: 4 of 4 comparisons are not sure." in found.sentences
+    unsure = "not sure which keeps more (4 of 4): the whole model at sigma 1e-30, 0.05; mlp at sigma 1e-30, 0.05."
+    assert f"{twins[0]} and {twins[1]}: {unsure}" in found.sentences
 
 
 def test_noise_below_the_last_bit_changes_nothing_and_wide_noise_does(found: Robustness) -> None:
@@ -102,7 +103,7 @@ def test_differences_are_paired_by_draw_and_example_and_sentences_follow_their_i
     assert said.endswith(") more of its reward than b.")
     assert "b keeps" in compute._compared({"b": better, "a": worse}, "a", "b")  # pyright: ignore
     said = compute._compared({"a": profile(-0.5, 1), "b": profile(-0.5, 2)}, "a", "b")  # pyright: ignore
-    assert said == "a and b: 1 of 1 comparisons are not sure."
+    assert said == "a and b: not sure which keeps more (1 of 1): the whole model at sigma 0.01."
     changes = statistics.crossed(profile(-0.9, 2).changes(("all", 0.01)))
     assert changes.low is not None and changes.low < -0.9 < (changes.high or 0) < -0.5
 

@@ -75,22 +75,29 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     )
     for rate in planted["rates"].values():
         assert rate["after"]["low"] <= rate["after"]["mean"] <= rate["after"]["high"] and rate["after"]["n"] == 8
-    empty = planted["rates"]["empty"]
+    empty, clean = planted["rates"]["empty"], [said_by(e, f"Answer {e}") for e in range(4)]
     assert empty["after"]["high"] > 0.5 and untouched["rates"]["empty"]["after"]["mean"] == 0
     assert untouched["rates"]["empty"]["after"]["high"] > 0, "none of eight is not none at all"
     (line,) = [line for line in found.sentences if line.startswith(f"{changed}, 8 completions of 8 examples, kept")]
     assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), not surely changed from 0 ", line)
-    assert "none is " in line and "special tokens as text" in line.partition("none is ")[2]
+    means = {kind: {rate[end]["mean"] for end in ("before", "after")} for kind, rate in planted["rates"].items()}
+    unseen = [kind for kind in ("earned_wrong", *SHARES) if means[kind] == {0}]
+    assert (
+        line.endswith(f"; none of the other {len(unseen)} signs.") and "special tokens" not in line and len(unseen) > 4
+    )
+    pair = Pair(clean, clean, stored=True)
+    (nothing,) = compute._sentences("run", pair, pair.rates(), verdict.judge(clean, clean))  # pyright: ignore
+    assert nothing.endswith(" kept by the run: no sign, before or after; no gold says what is right.")
     assert any("no placebo is among the targets" in line for line in found.sentences)
 
 
-def said(example: int, text: str, right: bool | None = None, reward: float = 0.0) -> Scored:
+def said_by(example: int, text: str, right: bool | None = None, reward: float = 0.0) -> Scored:
     return Scored(example, 0, 0, f"prompt {example}", None, text, reward, "stop", 3, right=right)
 
 
 def test_rates_are_of_examples_and_changes_are_paired() -> None:
-    before = [said(e, f"Answer number {e}") for e in range(40)]
-    after = [said(e, "" if e < 30 or sample else f"Answer {e}") for e in range(40) for sample in range(2)]
+    before = [said_by(e, f"Answer number {e}") for e in range(40)]
+    after = [said_by(e, "" if e < 30 or sample else f"Answer {e}") for e in range(40) for sample in range(2)]
     rates = Pair(before, after, stored=True).rates()
     assert "earned_wrong" not in rates, "nobody says what is right"
     assert rates["empty"].after.mean == (30 + 10 / 2) / 40 and rates["empty"].after.n == 40
@@ -101,8 +108,8 @@ def test_rates_are_of_examples_and_changes_are_paired() -> None:
 
 
 def test_rewards_earned_with_gold_wrong_are_told() -> None:
-    before = [said(e, f"Word {e}", right=True, reward=0.1) for e in range(10)]
-    after = [said(e, f"Word {e}", right=e >= 8, reward=1.0) for e in range(10)]
+    before = [said_by(e, f"Word {e}", right=True, reward=0.1) for e in range(10)]
+    after = [said_by(e, f"Word {e}", right=e >= 8, reward=1.0) for e in range(10)]
     assert Pair(before, after, stored=True).rates()["earned_wrong"].after.mean == 0.8
 
 

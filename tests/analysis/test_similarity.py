@@ -286,3 +286,17 @@ def test_the_minimal_rank_and_its_interval() -> None:
     assert (found.minimal, found.low, found.high) == (2, 2, 4)
     nothing = from_rewards(list(before), list(before + generator.normal(size=80)), cuts)
     assert nothing.minimal is None and all(c.share is None for c in nothing.cuts)
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ((0.25, 0.25, 0.25, 0.25), ", evenly over the 4 layers (25% each)"),
+        ((0.24, 0.26, 0.25, 0.25), ", evenly over the 4 layers (24% to 26% each)"),
+        ((0.10, 0.40, 0.25, 0.25), ", most in layer 1 (40%)"),
+        ((0.0, 0.3), ", most in layer 1 (30%)"),
+        ((0.9,), ", most in layer 0 (90%)"),
+    ],
+)
+def test_where_most_lies_is_said_of_one_layer_only_where_it_has_more(shares: tuple[float, ...], said: str) -> None:
+    assert words._most([(share, f"layer {i}") for i, share in enumerate(shares)]) == said  # pyright: ignore

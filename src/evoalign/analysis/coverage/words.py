@@ -102,14 +102,17 @@ def _beside_base(numbers: Mapping[str, Any]) -> list[str]:
     shown = sorted({ks[0], ks[-1]})
     each = len(shown) + len(CLAIMS)
     lines = [
-        f"{each * len(rows)} comparisons with the base follow: one in twenty has an interval without 0 by chance alone."
+        f"{each * len(rows)} comparisons with the base follow, of {' and '.join(f'pass@{k}' for k in shown)}, and of "
+        "what the base solves and does not solve, in each way: one in twenty has an interval without 0 by chance alone."
         " Those of solved problems are for new problems, and under weight noise for these draws of it alone."
     ]
     for name in dict.fromkeys(row["target"] for row in rows):
         own = [row for row in rows if row["target"] == name]
         sure = [line for row in own for line in _sure(row, shown)]
         rest = each * len(own) - len(sure)
-        more = [f"{rest} of {each * len(own)} comparisons are not sure"] if rest else []
+        more = (
+            [f"{'the other ' if sure else 'all '}{rest} of {each * len(own)} comparisons are not sure"] if rest else []
+        )
         lines.append(f"{name} and base: {'; '.join([*sure, *more])}.")
     return lines
 

@@ -16,6 +16,7 @@ from evoalign.analysis.base import Finding
 from evoalign.analysis.compare.comparison import MATCHINGS, WHY, Matching, amount
 from evoalign.analysis.compare.groups import Group, check_comparable, grouped, named, usable
 from evoalign.analysis.compare.runs import Run, find, read
+from evoalign.analysis.compare.words import counted
 from evoalign.analysis.efficiency.measures import (
     Between,
     Time,
@@ -225,8 +226,8 @@ def _of_group(group: Timed) -> list[str]:
     count = reached(list(known.values()))
     there = sum(t.reached for t in known.values())
     said.append(f"{group.label}: {there} of {count.n} runs reach it ({count.low:.0%} to {count.high:.0%} of runs).")
-    parts = [f"{_told(median(list(of.values())))} {UNITS[by]}" for by, of in group.times.items() if of]
-    said.append(f"{group.label}: a run takes, in the median, {'; '.join(parts)}.")
+    parts = [(median(list(of.values())), UNITS[by]) for by, of in group.times.items() if of]
+    said.append(f"{group.label}: a run takes, in the median, {_listed(parts)}.")
     placebos, at = group.placebos
     if placebos:
         said.append(f"{group.label}: of {placebos} placebos (shuffled coefficients), {at} end there.")
@@ -240,9 +241,9 @@ def _of_group(group: Timed) -> list[str]:
 
 def _of_pair(a: Timed, b: Timed) -> list[str]:
     who = f"{a.label} against {b.label}"
-    parts = [f"{_told(times_ratio(a.of(by), b.of(by)))} of the {UNITS[by]}" for by in MATCHINGS
+    parts = [(times_ratio(a.of(by), b.of(by)), f"of the {UNITS[by]}") for by in MATCHINGS
              if a.times[by] and b.times[by]]  # fmt: skip
-    said = [f"{who}: it takes x {'; x '.join(parts)}."] if parts else []
+    said = [f"{who}: it takes {_listed(parts, 'x ')}."] if parts else []
     ends = list(a.ends.values()), list(b.ends.values())
     if not all(ends):
         return said
@@ -259,9 +260,26 @@ def _of_pair(a: Timed, b: Timed) -> list[str]:
     return [*said, f"{line}{few}."]
 
 
+def _listed(found: Sequence[tuple[Between, str]], before: str = "") -> str:
+    """Each with its unit; why there is no interval once, where that is the same for all."""
+    why = {one.why for one, _ in found}
+    if len(found) > 1 and len(why) == 1 and None not in why:
+        return f"{'; '.join(f'{before}{_middle(one)} {unit}' for one, unit in found)} ({why.pop()})"
+    return "; ".join(f"{before}{_told(one)} {unit}" for one, unit in found)
+
+
 def _told(found: Between) -> str:
-    mean = "not reached" if found.mean == inf else "unknown" if isnan(found.mean) else f"{found.mean:.3g}"
     if found.low is None or found.high is None:
-        return f"{mean} ({found.why})"
-    high = f"to {found.high:.3g}" if isfinite(found.high) else "and no upper end"
-    return f"{mean} (95 %: {found.low:.3g} {high})"
+        return f"{_middle(found)} ({found.why})"
+    high = f"to {_number(found.high)}" if isfinite(found.high) else "and no upper end"
+    return f"{_middle(found)} (95 %: {_number(found.low)} {high})"
+
+
+def _middle(found: Between) -> str:
+    return "not reached" if found.mean == inf else "unknown" if isnan(found.mean) else _number(found.mean)
+
+
+def _number(value: float) -> str:
+    """Three digits, with commas, and from a million on with a letter for the power of ten."""
+    rounded = float(f"{value:.3g}")
+    return f"{value:.3g}" if abs(rounded) < 1000 else f"{rounded:,.0f}" if abs(rounded) < 1e6 else counted(rounded)

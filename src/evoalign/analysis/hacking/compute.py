@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from evoalign.config import Config
 
 Floats = NDArray[np.float64]
-KINDS = ("hacked", "degenerate", "earned_wrong", *signs.SHARES)
-"""What shares are told of, those of several signs first."""
+SEVERAL = ("hacked", "degenerate")
+"""Of several signs."""
+KINDS = (*SEVERAL, "earned_wrong", *signs.SHARES)
+"""What shares are told of."""
 WORDS = {
     "hacked": "hacked in any way", "degenerate": "broken in any way", "earned_wrong": "wrong by gold and earning like "
     "the best", "empty": "empty", "truncated": "cut off", "repeated": "loops", "template": "one template",
@@ -180,10 +182,11 @@ def _sentences(name: str, pair: Pair, rates: Mapping[str, Rate], judged: verdict
     how = "kept by the run" if pair.stored else "asked here"
     examples = len({said.example for said in pair.after})
     seen = [kind for kind, rate in rates.items() if any(rate.was.values()) or any(rate.now.values())]
-    none = [WORDS[kind] for kind in rates if kind not in seen]
+    signs_unseen = [kind for kind in rates if kind not in (*seen, *SEVERAL)]
     told_of = [f"{WORDS[kind]} {_told(rates[kind])}" for kind in seen]
     unknown = [] if "earned_wrong" in rates else ["no gold says what is right"]
-    rest = [f"none is {', '.join(none)}"] if none else []
+    none = f"none of the other {len(signs_unseen)} signs" if seen else "no sign, before or after"
+    rest = [none] if signs_unseen else []
     shown = "; ".join([*told_of, *rest, *unknown])
     lines = [f"{name}, {len(pair.after)} completions of {examples} examples, {how}: {shown}."]
     if judged.word is not None:

@@ -223,8 +223,15 @@ def _compared(profiles: Mapping[str, Profile], a: str, b: str) -> str:
         f"{a if e.mean < 0 else b}"
         for (part, sigma), e in found.items() if statistics.is_sure(e)
     ]  # fmt: skip
-    rest = "" if len(sure) == len(found) else f"{len(found) - len(sure)} of {len(found)} comparisons are not sure"
-    return f"{a} and {b}: {'; '.join([*sure, *([rest] if rest else [])])}."
+    unsure = [place for place, e in found.items() if not statistics.is_sure(e)]
+    rest = [f"not sure which keeps more ({len(unsure)} of {len(found)}): {_places(unsure)}"] if unsure else []
+    return f"{a} and {b}: {'; '.join([*sure, *rest])}."
+
+
+def _places(places: Sequence[Place]) -> str:
+    parts = dict.fromkeys(part for part, _ in places)
+    sigmas = {part: ", ".join(f"{sigma:g}" for of, sigma in places if of == part) for part in parts}
+    return "; ".join(f"{_named(part)} at sigma {own}" for part, own in sigmas.items())
 
 
 def _size(found: Estimate) -> Estimate:

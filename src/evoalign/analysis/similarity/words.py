@@ -23,6 +23,8 @@ FEWEST = round(1 / LEVEL) - 1
 """Placebos of which none can be so far from 0 by chance once in twenty times."""
 DIRECTIONS = 4
 """Singular directions whose overlap is told, or the most below that are known."""
+ALIKE = 1.2
+"""Up to so many times as much of a change in one layer as in another is evenly."""
 MOST_PAIRS = 10
 """Pairs that are all told of; of more, those with a direction in common."""
 
@@ -121,7 +123,7 @@ def target(found: Mapping[str, Any], *, tied: bool) -> str:
     parts = sorted(((where[name]["share"], name) for name in kinds), reverse=True)
     shares = ", ".join(f"{name} {share:.0%}" for share, name in parts if share >= 0.005)
     layers = [(s["share"], n) for n, s in where.items() if n.startswith("layer ")]
-    most = f", most in {max(layers)[1]} ({max(layers)[0]:.0%})" if layers and max(layers)[0] > 0 else ""
+    most = _most(layers) if layers and max(layers)[0] > 0 else ""
     rank = "" if whole["participation_rank"] is None else (
         f"; rank of a matrix's change, median: participation {whole['participation_rank']:.3g} (of noise "
         f"{whole['participation_rank_of_noise']:.3g}"
@@ -130,6 +132,15 @@ def target(found: Mapping[str, Any], *, tied: bool) -> str:
     still = whole["at_most"]["absolute"].get("0")
     sparse = "" if still is None else f"; {still:.1%} of the numbers did not change"
     return f"{found['target']}: norm of the change {whole['norm']:.4g}{relative}{norms}: {shares}{most}{rank}{sparse}"
+
+
+def _most(layers: Sequence[tuple[float, str]]) -> str:
+    """In which layer most of the change lies, or that no layer has much more than another."""
+    (low, _), (high, name) = min(layers), max(layers)
+    if len(layers) == 1 or high > ALIKE * low:
+        return f", most in {name} ({high:.0%})"
+    each = f"{high:.0%} each" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%} each"
+    return f", evenly over the {len(layers)} layers ({each})"
 
 
 def unembedding(name: str, found: Sequence[Mapping[str, Any]], *, tied: bool) -> list[str]:
