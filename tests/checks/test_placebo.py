@@ -32,6 +32,7 @@ from evoalign.checks.placebo import (
     distance_line,
     flip_line,
     of_file,
+    off_lines,
     sentence,
     split,
 )
@@ -65,6 +66,21 @@ def test_a_gain_is_split_by_hand() -> None:
     for part in (found.drift, found.signal, found.share):
         assert part.low is not None and part.high is not None and part.low < part.mean < part.high
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["share"]["mean"] == found.share.mean
+
+
+def test_off_the_task_one_more_placebo_is_no_doing_of_the_rewards() -> None:
+    """Placebos differ among each other: the interval about their mean leaves out most runs that are one of them."""
+    rng, said = np.random.default_rng(0), 0
+    for _ in range(200):
+        items_E = rng.normal(0, 0.1, 40)
+        real, *placebos = (items_E + rng.normal(0, 1) + rng.normal(0, 0.1, 40) for _ in range(9))
+        said += "not shown to have done anything" not in off_lines(split(items_E, real, placebos))[1]
+    assert 0 < said < 20
+    ramp = [items_E + 0.01 * k + rng.normal(0, 0.001, 40) for k in range(20)]
+    (_, line) = off_lines(found := split(items_E, items_E - 1 + rng.normal(0, 0.001, 40), ramp))
+    assert found.beside is not None and found.beside.high is not None and found.beside.high < -0.8
+    assert line.startswith("the run less the mean placebo: -1.0") and found.as_dict()["beside"]["n"] == 20
+    assert line.endswith("; 20 of 20 are at the run or above it, 0 at it or below, two-sided p 0.095")
 
 
 @pytest.mark.parametrize(

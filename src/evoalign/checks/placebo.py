@@ -64,6 +64,8 @@ class Split(Ends):
     drift: Estimate
     signal: Estimate
     share: Estimate | None
+    beside: Estimate | None = None
+    """As `signal`, with 0 in its interval were the run one placebo more; None in files of earlier releases."""
 
     @property
     def sd(self) -> float | None:
@@ -78,6 +80,7 @@ class Split(Ends):
             "high": max(self.placebos), "reached": self.reached, "p": self.p, "gain": asdict(self.gain),
             "drift": asdict(self.drift), "signal": asdict(self.signal),
             "share": None if self.share is None else asdict(self.share),
+            "beside": None if self.beside is None else asdict(self.beside),
         }  # fmt: skip
 
 
@@ -190,6 +193,7 @@ def split(
         drift=statistics.crossed(placebos - before),
         signal=statistics.crossed(real - placebos),
         share=statistics.ratio(placebos - before, real - before) if statistics.is_sure(gain) else None,
+        beside=statistics.beside(real, placebos),
     )
 
 
@@ -268,7 +272,21 @@ def off_lines(split: Split) -> list[str]:
     head = (
         f"reward {split.before:.4g} to {split.real:.4g} ({_bounds(split.gain)}), placebos {split.mean:.4g} on average"
     )
-    return [f"{head}: {_share(split)}", f"what the rewards did to it, beside the noise: {_bounds(split.signal)}"]
+    return [f"{head}: {_share(split)}", *_beside(split)]
+
+
+def _beside(split: Split) -> list[str]:
+    """What the rewards did beside the noise, either way: a placebo is as far from the others as the run may be."""
+    found, count = split.beside, len(split.placebos)
+    if found is None:
+        return []
+    below = sum(value <= split.real for value in split.placebos)
+    p = min(1.0, 2 * (1 + min(below, split.reached)) / (1 + count))
+    line = (
+        f"the run less the mean placebo: {_bounds(found)}, for the run and further placebos; {split.reached} of {count} "
+        f"are at the run or above it, {below} at it or below, two-sided p {p:.2g}"
+    )
+    return [line if statistics.is_sure(found) else f"{line}; the rewards are not shown to have done anything to it"]
 
 
 def _share(split: Split) -> str:
