@@ -10,7 +10,7 @@ change is drift, and its share of the real change says how much of a result is n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -118,10 +118,14 @@ class Whole(Ends):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of the placebos of a run that is done: of its reward, and of `task.fitness`, where there is one."""
+    """What is known of the placebos of a run that is done: of its reward, and of `task.fitness`, where there is one.
+
+    `measures` are means over the placebos, by the names of an evaluation, as far as they were written.
+    """
 
     reward: Split
     fitness: Whole | None = None
+    measures: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def aim(self) -> Ends:
@@ -225,21 +229,21 @@ def sentence(split: Split) -> str:
 
 
 def beyond_drift(split: Split, *, advise: bool = True) -> str:
-    """What is left of the change, and how surely; to whom has the run, also what would show more."""
-    reach = f"{split.reached} of {len(split.placebos)} reach the run"
-    least = " (the least that so many can give)" if not split.reached else ""
-    line = f"beyond drift: {_bounds(split.signal)} above the mean placebo; {reach}, one-sided p {split.p:.2g}{least}"
-    # The interval is about the mean placebo; a run without signal is a placebo more, and as far from it as any.
+    """Whether the run is more than drift, in the first words, and by what; to whom has the run, also what would show
+    more. The interval is about the mean placebo; a run without signal is a placebo more, and as far from it as any.
+    """
+    count, reach = len(split.placebos), f"{split.reached} of {_count(len(split.placebos))} reach the run"
+    by = f"{_bounds(split.signal)} above the mean placebo"
     if split.reached or split.signal.mean <= 0:
-        return f"{line}; not shown to be more than drift"
+        return f"not shown to be more than drift: {reach}, one-sided p {split.p:.2g}; {by}"
+    found = f"{reach}, one-sided p {split.p:.2g}, the least that so many can give; {by}"
     gain = split.gain
     if gain.mean <= 0 or (gain.low is not None and gain.low <= 0):
-        return f"{line}; {_without_gain(split)}"
+        return f"{_without_gain(split)}; {found}"
     if split.p > LEVEL:
-        if not advise:
-            return f"{line}; so few placebos cannot show that it is more than drift"
-        return f"{line}; {ENOUGH} placebos can show whether it is more than drift"
-    return line
+        few = f"{_count(count)} cannot show whether it is more than drift"
+        return f"{few}{f', {ENOUGH} can' if advise else ''}: {found}"
+    return f"more than drift: {found}"
 
 
 def _without_gain(split: Split) -> str:
@@ -290,29 +294,40 @@ def _beside(split: Split) -> list[str]:
 
 
 def _share(split: Split) -> str:
-    """Which part of the change is drift, where there surely is a change."""
+    """Which part of the change is drift, where there surely is a change, and the placebos have such a part of it."""
     found, what = split.share, "gain" if split.gain.mean > 0 else "loss"
     if found is None:
         return f"its change, {_bounds(split.gain)}, may be none, so no share of it is called drift"
+    if len(split.placebos) == 1:
+        return f"{_beside(split)}; one placebo tells no share of drift"
+    if not 0 <= found.mean <= 1 and round(found.mean, 2) != 0:
+        return f"{_beside(split)}: {_beyond(split, found)}"
     bounds = f"({found.why})"
     if found.low is not None and found.high is not None:
         bounds = f"(95 % interval {found.low:.0%} to {found.high:.0%})"
-    return f"about {round(found.mean, 2) + 0.0:.0%} of the {what} is drift {bounds}{_beyond(split, found)}"
+    return f"about {round(found.mean, 2) + 0.0:.0%} of the {what} is drift {bounds}"
+
+
+def _beside(split: Split) -> str:
+    """What the placebos and the run did to the start."""
+    alone = len(split.placebos) == 1
+    drift = f"the placebo{'' if alone else 's'} {_moved(split.mean - split.before)}{'' if alone else ' in the mean'}"
+    return f"{drift} where the run {_moved(split.gain.mean)}"
+
+
+def _moved(change: float) -> str:
+    return f"{'gained' if change > 0 else 'lost'} {abs(change):.3g}" if change else "stayed as it was"
 
 
 def _beyond(split: Split, share: Estimate) -> str:
-    """What a share below 0 or above 1 is, in words: of noise at large where that is sure, else of these placebos."""
-    if 0 <= share.mean <= 1:
-        return ""
+    """What drift that is none of the change, or more than all of it, says: of noise at large where that is sure."""
     gain, more = split.gain.mean > 0, share.mean > 1
+    what = "gain" if gain else "loss"
     if not _is_of_noise(split, share):
-        fell = gain != more  # a share above 1 is a change the run's own way, one below 0 the other
-        than = " more in the mean than the run did" if more else " in the mean"
-        return f", that is: {_count(len(split.placebos))} {'lost' if fell else 'gained'}{than}"
+        return f"noise alone may have made all of the {what}" if more else f"no part of the {what} is seen to be drift"
     if more:
-        return f", that is: noise alone {'brings more' if gain else 'does more harm'} than the run did"
-    other, what = ("does harm", "gain") if gain else ("brings a gain", "loss")
-    return f", that is: noise alone {other}, and all of the {what} is signal"
+        return f"noise alone {'brings more' if gain else 'does more harm'} than the run did"
+    return f"noise alone {'does harm' if gain else 'brings a gain'}, and all of the {what} is signal"
 
 
 def _is_of_noise(split: Split, share: Estimate) -> bool:

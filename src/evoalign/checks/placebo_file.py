@@ -36,6 +36,7 @@ class _Kept(BaseModel):
     settings: dict[str, Any]
     reward: Split
     fitness: Whole | None = None
+    measures: dict[str, float] = {}
     hash: Hash
 
 
@@ -66,7 +67,7 @@ def read(run: Path, config: Config) -> Known | None:
         raise DataError(f"{file} is not of {run / JOURNAL}; {MEND}")
     if record.settings != _settings(config):
         raise DataError(f"{file} was not evaluated with the settings of {run / 'config.yaml'}; {MEND}")
-    return Known(record.reward, record.fitness)
+    return Known(record.reward, record.fitness, record.measures)
 
 
 def with_most(*found: Known | None) -> Known | None:
