@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from calling import Run, caller
 from compared import copy_run, edit, real_run
 from evoalign import analysis
 from evoalign.analysis import Finding
-from evoalign.checks import placebo, summary
+from evoalign.analysis.compare.runs import find_in_order
+from evoalign.checks import placebo, placebo_file, summary
 from evoalign.config import load
 from evoalign.report.html import page
 from evoalign.report.html.markup import text
@@ -133,8 +135,9 @@ def test_the_diagnosis_is_the_run_s_own(done: Path) -> None:
     config, rows = load(done / "config.yaml"), RunDir(done).read_metrics()
     own = summary.told(summary.history_of([rows[i] for i in range(6)], config, deterministic=True))
     (view,) = views_of([done])
-    assert list(view.diagnosis)[: len(view.diagnosis) - 1] == [line for line in own if not line.startswith("warning")]
-    assert "on the test split the reward" in view.diagnosis[-1]
+    assert list(view.diagnosis)[1:] == [line for line in own if not line.startswith("warning")]
+    assert "on the test split the reward" in view.diagnosis[0]
+    assert "; go by this" in view.diagnosis[0], "the training fitness may say otherwise"
 
 
 def test_the_intervals_are_those_of_the_statistics(done: Path) -> None:
@@ -174,6 +177,34 @@ def test_placebos_stand_beside_the_gain(run: Path) -> None:
     assert view.measures[0].placebo == split.mean
 
 
+def test_the_column_of_placebos_is_of_those_that_are_drawn(run: Path) -> None:
+    """Of more that `evoalign placebo` measured, and not of the few of the run's end beside them."""
+    before, real = [0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2]
+    few, many = placebo.split(before, real, [[0.1] * 4]), placebo.split(before, real, [[0.3] * 4, [0.5] * 4])
+    tree = {"generation": 6, "seeds": [0], "reward": few.as_dict(), "measures": {"reward": 0.1, "tokens": 1.0}}
+    edit(run / "results/evaluation.json", lambda old: {**old, "placebo": tree})
+    distance = placebo.Distances(1.0, None, (1.0,))
+    found = placebo.Placebos(6, (0, 1), many, distance, {"reward": 0.4, "tokens": 2.0})
+    placebo_file.write(run, load(run / "config.yaml"), found)
+    (view,) = views_of([run])
+    assert view.placebos is not None and len(view.placebos.placebos) == 2
+    assert {m.name: m.placebo for m in view.measures if m.placebo is not None} == {"reward": 0.4, "tokens": 2.0}
+    assert "mean of 2 placebos" in shown(run)
+
+
+def test_the_page_says_when_it_was_made_and_what_was_not_there(run: Path, go: Run) -> None:
+    assert go("report", run).code == 0
+    foot = (run / "report.html").read_text().split("<footer", 1)[1]
+    assert re.search(r"at \d{4}-\d\d-\d\d \d\d:\d\d UTC", foot) and "no analyses had been made" in foot
+    added = go("analyze", "hacking", run, "--to", run / "analysis")
+    assert added.code == 0, added.err
+    assert f"`evoalign report {run}` writes it anew" in " ".join(added.out.split())
+    assert go("report", run).code == 0
+    assert "no analyses" not in (run / "report.html").read_text().split("<footer", 1)[1]
+    elsewhere = go("analyze", "hacking", run, "--to", run / "other")
+    assert elsewhere.code == 0 and "writes it anew" not in elsewhere.out
+
+
 def test_without_placebos_it_is_said_that_drift_is_not_known(run: Path) -> None:
     edit(run / "results/evaluation.json", lambda tree: {k: v for k, v in tree.items() if k != "placebo"})
     (view,) = views_of([run])
@@ -196,6 +227,7 @@ def test_of_a_run_of_grpo(run: Path, tmp_path: Path) -> None:
     (view,) = views_of([tmp_path / "grpo"])
     assert view.method == "GRPO" and view.words.unit == "step"
     assert [line for line in view.diagnosis if "on the test split" in line] == list(view.diagnosis)
+    assert "go by this" not in view.diagnosis[0], "nothing else is said"
     assert not any(key.startswith("es.") for key in view.settings) and "grpo.max_steps" in view.settings
 
 
@@ -293,6 +325,13 @@ def test_runs_side_by_side(run: Path, tmp_path: Path, go: Run) -> None:
 )
 def test_names_tell_runs_apart(paths: list[str], names: list[str]) -> None:
     assert names_of(list(map(Path, paths))) == names
+
+
+def test_runs_of_a_folder_are_in_natural_order(run: Path, tmp_path: Path) -> None:
+    for name in ("seed_10", "seed_9", "a", "seed_2/x"):
+        copy_run(run, tmp_path / "many" / name)
+    found = [str(one.relative_to(tmp_path / "many")) for one in find_in_order([tmp_path / "many"])]
+    assert found == ["a", "seed_2/x", "seed_9", "seed_10"]
 
 
 def test_the_command_says_what_is_wrong(run: Path, tmp_path: Path, go: Run) -> None:

@@ -52,6 +52,7 @@ def analyze(
         raise ConfigError(f"--to {to} is a file; give a folder")
     settings = settings_of(chosen, sets or [])
     quiet()
+    from evoalign.rundir.directory import ANALYSES, older_report
     from evoalign.setup import as_config
 
     own = as_config(load(config, needs_es=False)) if config else None
@@ -60,7 +61,8 @@ def analyze(
     finding.show(console())
     if to is not None:
         to.mkdir(parents=True, exist_ok=True)
-        typer.echo(f"wrote {', '.join(path.name for path in finding.write(to, chosen.name))} into {to}")
+        wrote = ", ".join(path.name for path in finding.write(to, chosen.name))
+        typer.echo(f"wrote {wrote} into {to}{older_report(to.parent) if to.name == ANALYSES else ''}")
 
 
 def _progress(name: str) -> AbstractContextManager[object]:

@@ -22,6 +22,8 @@ from evoalign.rundir.rows import is_row
 
 FAILED_COMPLETION = "failed_completion.json"
 REPORT = "report.html"
+ANALYSES = "analysis"
+"""Of a run's folder: what `evoalign analyze ... --to` put there for its report."""
 LOCK = ".lock"
 OURS = (
     JOURNAL,
@@ -331,6 +333,12 @@ def _forget_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
+
+
+def older_report(run: Path) -> str:
+    """Words for who added to a run that has a report: that one is not written over unasked."""
+    file = run / REPORT
+    return f"; {file} is from before, `evoalign report {run}` writes it anew" if file.is_file() else ""
 
 
 def generation_of(folder: Path) -> int:

@@ -27,7 +27,7 @@ from evoalign.report import watching
 from evoalign.rewards.fitness import aim_of
 from evoalign.rollouts import lengths_of
 from evoalign.rundir.checkpoint import Mark
-from evoalign.rundir.directory import MEASURING, RunDir
+from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log, Recorded
 from evoalign.rundir.sealing import EVALUATION
@@ -192,7 +192,7 @@ def keep(run: Path, found: Placebos) -> str:
     if before is not None and len(before.reward.placebos) > len(found.seeds):
         return f"not kept: {file} has {len(before.reward.placebos)} placebos; delete it to keep these"
     placebo_file.write(run, config, found)
-    return f"kept in {file}: `evoalign export` and `evoalign compare` read it there"
+    return f"kept in {file}: `evoalign export`, `compare` and `report` read it there{older_report(run)}"
 
 
 def counterfactuals(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from evoalign.report.figures import Ends
-from evoalign.report.html import charts, completions, page
+from evoalign.report.html import charts, completions, curves, page
 from evoalign.report.html.charts import Chart, Series
 from evoalign.report.html.markup import table, tag, text
 from evoalign.report.html.view import Analysed, Answer, Measure, Pair, Picture, Placebos, View
@@ -153,6 +153,51 @@ def test_names_of_several_runs_stand_over_each() -> None:
     source = page.render([view("one"), view("two"), view("three"), view("four")])
     assert "<h3>one</h3>" in source and "one and 3 more runs" in source
     assert "run by run" in source
+
+
+def part(source: str, name: str) -> str:
+    return source.split(f'id="{name}"', 1)[1].split("</section>", 1)[0]
+
+
+def test_a_run_without_placebos_beside_one_that_has_some_says_why() -> None:
+    views = [
+        view("one"),
+        view("two", method="GRPO", placebos=None),
+        view("three", state="unfinished", placebos=None),
+        view("four", placebos=None),
+    ]
+    said = part(page.render(views), "placebo")
+    assert "GRPO keeps no journal" in said and "the run has not ended" in said and "evoalign placebo plain" in said
+    assert "Nothing." not in page.render([*views, View("five", "five")])
+
+
+def test_the_test_split_has_three_digits() -> None:
+    found = [Measure("reward", 0.123456, 0.234567, (0.111111, 0.0012345, 0.221333)), Measure("tokens", 1234.56, 999.7)]
+    said = part(page.render([view(measures=found)]), "results")
+    for cell in ("0.123", "0.235", "+0.111", "+0.00123 to +0.221", "1,235", "1,000", "-235"):
+        assert f">{cell}</td>" in said, cell
+
+
+def test_the_moving_mean_is_the_strong_line_of_a_long_run() -> None:
+    rows = [row(i, mean=float(i % 2)) for i in range(40)]
+    said = part(page.render([view(rows=rows)]), "curves")
+    assert "moving mean over 5" in said and said.index('class="faint c0"') < said.index('class="line c0"')
+    points = [(float(i), float(i % 2)) for i in range(40)]
+    smooth = [y for _, y in curves.moving(points)]
+    expected = [
+        sum(p[1] for p in points[max(0, i - 2) : i + 3]) / len(points[max(0, i - 2) : i + 3]) for i in range(40)
+    ]
+    assert smooth == pytest.approx(expected)
+    gaps = [(float(i), None if i < 30 else math.nan if i < 35 else 1.0) for i in range(40)]
+    assert [y for _, y in curves.moving(gaps)] == [None] * 33 + [1.0] * 7
+    assert curves.moving(points[:19]) == points[:19]
+    assert "moving mean" not in part(page.render([view()]), "curves")
+
+
+def test_runs_beside_each_other_share_an_axis_that_is_explained() -> None:
+    said = part(page.render([view("one"), view("two")]), "curves")
+    assert "mean reward while training" in said and "fitness while training" not in said
+    assert "may take more completions than another" in said
 
 
 def test_headings_go_down_by_one() -> None:

@@ -18,7 +18,7 @@ from test_page import HOSTILE, row, view
 
 from browsing import Visit, chromium
 from evoalign.report.html import page
-from evoalign.report.html.view import Answer, Pair, View
+from evoalign.report.html.view import Answer, Measure, Pair, View
 
 pytestmark = pytest.mark.slow
 PHONE, DESKTOP = {"width": 400, "height": 844}, {"width": 1200, "height": 900}
@@ -93,10 +93,27 @@ def test_search_filters_and_order(visit: Open, tmp_path: Path) -> None:
 def test_runs_side_by_side_can_be_chosen(visit: Open, tmp_path: Path) -> None:
     source = page.render([view("one", "x", completions=asked(30)), view("two", "x", completions=asked(20))])
     tab = visit(source, tmp_path, viewport=DESKTOP)
-    first = tab.page.locator("#answers > li .where").all_inner_texts()[:4]
-    assert first == ["one: example 0", "two: example 0", "one: example 1", "two: example 1"]
+    assert found(tab) == "50 of 50 completions to 30 questions, the first 20 shown"
+    assert tab.page.locator("#answers > li .where").all_inner_texts()[:2] == ["example 0", "example 1"]
+    card = tab.page.locator("#answers > li").first
+    assert card.locator(".prompt").count() == 1, "asked once, of all runs"
+    assert card.locator(".what strong").all_inner_texts() == ["before, all alike", "one, after", "two, after"]
     tab.page.locator("#by-run").select_option("two")
-    assert found(tab) == "20 of 50 completions"
+    assert found(tab) == "20 of 50 completions to 20 questions"
+    assert card.locator(".what strong").all_inner_texts() == ["two, before", "two, after"]
+
+
+def test_runs_that_were_asked_something_else_have_cards_of_their_own(visit: Open, tmp_path: Path) -> None:
+    other = [Pair((0, 0, 0), "Another question?", None, Answer("x", 0.0, None, "stop", 1), None)]
+    source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=other)])
+    tab = visit(source, tmp_path, viewport=DESKTOP)
+    assert tab.page.locator("#answers .prompt").all_inner_texts() == ["Question 0?", "Another question?"]
+    changed = Pair((0, 0, 0), "Question 0?", "gold 0", Answer("another start", 0.0, None, "stop", 1), None)
+    source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=[changed])])
+    tab = visit(source, tmp_path, viewport=DESKTOP)
+    assert tab.page.locator("#answers .what strong").all_inner_texts() == [
+        "one, before", "one, after", "two, before", "two, after",
+    ]  # fmt: skip
     is_quiet(tab)
 
 
@@ -169,6 +186,16 @@ def test_both_themes_on_a_phone_and_a_desktop(visit: Open, tmp_path: Path, schem
             "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)"
         )
         is_quiet(tab)
+
+
+def test_the_tables_of_four_runs_fit_a_desktop(visit: Open, tmp_path: Path) -> None:
+    share, reward = (0.0812345, 0.0123456, 0.1512345), (0.0812345, -0.0001234, 0.1612345)
+    found = [Measure("reward", 0.336123, 0.396123, reward, 0.330412), Measure("right", 0.236, 0.296, share, 0.23)]
+    views = [view(f"a_run_of_{i}", "run", measures=found) for i in range(4)]
+    tab = visit(page.render(views), tmp_path, viewport=DESKTOP)
+    tables = tab.page.locator("#summary .wide-table, #results .wide-table")
+    assert tables.count() == 5
+    assert max(tables.evaluate_all("(all) => all.map((one) => one.scrollWidth - one.clientWidth)")) <= 0
 
 
 def test_the_theme_can_be_switched_and_is_kept(visit: Open, tmp_path: Path) -> None:
@@ -270,7 +297,7 @@ def wait_for(ready: Callable[[], bool]) -> None:
 
 def test_the_live_page_without_a_run_that_goes_on_stays_as_it_is(visit: Open, tmp_path: Path) -> None:
     """A part that comes, and one that goes, each in its place."""
-    states = [View("run", "run"), view("run", "x"), View("run", "run", warnings=["new"])]
+    states = [View("run", "run"), view("run", "x"), View("run", "run", warnings=["came late"])]
     tags = iter("bc")
     tab = visit(page.render(states[:1], live="a").replace("setTimeout(ask, 2000)", "setTimeout(ask, 50)"), tmp_path)
     assert tab.page.locator("#placebo").count() == 0  # its script is not the allowed one, and does not run
@@ -294,6 +321,6 @@ def test_the_live_page_without_a_run_that_goes_on_stays_as_it_is(visit: Open, tm
     tab.page.locator("#placebo").wait_for(timeout=20_000)
     assert tab.page.evaluate(order) == list(page.PARTS)
     assert tab.page.locator("nav a").count() == len(page.PARTS)
-    tab.page.get_by_text("new").wait_for(timeout=20_000)
+    tab.page.get_by_text("came late").wait_for(timeout=20_000)
     assert tab.page.evaluate(order) == few
     assert not tab.errors

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,10 +107,16 @@ def find_in_order(paths: Iterable[str | Path]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     runs: list[Path] = []
     for where, names, _ in os.walk(folder):
+        names.sort(key=_natural)
         if _is_readable(Path(where)):
             runs.append(Path(where))
             names.clear()  # a run holds no runs
     return runs
+
+
+def _natural(name: str) -> list[int | str]:
+    """By which seed_2 comes before seed_10: words and numbers in turn."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def _is_readable(path: Path) -> bool:

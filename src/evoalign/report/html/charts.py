@@ -35,7 +35,7 @@ class Series:
     label: str
     points: Sequence[Point]
     colour: int = 0
-    kind: Literal["line", "thin", "band", "mark", "tick", "stack"] = "line"
+    kind: Literal["line", "thin", "faint", "band", "mark", "tick", "stack"] = "line"
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     shape: Literal["diamond", "square", "circle"] = "diamond"
@@ -54,8 +54,8 @@ class Chart:
     """Whether x counts."""
 
 
-def drawn(chart: Chart) -> Markup:
-    """The chart with its heading and legend; nothing where no series has a point."""
+def drawn(chart: Chart, note: str = "") -> Markup:
+    """The chart with its heading, its legend and a note below; nothing where no series has a point."""
     shown = [series for series in chart.series if any(_is_drawable(y) for _, y in series.points)]
     if not shown:
         return Markup("")
@@ -63,7 +63,8 @@ def drawn(chart: Chart) -> Markup:
     names = [s for s in chart.series if s.label]
     legend = tag("ul", *(tag("li", _swatch(s), text(s.label)) for s in names), class_="legend")
     heading = tag("figcaption", text(chart.title))
-    return tag("figure", heading, _svg(chart, WIDE, "wide"), _svg(chart, NARROW, "narrow"), legend, class_="chart")
+    below = (legend, tag("p", text(note), class_="notes")) if note else (legend,)
+    return tag("figure", heading, _svg(chart, WIDE, "wide"), _svg(chart, NARROW, "narrow"), *below, class_="chart")
 
 
 def thinned(series: Series) -> Series:
@@ -252,7 +253,7 @@ def _marks(series: Series, frame: _Frame) -> Iterator[Markup]:
 
 
 _PAINT: dict[str, Callable[[Series, _Frame], Iterator[Markup]]] = {
-    "line": _line, "thin": _line, "band": _band, "mark": _marks, "tick": _ticks_below, "stack": _stack,
+    "line": _line, "thin": _line, "faint": _line, "band": _band, "mark": _marks, "tick": _ticks_below, "stack": _stack,
 }  # fmt: skip
 
 
@@ -284,7 +285,7 @@ def _strip(
     title: str, groups: Sequence[tuple[str, Sequence[float], int]], low: float, high: float, width: int, kind: str
 ) -> Markup:
     air = 0.05 * (high - low) or 0.1 * abs(low) or 1.0
-    frame, step = _Frame(width, low - air, high + air, 0.0, 1.0, left=120 if width > 500 else 92), 34
+    frame, step = _Frame(width, low - air, high + air, 0.0, 1.0, left=120 if width > 500 else 100), 34
     height = step * len(groups) + 34
     inside: list[Markup] = []
     for value in ticks(frame.x0, frame.x1, 7 if width > 500 else 4):

@@ -7,13 +7,16 @@ import math
 from collections.abc import Iterator, Sequence
 
 from evoalign.report.figures import Ends
-from evoalign.report.html.charts import Chart, Series, drawn
+from evoalign.report.html.charts import Chart, Point, Series, drawn
 from evoalign.report.html.markup import NOTHING, Markup, folded, joined, number, table
 from evoalign.report.html.view import Row, View
 from evoalign.rewards.fitness import aim_of
 
 MOST_ROWS = 400
 """Of the table below a chart; of a longer run each second, third, ... is in it."""
+SMOOTHED = 20
+"""Rows from which on means are drawn as moving means, over a tenth of them; of fewer, each is drawn."""
+OF_MEANS = f"Lines of {SMOOTHED} points and more are moving means over a tenth of them"
 PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}
 """Colours of the phases that are known."""
 
@@ -43,9 +46,12 @@ def _evolution(view: View) -> Iterator[Series]:
         return [row.get(name) for row in rows]
 
     means = list(zip(at, of("mean"), strict=True))
+    smooth = moving(means)
     yield Series("20th to 80th percentile", means, 0, "band", of("p20"), of("p80"))
-    yield Series(words.best, list(zip(at, of("best"), strict=True)), 1, "thin")
-    yield Series(words.mean, means, 0)
+    yield Series(words.best, list(zip(at, of("best"), strict=True)), 1, "faint")
+    if smooth is not means:
+        yield Series(words.mean, means, 0, "faint")
+    yield Series(words.mean if smooth is means else f"the same, moving mean over {window(len(means))}", smooth, 0)
     validated = words.tested.replace("test", "validation", 1)
     for name, split, label, colour in (
         ("validation", "validation", validated, 4),
@@ -55,6 +61,24 @@ def _evolution(view: View) -> Iterator[Series]:
     still = [(x, 0.0) for x, row in zip(at, rows, strict=True) if row.get("zero_variance")]
     if still:
         yield Series(f"{words.still} ({len(still)} of {len(rows)})", still, 3, "tick")
+
+
+def window(count: int) -> int:
+    """Points that a moving mean is over: an odd number, a tenth of them."""
+    return 2 * (count // 20) + 1
+
+
+def moving(points: Sequence[Point]) -> Sequence[Point]:
+    """Centred moving means, at the ends over the points that are there; the points themselves where there are few."""
+    if len(points) < SMOOTHED:
+        return points
+    reach = window(len(points)) // 2
+    kept = [_finite(y) for _, y in points]
+    found: list[Point] = []
+    for i, (x, _) in enumerate(points):
+        values = [y for y in kept[max(0, i - reach) : i + reach + 1] if y is not None]
+        found.append((x, math.fsum(y / len(values) for y in values) if values else None))
+    return found
 
 
 def _measured(rows: Sequence[Row], name: str, ends: Ends, label: str, colour: int) -> Series:

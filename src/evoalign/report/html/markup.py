@@ -66,6 +66,11 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str | Mar
     return tag("div", whole, class_="wide-table", tabindex=0, role="region", aria_label=caption)
 
 
+def short(value: float, sign: str = "") -> str:
+    """Three significant digits, for tables of many columns; a whole number of thousands and more."""
+    return f"{value:{sign},.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:{sign}.3g}"
+
+
 def number(value: float | None) -> str:
     """Four significant digits; nothing for what is not known."""
     if value is None:

@@ -7,6 +7,7 @@ import base64
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 
@@ -26,8 +27,8 @@ PARTS: dict[str, tuple[str, Callable[[Sequence[View]], Markup]]] = {
     "results": ("Test split", sections.measures),
     "curves": ("Curves", sections.over_the_run),
     "placebo": ("Signal beside drift", sections.placebo),
-    "completions": ("Completions", lambda views: NOTHING),
     "analyses": ("Analyses", sections.analyses),
+    "completions": ("Completions", lambda views: NOTHING),
     "time": ("Time", sections.time),
     "settings": ("Settings", sections.settings),
     "budget": ("Budget", sections.budget),
@@ -60,7 +61,7 @@ def render(views: Sequence[View], live: str | None = None, shared: Sequence[Anal
         Markup('<a class="skip" href="#main">To the report</a>'),
         _header(title, made, live=live is not None),
         tag("main", *(_part(name, heading, inside) for name, (heading, inside) in made.items()), id="main"),
-        tag("footer", tag("p", text("Made by evoalign of what lies in the run directory."))),
+        _footer(views),
         data,
         Markup(f"<script>{script}</script>"),
     ))  # fmt: skip
@@ -96,6 +97,21 @@ def _header(title: str, made: dict[str, tuple[str, Markup]], *, live: bool) -> M
         tag("p", text("Follows the run."), id="live", role="status") if live else NOTHING,
         tag("nav", tag("ul", *links), aria_label="Parts of the report", data_part="nav", data_hash=_short(*made)),
     )
+
+
+def _footer(views: Sequence[View]) -> Markup:
+    """When it was made, and what was not there then and may be now."""
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    gone = {
+        "placebos": [v.name for v in views if v.placebos is None and v.method == "ES"],
+        "analyses": [v.name for v in views if not v.analyses],
+    }
+    some = len(views) > 1
+    lacks = " and ".join(f"no {k}{f' of {listed(names)}' if some else ''}" for k, names in gone.items() if names)
+    said = f"Made by evoalign at {now} of what lay in the run director{'ies' if some else 'y'} then"
+    said += f"; {lacks} had been made. " if lacks else ". "
+    said += "What is added later is in the page that evoalign report writes anew."
+    return tag("footer", tag("p", text(said)), data_part="footer", data_hash=_short(said))
 
 
 def _part(name: str, heading: str, inside: Markup) -> Markup:

@@ -131,10 +131,22 @@
     box.append(head, answer.t === "" ? element("p", "none", "(empty)") : element("pre", "", answer.t));
     return box;
   };
-  const shownRow = (row) => {
+  // one card for the same question to several runs
+  const cards = (found) => {
+    const made = new Map();
+    for (const row of found) {
+      const key = several ? JSON.stringify([row.k, row.p, row.g]) : row.at;
+      if (made.has(key)) made.get(key).push(row);
+      else made.set(key, [row]);
+    }
+    return [...made.values()];
+  };
+  const isSame = (a, b) => Boolean(a && b) && a.t === b.t && a.r === b.r && a.f === b.f && a.k === b.k;
+  const shownCard = (asked) => {
     const item = element("li");
+    const [row] = asked;
     const seeds = row.k[1] || row.k[2] ? `, seed ${row.k[1]}, sample ${row.k[2]}` : "";
-    item.append(element("p", "where", `${several ? `${row.name}: ` : ""}example ${row.k[0]}${seeds}`));
+    item.append(element("p", "where", `example ${row.k[0]}${seeds}`));
     item.append(element("pre", "prompt", row.p));
     if (row.g !== undefined) {
       const gold = element("p", "gold", "gold: ");
@@ -142,7 +154,12 @@
       item.append(gold);
     }
     const both = element("div", "both");
-    both.append(said("before", row.b), said("after", row.a));
+    const whose = (one, when) => (several ? `${one.name}, ${when}` : when);
+    if (asked.length > 1 && asked.every((one) => isSame(one.b, row.b))) {
+      both.append(said("before, all alike", row.b), ...asked.map((one) => said(whose(one, "after"), one.a)));
+    } else {
+      both.append(...asked.flatMap((one) => [said(whose(one, "before"), one.b), said(whose(one, "after"), one.a)]));
+    }
     item.append(both);
     return item;
   };
@@ -150,11 +167,13 @@
   const list = () => {
     if (!byId("find")) return;
     const found = chosen();
-    byId("answers").replaceChildren(...found.slice(0, shown).map(shownRow));
+    const all = cards(found);
+    byId("answers").replaceChildren(...all.slice(0, shown).map(shownCard));
     byId("found").textContent =
       `${found.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} completions` +
-      (found.length > shown ? `, the first ${shown} shown` : "");
-    byId("more").hidden = found.length <= shown;
+      (several ? ` to ${all.length.toLocaleString("en")} questions` : "") +
+      (all.length > shown ? `, the first ${shown} shown` : "");
+    byId("more").hidden = all.length <= shown;
   };
   const again = (event) => {
     if (!event.target.closest(".controls")) return;

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from evoalign.report.html import charts
 from evoalign.report.html.charts import Chart, Series
-from evoalign.report.html.curves import curves, timings
-from evoalign.report.html.markup import NOTHING, Markup, bullets, folded, joined, number, table, tag, text
+from evoalign.report.html.curves import OF_MEANS, curves, moving, timings
+from evoalign.report.html.markup import NOTHING, Markup, bullets, folded, joined, number, short, table, tag, text
 from evoalign.report.html.view import Analysed, Measure, View
 from evoalign.report.tables import NAMES, is_share
 
@@ -19,20 +19,38 @@ STATES = {
     "unfinished": "not at its end",
 }
 
+AT_COST = "evoalign compare draws runs by the completions, tokens or seconds that they took."
 MOST_SENTENCES = 8
 """Of an analysis before its figures; further ones are folded away."""
 
 
-def of_each(views: Sequence[View], made: Callable[[int, View], Markup]) -> Markup:
-    """What is said of each run; with its name above where there are several."""
+def of_each(views: Sequence[View], made: Callable[[int, View], Markup], none: Callable[[View], str]) -> Markup:
+    """What is said of each run; with its name above where there are several, and why there is none beside others."""
     parts = [made(i, view) for i, view in enumerate(views)]
     if len(views) == 1:
         return parts[0]
     named = (
-        tag("div", tag("h3", text(view.name)), part or tag("p", text("Nothing."), class_="none"), class_="run")
+        tag("div", tag("h3", text(view.name)), part or tag("p", text(none(view)), class_="none"), class_="run")
         for view, part in zip(views, parts, strict=True)
     )
     return tag("div", *named, class_="runs") if any(parts) else NOTHING
+
+
+def _not_yet(view: View) -> str:
+    """Of a part that each run comes to have."""
+    return "The run has none of this." if view.state == "done" else "Not yet: the run has not ended."
+
+
+def _why_no_placebos(view: View) -> str:
+    if view.method != "ES":
+        return f"{view.method} keeps no journal that could be shuffled, so it has no placebos."
+    if view.state != "done":
+        return "No placebos yet: the run has not ended."
+    return f"No placebo was measured: evoalign placebo {view.path}"
+
+
+def _no_analysis(view: View) -> str:
+    return f"No analysis of this run alone: evoalign analyze NAME {view.path} --to {view.path}/analysis"
 
 
 # --- what comes first ---
@@ -40,7 +58,7 @@ def of_each(views: Sequence[View], made: Callable[[int, View], Markup]) -> Marku
 
 def warnings(views: Sequence[View]) -> Markup:
     """Alarms and warnings, those first."""
-    found = of_each(views, _warnings)
+    found = of_each(views, _warnings, lambda _: "Nothing alarms, and nothing warns.")
     return found or tag("p", text("Nothing alarms, and nothing warns."), class_="fine")
 
 
@@ -52,7 +70,7 @@ def _warnings(_: int, view: View) -> Markup:
 
 def summary(views: Sequence[View]) -> Markup:
     """What became of each run, and beside each other."""
-    return joined((of_each(views, _summary), _side_by_side(views) if len(views) > 1 else NOTHING))
+    return joined((of_each(views, _summary, _not_yet), _side_by_side(views) if len(views) > 1 else NOTHING))
 
 
 def _summary(i: int, view: View) -> Markup:
@@ -82,7 +100,7 @@ def _side_by_side(views: Sequence[View]) -> Markup:
 
 def diagnosis(views: Sequence[View]) -> Markup:
     """Whether it learns, in words."""
-    return of_each(views, lambda _, view: bullets(view.diagnosis))
+    return of_each(views, lambda _, view: bullets(view.diagnosis), _not_yet)
 
 
 # --- curves, placebos, time ---
@@ -90,7 +108,7 @@ def diagnosis(views: Sequence[View]) -> Markup:
 
 def over_the_run(views: Sequence[View]) -> Markup:
     """The charts of each run; of several, first their means in one."""
-    return joined((_together(views) if len(views) > 1 else NOTHING, of_each(views, curves)))
+    return joined((_together(views) if len(views) > 1 else NOTHING, of_each(views, curves, _not_yet)))
 
 
 def _together(views: Sequence[View]) -> Markup:
@@ -102,14 +120,16 @@ def _together(views: Sequence[View]) -> Markup:
 
 
 def _means(task: str, views: Sequence[View]) -> Markup:
-    lines = [Series(v.name, [(r["generation"], r.get("mean")) for r in v.rows], i) for i, v in enumerate(views)]
-    across = " or ".join(sorted({view.words.unit for view in views}))
-    return charts.drawn(Chart(f"{task}: mean fitness while training, run by run", across, "fitness", lines))
+    lines = [Series(v.name, moving([(r["generation"], r.get("mean")) for r in v.rows]), i) for i, v in enumerate(views)]
+    across, aims = " or ".join(sorted({view.words.unit for view in views})), {view.words.aim for view in views}
+    aim = aims.pop() if len(aims) == 1 else "what each was trained for"
+    chart = Chart(f"{task}: mean {aim} while training, run by run", across, aim, lines)
+    return charts.drawn(chart, f"{OF_MEANS}. A {across} of one run may take more completions than another's. {AT_COST}")
 
 
 def placebo(views: Sequence[View]) -> Markup:
     """The run beside what its noise alone brings; nothing where nobody measured it."""
-    return of_each(views, _placebo)
+    return of_each(views, _placebo, _why_no_placebos)
 
 
 def _placebo(_: int, view: View) -> Markup:
@@ -128,7 +148,7 @@ def _placebo(_: int, view: View) -> Markup:
 
 def time(views: Sequence[View]) -> Markup:
     """Where the seconds went."""
-    return of_each(views, timings)
+    return of_each(views, timings, _not_yet)
 
 
 # --- results ---
@@ -136,14 +156,16 @@ def time(views: Sequence[View]) -> Markup:
 
 def measures(views: Sequence[View]) -> Markup:
     """The test split before and after."""
-    return of_each(views, _measures)
+    return of_each(views, _measures, _not_yet)
 
 
 def _measures(_: int, view: View) -> Markup:
     if not view.measures:
         return NOTHING
     has_placebo = any(measure.placebo is not None for measure in view.measures)
-    header = ("measure", "before", "after", "change", "95 % interval", *(["mean placebo"] if has_placebo else []))
+    count = 0 if view.placebos is None else len(view.placebos.placebos)
+    drift = [f"mean of {count} placebos" if count > 1 else "1 placebo"] if has_placebo else []
+    header = ("measure", "before", "after", "change", "95 % interval", *drift)
     rows = [(_called(m.name), *_cells(m), *([_value(m.name, m.placebo)] if has_placebo else [])) for m in view.measures]
     caption = "Test split; the change of a share is in points, its interval over examples"
     return table(caption, header, rows)
@@ -166,17 +188,21 @@ def _called(name: str) -> str:
 
 
 def _value(name: str, value: float | None) -> str:
-    return f"{value:.1%}" if value is not None and is_share(name) else number(value)
+    if value is None:
+        return ""
+    return f"{value:.1%}" if is_share(name) else short(value)
 
 
 def _signed(name: str, change: float) -> str:
-    return f"{100 * change:+.1f}" if is_share(name) else f"{change:+.4g}"
+    return f"{100 * change:+.1f}" if is_share(name) else short(change, "+")
 
 
 def analyses(views: Sequence[View], shared: Sequence[Analysed] = ()) -> Markup:
     """What `evoalign analyze` wrote: of several runs together, then into each run's folder."""
     level = "h3" if len(views) == 1 else "h4"
-    own = of_each(views, lambda i, view: joined(_analysis(f"{i}", found, level) for found in view.analyses))
+    own = of_each(
+        views, lambda i, view: joined(_analysis(f"{i}", found, level) for found in view.analyses), _no_analysis
+    )
     return joined((*(_analysis("all", found, "h3") for found in shared), own))
 
 
@@ -242,6 +268,10 @@ COSTS = {
 }  # fmt: skip
 
 
+def _amount(value: float | None) -> str:
+    return f"{value:.4g}" if value is not None and abs(value) >= 1e9 else number(value)
+
+
 def budget(views: Sequence[View]) -> Markup:
     """What training and evaluation took."""
     kept = [view for view in views if view.budget]
@@ -250,7 +280,7 @@ def budget(views: Sequence[View]) -> Markup:
     kinds = [(view, kind) for view in kept for kind in ("training", "evaluation")]
     header = ("", *(kind if len(kept) == 1 else f"{view.name}, {kind}" for view, kind in kinds))
     rows = [
-        (words, *(number(view.budget.get(kind, {}).get(name)) or "not known" for view, kind in kinds))
+        (words, *(_amount(view.budget.get(kind, {}).get(name)) or "not known" for view, kind in kinds))
         for name, words in COSTS.items()
     ]
     return table("What it took", header, rows)

@@ -25,14 +25,13 @@ from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.report.html import page
 from evoalign.report.html.view import State, View
 from evoalign.rundir import parquet, sealing
-from evoalign.rundir.directory import REPORT, RunDir
+from evoalign.rundir.directory import ANALYSES, REPORT, RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 from evoalign.training.reporting import words as said
 from evoalign.training.reporting.analyses import analysed
 from evoalign.training.reporting.words import Budget, Completion, Manifest, Result
 
-ANALYSES = "analysis"
 READ = (
     "config.yaml", "manifest.json", *sealing.SEALED, sealing.SEAL, placebo_file.PLACEBO,
 )  # fmt: skip
@@ -121,10 +120,10 @@ class _Reader:
             beside=said.beside(self.path, self.method, result, known),
             alarms=self.alarms,
             warnings=self.warnings,
-            diagnosis=[*diagnosis, *said.change_line(result)],
+            diagnosis=[*said.change_line(result, followed=bool(diagnosis)), *diagnosis],
             rows=rows,
             ends=said.ends(result, before, after),
-            measures=said.measures(result, before),
+            measures=said.measures(result, before, known),
             placebos=said.placebos(known),
             settings=settings,
             defaults=defaults,

@@ -39,12 +39,6 @@ class Alarms(_Plain):
     reasons: list[str] = []
 
 
-class PlaceboMeasures(_Plain):
-    """Of results/evaluation.json: means over the placebos."""
-
-    measures: Measures = {}
-
-
 class Result(_Plain):
     """results/evaluation.json, as far as the page shows it."""
 
@@ -55,7 +49,7 @@ class Result(_Plain):
     after: Measures
     change_mean_low_high: dict[str, Interval] = {}
     validation: dict[str, Any] = {}
-    placebo: PlaceboMeasures | None = None
+    placebo: dict[str, Any] | None = None
 
 
 class Manifest(_Plain):
@@ -111,15 +105,20 @@ def headline_of(result: Result | None, before: Sequence[Completion]) -> str:
     )
 
 
-def change_line(result: Result | None) -> list[str]:
-    """Whether what was trained for surely changed on the test split; nothing where that is not known yet."""
+def change_line(result: Result | None, *, followed: bool = False) -> list[str]:
+    """Whether what was trained for surely changed on the test split; nothing where that is not known yet.
+
+    `followed`: sentences about the training come next, whose fitness may go another way.
+    """
     if result is None or (name := aim_of(result.after)) not in result.change_mean_low_high:
         return []
     change, low, high = result.change_mean_low_high[name]
+    by = "; go by this, the same examples before and after: what follows is of members and training examples"
+    by = by if followed else ""
     if low == high:
-        return [f"on the test split the {name} changed by {change:+.4g}, without an interval"]
+        return [f"on the test split the {name} changed by {change:+.4g}, without an interval{by}"]
     sure = "is not sure to have changed" if low <= 0 <= high else "rose" if change > 0 else "fell"
-    return [f"on the test split the {name} {sure}: {change:+.4g}, 95 % interval {low:+.4g} to {high:+.4g}"]
+    return [f"on the test split the {name} {sure}: {change:+.4g}, 95 % interval {low:+.4g} to {high:+.4g}{by}"]
 
 
 def beside(path: Path, method: Method, result: Result | None, known: Known | None) -> list[str]:
@@ -158,11 +157,11 @@ def ends(result: Result | None, before: Sequence[Completion], after: Sequence[Co
     return found | {"validation": Ends(*estimates)}
 
 
-def measures(result: Result | None, before: Sequence[Completion]) -> list[Measure]:
+def measures(result: Result | None, before: Sequence[Completion], known: Known | None) -> list[Measure]:
     """Those that the results have before and after; of a run that is not done, the reward of the start."""
     if result is None:
         return [Measure("reward", by_example(before).mean, None)] if before else []
-    drift = result.placebo.measures if result.placebo else {}
+    drift = known.measures if known else {}
     changes = result.change_mean_low_high
     return [
         Measure(name, value, result.after[name], changes.get(name), drift.get(name))
