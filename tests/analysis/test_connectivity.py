@@ -12,7 +12,9 @@ import torch
 from test_lab import of_task, plain, write, write_negated
 
 from calling import Run, caller
+from drawn import figures_of, words_of
 from evoalign.analysis.connectivity import barrier as module
+from evoalign.analysis.connectivity import figure
 from evoalign.analysis.connectivity.barrier import Barrier, barrier, dips
 from evoalign.analysis.connectivity.command import Settings
 from evoalign.analysis.connectivity.compute import Connectivity, alphas, connectivity
@@ -168,7 +170,9 @@ def test_smoothing_is_the_mean_over_the_same_noise_at_every_point(negated: str) 
     assert (noisy[0] != noisy[1]).any() and (noisy[0] != between.rewards_AE[2]).any()
 
 
-def test_the_plane_has_the_models_at_their_distances(config: Config, negated: str, tmp_path: Path) -> None:
+def test_the_plane_has_the_models_at_their_distances(
+    config: Config, negated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One model is 0.01 away in one matrix, the other turns the signs of others: at right angles."""
     model = plain()
     with torch.no_grad():
@@ -185,10 +189,19 @@ def test_the_plane_has_the_models_at_their_distances(config: Config, negated: st
     assert flat.xs.tolist() == pytest.approx([-0.3 * bx, 0.5 * bx, 1.3 * bx])
     with Lab(names, config, Asked(examples=3, max_tokens=4)) as lab:
         corner = lab.rewards(lab.answer({BASE: 1 - 1.3 - 1.3, names[1]: 1.3, negated: 1.3})).mean()
+        own = [lab.rewards(lab.answer({name: 1.0})).mean() for name in names]
     assert flat.rewards[2][2].mean == pytest.approx(corner)
     tree = found.numbers["plane"]
     assert len(tree["reward"]) == 3 and len(tree["reward"][0]) == 3 and {"mean", "low"} <= set(tree["reward"][0][0])
+    assert [one.mean for one in flat.own] == pytest.approx(own) and len(tree["own"]) == 3
+    drawn = figures_of(figure, monkeypatch)
     paths = found.draw(tmp_path)
+    surface, *signs = [drawn["connectivity_plane"].axes[0].collections[i] for i in (0, -3, -2, -1)]
+    assert [float(sign.get_array()[0]) for sign in signs] == pytest.approx(own), "and not what the grid has there"
+    assert all((sign.norm, sign.cmap) == (surface.norm, surface.cmap) for sign in signs), "on one scale"
+    assert "9 points, colours between them interpolated; 3 examples" in words_of(drawn["connectivity_plane"])
+    hacked = any(one.mean for one in found.lines[0].hacked)
+    assert hacked is ("hacked share" in words_of(drawn["connectivity_1"]))
     assert [p.name for p in paths][-2:] == ["connectivity_plane.png", "connectivity_plane.svg"] and len(paths) == 8
     assert all(path.stat().st_size > 0 for path in paths)
     with pytest.raises(ConfigError, match="plane: 3 points a side of 2 targets"):

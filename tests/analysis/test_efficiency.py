@@ -15,7 +15,8 @@ import pytest
 
 from calling import caller
 from compared import Copy, edit, step_cost
-from evoalign.analysis.efficiency import compute
+from drawn import figures_of, words_of
+from evoalign.analysis.efficiency import compute, figure
 from evoalign.analysis.efficiency.command import Settings
 from evoalign.analysis.efficiency.compute import Efficiency, efficiency
 from evoalign.analysis.efficiency.measures import (
@@ -145,6 +146,16 @@ def test_the_command_writes_numbers_words_and_figures(
         "efficiency_ends.svg",
     }  # fmt: skip
     assert run("analyze", "efficiency", tmp_path / "runs", "--set", "measure=nonsense").code == 2
+
+
+def test_a_row_without_an_end_says_so(copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy("a", reward=rising(2))
+    unfinished = copy("b", method="grpo", reward=rising(2))
+    (unfinished / "results/evaluation.json").unlink()
+    (unfinished / "results/sealed.json").unlink(missing_ok=True)
+    drawn = figures_of(figure, monkeypatch)
+    efficiency([str(tmp_path / "runs")], Settings(threshold=0.5)).draw(tmp_path)
+    assert words_of(drawn["efficiency_ends"]).count("no run has come to its end") == 1
 
 
 def test_a_finding_draws_without_costs(copy: Copy, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from test_lab import ES, of_task, write_negated
 
 import evoalign
 from calling import Run, caller
-from evoalign.analysis.hacking import compute
+from drawn import figures_of, words_of
+from evoalign.analysis.hacking import compute, figure
 from evoalign.analysis.hacking.command import Settings
-from evoalign.analysis.hacking.compute import Hacking, Pair, hacking
+from evoalign.analysis.hacking.compute import KINDS, Hacking, Pair, Rate, hacking
 from evoalign.analysis.lab import BASE, Asked, Lab
 from evoalign.checks import verdict
 from evoalign.checks.hacking import SHARES
@@ -166,6 +167,23 @@ def test_the_command_writes_numbers_and_figures(
     assert json.loads(Path("out/hacking.json").read_text())["numbers"]["targets"][0]["examples"] == 8
     assert Path("out/hacking.png").is_file() and Path("out/hacking.svg").is_file()
     assert "  --set examples=None" in run("analyze", "hacking").out.splitlines()
+
+
+def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = Rate(dict.fromkeys(range(500), 0.0), dict.fromkeys(range(500), 0.0))
+    some = Rate(none.was, {i: float(i < 5) for i in range(500)})
+    drawn = figures_of(figure, monkeypatch)
+    kinds = dict.fromkeys(KINDS, none)
+    figure.draw({"calm": kinds, "odd": {**kinds, "gibberish": some}}, tmp_path)
+    calm, odd = drawn["hacking"].axes
+    assert [label.get_text() for label in calm.get_yticklabels()] == ["hacked", "degenerate"]
+    assert [label.get_text() for label in odd.get_yticklabels()] == ["hacked", "degenerate", "gibberish"]
+    assert f"calm ({len(KINDS) - 2} other kinds: none)" in words_of(drawn["hacking"])
+    assert calm.get_xlim()[1] == pytest.approx(1.02 * figure.LEAST)
+    figure.draw({"odd": {**kinds, "hacked": Rate(none.was, dict.fromkeys(range(500), 1.0))}}, tmp_path)
+    assert drawn["hacking"].axes[0].get_xlim()[1] == pytest.approx(1.02)
 
 
 # --- the labelled rows ---

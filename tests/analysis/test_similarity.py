@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from calling import Run, caller
 from changing import MODEL, base, changed, measured
-from evoalign.analysis.similarity import chance, compute, words
+from drawn import figures_of, words_of
+from evoalign.analysis.similarity import chance, compute, figures, words
 from evoalign.analysis.similarity.chance import Group, jackknifed, mean_of_halves
 from evoalign.analysis.similarity.compute import measure
-from evoalign.analysis.similarity.finding import Cosine, Pair
+from evoalign.analysis.similarity.finding import Cosine, Pair, Similarity
 from evoalign.analysis.similarity.kept import from_rewards
 from evoalign.analysis.similarity.spectrum import Spectrum, cut, decompose, participation_of_noise
 from evoalign.checks.changes import Change, Difference, Product
@@ -86,6 +88,14 @@ def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run,
     assert sum(shares[n] for n in ("attention", "mlp", "norms", "embeddings")) == pytest.approx(1)
     drawn = {f"similarity_{name}.{form}" for name in ("cosines", "pairs", "shares") for form in ("png", "svg")}
     assert {path.name for path in Path("out").iterdir()} == {"similarity.json", *drawn}
+    svgs = figures_of(figures, monkeypatch)
+    small = Pair(0, 1, dict.fromkeys(("all", "mlp"), Cosine(0.005, 0.0014, (), None)), same_noise=False)
+    where = {"all": [1.0, 1.0], "mlp": [1.0, 1.0]}
+    Similarity({}, [], ["a", "b"], [small, replace(small, same_noise=True)], list(where), where).draw(Path("out"))
+    (shown,) = svgs["similarity_pairs"].axes[0].images
+    assert shown.get_clim() == (-0.1, 0.1), "a cosine next to nothing has next to no colour"
+    said = words_of(svgs["similarity_pairs"])
+    assert "by chance: within 0.0027 in 95 %" in said and "chance not known" in said
 
 
 @pytest.mark.parametrize("shape", [(40, 90), (90, 40)])

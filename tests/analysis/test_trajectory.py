@@ -17,7 +17,8 @@ import torch
 from test_lab import plain, write
 
 from calling import Run, caller
-from evoalign.analysis.trajectory import measures
+from drawn import figures_of, words_of
+from evoalign.analysis.trajectory import figure, measures
 from evoalign.analysis.trajectory.command import Settings
 from evoalign.analysis.trajectory.compute import trajectory
 from evoalign.analysis.trajectory.measures import beside, gram, principal, signal_share, way
@@ -190,6 +191,7 @@ def test_the_command_writes_numbers_words_and_figures(
     run: Run = caller(monkeypatch, capsys, 300)
     monkeypatch.chdir(tmp_path)
     planted(tmp_path / "run", configured("lora"), random, 5)
+    drawn = figures_of(figure, monkeypatch)
     done = run("analyze", "trajectory", "run", "--set", "points=2", "--set", "placebos=3", "--to", "out")
     assert done.code == 0, done.err
     assert "run: after 5 generations" in done.out and "3 placebos" in done.out
@@ -198,6 +200,11 @@ def test_the_command_writes_numbers_words_and_figures(
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "trajectory.json", "trajectory_map.png", "trajectory_map.svg", "trajectory_1.png", "trajectory_1.svg",
     }  # fmt: skip
+    said = words_of(drawn["trajectory_map"])
+    assert "run: placebo, a random walk (1 of 3 that were followed; x: its end)" in said
+    members = [p for p in found["points"] if p["kind"] == "member"]
+    assert f"run: {len(members)} members, small signs, of {len({p['step'] for p in members})} generations" in said
+    assert "of a member its own" in said, "what the colours are of"
 
 
 def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:

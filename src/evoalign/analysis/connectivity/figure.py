@@ -32,7 +32,8 @@ def draw(lines: Sequence[Line], plane: Plane | None, folder: Path) -> list[Path]
 
 
 def _line(line: Line, path: Path) -> list[Path]:
-    rows = [("reward", line.rewards), ("KL from the base,\nnats a token", line.kl), ("hacked share", line.hacked)]
+    hacked = line.hacked if any(one.mean for one in line.hacked) else None
+    rows = [("reward", line.rewards), ("KL from the base,\nnats a token", line.kl), ("hacked share", hacked)]
     known = [(name, found) for name, found in rows if found is not None]
     figure = canvas(WIDTH, ROW * len(known) + 1.0, layout="constrained")
     panels = figure.subplots(len(known), 1, sharex=True, squeeze=False)[:, 0]
@@ -46,7 +47,8 @@ def _line(line: Line, path: Path) -> list[Path]:
         _band(panels[0], line, line.smooth, 1, "mean over noise on the weights")
     ends = [line.rewards[int(np.flatnonzero(line.alphas_A == end)[0])].mean for end in (0.0, 1.0)]
     panels[0].plot([0, 1], ends, color=INK, linestyle=(0, (2, 2)), linewidth=1.0, label="chord")
-    panels[-1].set_xlabel("alpha: bands are 95 % at each point alone, for new examples")
+    none = "" if hacked else f"\nno answer to the {line.rewards[0].n} examples is hacked at any of the points"
+    panels[-1].set_xlabel(f"alpha: bands are 95 % at each point alone, for new examples{none}")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False)
     return save_both(figure, path)
@@ -68,22 +70,25 @@ def _plane(plane: Plane, path: Path) -> list[Path]:
     figure = canvas(7.5, min(9.0, max(3.0, 5.6 * tall)) + 1.4, layout="constrained")
     axes = figure.subplots()
     means = np.array([[found.mean for found in row] for row in plane.rewards])
-    flat = bool(np.ptp(means) == 0)
-    levels = None if flat else MaxNLocator(LEVELS).tick_values(means.min(), means.max())
+    own = [found.mean for found in plane.own]
+    low, high = float(min(means.min(), *own)), float(max(means.max(), *own))
+    levels = None if low == high else MaxNLocator(LEVELS).tick_values(low, high)
     surface = axes.contourf(plane.xs, plane.ys, means, levels=levels, cmap=SURFACE)
-    if not flat:
+    if np.ptp(means) > 0:
         axes.contour(plane.xs, plane.ys, means, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
+    if levels is not None:
         figure.colorbar(surface, ax=axes, label="mean reward")
-    for index, (name, (x, y)) in enumerate(zip(plane.names, plane.corners, strict=True)):
-        axes.plot(
-            [x], [y], marker=MARKERS[index], color="white", markeredgecolor=INK, markersize=10, linestyle="",
-            label=_name(name),
-        )  # fmt: skip
+    for index, (name, (x, y), value) in enumerate(zip(plane.names, plane.corners, own, strict=True)):
+        look: dict[str, Any] = {"marker": MARKERS[index], "s": 110, "edgecolors": INK, "linewidths": 1.4, "zorder": 3}
+        scale: dict[str, Any] = {"cmap": surface.cmap, "norm": surface.norm}
+        axes.scatter([x], [y], c=[value], label=f"{_name(name)}: {value:.3g}", **look, **scale)
     frame(axes, "Reward on the plane through three models", "distance in weights (L2)")
     axes.grid(visible=False)
     axes.set_ylabel("distance in weights (L2)")
     axes.set_aspect("equal", adjustable="box")
-    figure.legend(loc="outside lower left", ncols=3, frameon=False)
+    count, asked = means.size, plane.own[0].n
+    title = f"{count} points, colours between them interpolated; {asked} examples, no error shown; signs: own rewards"
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, title=title, alignment="left")
     return save_both(figure, path)
 
 

@@ -27,7 +27,10 @@ THIN = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """`rewards` and `hacked` by row (y) and column (x); `corners` are where the models lie, in units of the weights."""
+    """`rewards` and `hacked` by row (y) and column (x); `corners` are where the models lie, in units of the weights.
+
+    `own` are the models' rewards: they are no points of the grid, and what is interpolated there is another number.
+    """
 
     names: tuple[str, str, str]
     xs: Floats
@@ -35,12 +38,14 @@ class Plane:
     corners: tuple[tuple[float, float], ...]
     rewards: list[list[Estimate]]
     hacked: list[list[Estimate]]
+    own: tuple[Estimate, ...]
 
     def tree(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "models": list(self.names),
             "corners": [list(corner) for corner in self.corners],
+            "own": [tree(found) for found in self.own],
             "x": self.xs.tolist(),
             "y": self.ys.tolist(),
             "reward": [[tree(found) for found in row] for row in self.rewards],
@@ -83,7 +88,8 @@ def plane(lab: Lab, names: tuple[str, str, str], side: int) -> Plane:
         ]
         rewards.append([statistics.mean(lab.rewards(one)) for one in found])
         hacked.append([share(lab.hacked(one)) for one in found])
-    return Plane(names, xs, ys, places, rewards, hacked)
+    own = tuple(statistics.mean(lab.rewards(lab.answer({name: 1.0}))) for name in names)
+    return Plane(names, xs, ys, places, rewards, hacked, own)
 
 
 def _grid(places: list[float], side: int) -> Floats:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 NAMES = {"wall": "seconds", "completions": "completions", "tokens": "tokens", "flops": "FLOPs"}
 LABEL = 36
+WORDS: dict[str, Any] = {
+    "va": "bottom", "fontsize": 9, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+}  # fmt: skip
+"""How it is said that a row has no sign."""
 
 
 def draw(measure: str, threshold: float, groups: Sequence[Timed], folder: Path) -> list[Path]:
@@ -39,6 +43,8 @@ def draw(measure: str, threshold: float, groups: Sequence[Timed], folder: Path) 
     axes = figure.subplots()
     for row, group in enumerate(groups):
         axes.plot(list(group.ends.values()), [row] * len(group.ends), **_look(row))
+        if not group.ends:
+            _say(axes, row, "no run has come to its end")
     axes.axvline(threshold, color=INK, linestyle=(0, (2, 2)), linewidth=1.0)
     _rows(axes, groups)
     frame(axes, "Where runs end: each mark is a seed", f"{visible(measure)} on the test split; dashed: the threshold")
@@ -49,6 +55,7 @@ def _times(axes: Axes, by: Matching, groups: Sequence[Timed]) -> None:
     for row, group in enumerate(groups):
         times = group.of(by)
         if not times:
+            _say(axes, row, "not known")
             continue
         there, never = ([t.amount for t in times if t.reached is way] for way in (True, False))
         axes.plot(there, [row] * len(there), **_look(row))
@@ -64,6 +71,10 @@ def _times(axes: Axes, by: Matching, groups: Sequence[Timed]) -> None:
     _rows(axes, groups)
     axes.set_xlim(left=0)
     axes.set_xlabel(NAMES[by])
+
+
+def _say(axes: Axes, row: int, words: str) -> None:
+    axes.text(0.01, row - 0.05, words, transform=axes.get_yaxis_transform(), **WORDS)
 
 
 def _rows(axes: Axes, groups: Sequence[Timed]) -> None:

@@ -17,6 +17,10 @@ WIDTH, ROW, MOST, LABEL = 8.5, 0.28, 6, 70
 """Inches across, inches of a kind, targets in a figure, letters of a name."""
 BESIDE = 0.16
 """Before and after stand so much apart."""
+ALWAYS = ("hacked", "degenerate")
+"""Kinds that have a row even where there is none; the others only where they were seen."""
+LEAST = 0.05
+"""The shortest axis: shares up to so much."""
 SIDES: dict[str, dict[str, Any]] = {
     "before": {"fmt": "o", "color": COLORS[6]},
     "after": {"fmt": "s", "color": COLORS[1]},
@@ -32,21 +36,37 @@ def draw(rates: Mapping[str, Mapping[str, Rate]], folder: Path) -> list[Path]:
     return [path for pair in drawn for path in pair]
 
 
+def _ends(rate: Rate) -> list[float]:
+    """How far its signs and bars go."""
+    return [found.mean if found.high is None else found.high for found in (rate.before, rate.after)]
+
+
+def _is_there(rate: Rate) -> bool:
+    return rate.before.mean > 0 or rate.after.mean > 0
+
+
 def _draw(rates: Mapping[str, Mapping[str, Rate]], path: Path) -> list[Path]:
-    most = max(len(kinds) for kinds in rates.values())
-    figure = canvas(WIDTH, (ROW * most + 0.9) * len(rates) + 0.4, layout="constrained")
-    grid = figure.subplots(len(rates), 1, sharex=True, squeeze=False)
+    shown = {
+        name: [kind for kind in kinds if kind in ALWAYS or _is_there(kinds[kind])] for name, kinds in rates.items()
+    }
+    ends = [end for name, kinds in rates.items() for kind in shown[name] for end in _ends(kinds[kind])]
+    top = min(1.0, max(LEAST, 1.1 * max(ends, default=0.0)))
+    heights = [ROW * len(kinds) + 0.9 for kinds in shown.values()]
+    figure = canvas(WIDTH, sum(heights) + 0.7, layout="constrained")
+    grid = figure.subplots(len(rates), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, (name, kinds) in zip(grid[:, 0], rates.items(), strict=True):
-        frame(axes, shorten(visible(name), LABEL), "")
-        for place, rate in enumerate(kinds.values()):
+        others = len(kinds) - len(shown[name])
+        frame(axes, f"{shorten(visible(name), LABEL)}{f' ({others} other kinds: none)' if others else ''}", "")
+        for place, kind in enumerate(shown[name]):
+            rate = kinds[kind]
             for found, side, label in ((rate.before, -1, "before"), (rate.after, 1, "after")):
                 low, high = (found.mean if end is None else end for end in (found.low, found.high))
                 halves = [[found.mean - low], [high - found.mean]]
                 style = SIDES[label] | {"label": None if place else label, "markersize": 4, "capsize": 2}
                 axes.errorbar([found.mean], [place + side * BESIDE], xerr=halves, **style)
-        axes.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
-        axes.invert_yaxis()
-        axes.set_xlim(-0.02, 1.02)
+        axes.set_yticks(range(len(shown[name])), [kind.replace("_", " ") for kind in shown[name]])
+        axes.set_ylim(len(shown[name]) - 0.5, -0.5)
+        axes.set_xlim(-0.02 * top, 1.02 * top)
     grid[-1][0].set_xlabel("share of the test completions")
     handles, labels = grid[0][0].get_legend_handles_labels()
     title = "bars: 95 % for new examples"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +14,17 @@ from numpy.typing import NDArray
 from evoalign.analysis.parts import ALL
 from evoalign.report.style import GRID, HEADING, INK, canvas, save_both
 from evoalign.report.tables import visible
+from evoalign.statistics import LEVEL
 
 if TYPE_CHECKING:
-    from evoalign.analysis.similarity.finding import Similarity
+    from evoalign.analysis.similarity.finding import Pair, Similarity
 
 CELL, MARGIN = 0.42, 3.4
 """Inches of a cell, and around all cells for names."""
 LONGEST = 34
 MOST_PAIRS = 60
+LEAST_SPAN = 0.1
+"""Of the colours to either side of 0, so that what is next to nothing looks like it."""
 FEW_CELLS = 240
 """Cells of a map that have their numbers in them."""
 
@@ -39,15 +43,24 @@ def draw(found: Similarity, folder: Path) -> list[Path]:
         title = "Cosine by part and layer" + _first(len(chosen), len(found.pairs))
         written += _map(
             folder / "similarity_pairs.png",
-            f"{title} (grey: one did not change)",
-            [f"{short[pair.a]} / {short[pair.b]}" for pair in chosen],
+            title,
+            [f"{short[pair.a]} / {short[pair.b]}\n{_chance(pair)}" for pair in chosen],
             found.where,
             _grid([[pair.cosines[name].value for name in found.where] for pair in chosen]),
+            f"colours to {LEAST_SPAN} at the least; grey: one did not change",
         )
     where = [name for name in found.where if name != ALL]
     shares = _grid([[found.shares[name][k] for name in where] for k in range(len(names))])
     title = "Share of the squared change, by part and by layer"
     return written + _map(folder / "similarity_shares.png", title, short, where, shares, signed=False)
+
+
+def _chance(pair: Pair) -> str:
+    """What a pair's cosine over all tensors is by chance."""
+    spread = pair.cosines[ALL].spread
+    if pair.same_noise or spread is None:
+        return "chance not known"
+    return f"all, by chance: within {NormalDist().inv_cdf(1 - LEVEL / 2) * spread:.2g} in 95 %"
 
 
 def _grid(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
@@ -64,17 +77,19 @@ def _map(
     rows: Sequence[str],
     columns: Sequence[str],
     values: NDArray[np.float64],
+    note: str = "",
     *,
     signed: bool = True,
 ) -> list[Path]:
     """Numbers [rows, columns] as colours that are told apart by the colour-blind and in print; NaN is grey.
 
-    `signed` ones go from orange over white to purple, evenly about 0; others from white to purple.
+    `signed` ones go from orange over white to purple, evenly about 0; others from white to purple. `note` stands below.
     """
     figure = canvas(max(7.0, MARGIN + CELL * len(columns) + 1.2), 2.4 + CELL * len(rows), layout="constrained")
     axes = figure.add_subplot()
     known = np.abs(values[~np.isnan(values)])
     most = float(known.max()) if known.size and known.max() > 0 else 1.0
+    most = max(most, LEAST_SPAN) if signed else most
     shown = axes.imshow(
         values, cmap="PuOr" if signed else "Purples", vmin=-most if signed else 0.0, vmax=most, aspect="auto"
     )
@@ -89,6 +104,8 @@ def _map(
             color = "white" if abs(value) > 0.6 * most else INK
             said = "" if np.isnan(value) else f"{value:.2g}"
             axes.text(column, row, said, ha="center", va="center", fontsize=7, color=color)
+    if note:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color=INK)
     figure.colorbar(shown, ax=axes, shrink=0.9).outline.set_edgecolor(GRID)  # pyright: ignore
     return save_both(figure, path)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from evoalign.analysis.trajectory.walks import Point
 
 LABEL = 40
+REWARD = "reward in training at that step: of the members around a mean,\nof a member its own; white: not known"
 
 
 def draw(points: Sequence[Point], places: Map, paths: Sequence[Followed], folder: Path) -> list[Path]:
     """PNG and SVG of the map, and of each run of ES, in their order."""
-    found = _map(points, places, folder / "trajectory_map.png")
+    found = _map(points, places, {path.target: len(path.placebos) for path in paths}, folder / "trajectory_map.png")
     return found + [f for i, path in enumerate(paths, 1) for f in _path(path, folder / f"trajectory_{i}.png")]
 
 
-def _map(points: Sequence[Point], places: Map, path: Path) -> list[Path]:
+def _map(points: Sequence[Point], places: Map, placebos: Mapping[str, int], path: Path) -> list[Path]:
+    """`placebos`: how many of each target were followed, of which few are on the map."""
     figure = canvas(8.0, 6.4, layout="constrained")
     axes = figure.subplots()
     rewards = [p.reward for p in points if p.reward is not None]
@@ -39,34 +41,46 @@ def _map(points: Sequence[Point], places: Map, path: Path) -> list[Path]:
         for kind in ("placebo", "mean", "saved", "member"):
             own = [i for i, p in enumerate(points) if p.target == target and p.kind == kind]
             if own:
-                shown = _way(axes, target, kind, index, [points[i] for i in own], places.places_PC[own], scale) or shown
+                label = f"{_name(target)}{_what(kind, [points[i] for i in own], placebos.get(target, 0))}"
+                shown = _way(axes, label, kind, index, [points[i] for i in own], places.places_PC[own], scale) or shown
     frame(axes, "The ways through the weights", f"first component ({places.shares_C[0]:.0%} of the spread)")
     axes.set_ylabel(f"second component ({places.shares_C[1]:.0%})")
     axes.set_aspect("equal", adjustable="datalim")
     if shown is not None and high > low:
-        figure.colorbar(shown, ax=axes, label="reward on the training examples, there")
+        figure.colorbar(shown, ax=axes, label=REWARD)
     figure.legend(loc="outside lower left", ncols=1, frameon=False)
     return save_both(figure, path)
 
 
+def _what(kind: str, points: Sequence[Point], placebos: int) -> str:
+    """What the legend says of points behind the name of their target."""
+    if kind == "member":
+        return f": {len(points)} members, small signs, of {len({point.step for point in points})} generations"
+    if kind == "placebo":
+        drawn = len({point.number for point in points})
+        return f": placebo, a random walk ({drawn} of {max(drawn, placebos)} that were followed; x: its end)"
+    return ""
+
+
 def _way(
-    axes: Axes, target: str, kind: str, index: int, points: Sequence[Point], places: Any, scale: dict[str, Any]
+    axes: Axes, label: str, kind: str, index: int, points: Sequence[Point], places: Any, scale: dict[str, Any]
 ) -> Any:
     color = COLORS[index % len(COLORS)]
     x, y = places[:, 0], places[:, 1]
     if kind == "placebo":
-        label = f"{_name(target)}: placebo, a random walk"
         axes.plot(x, y, color=color, linestyle=":", linewidth=1.2, label=label)
         axes.plot(x[-1:], y[-1:], color=color, marker="x", linestyle="")
         return None
     if kind != "member":
         line = LINES[index % len(LINES)]
-        axes.plot(x, y, color=color, linestyle=line, linewidth=1.0, label=_name(target), zorder=2)
+        axes.plot(x, y, color=color, linestyle=line, linewidth=1.0, label=label, zorder=2)
     known = [i for i, p in enumerate(points) if p.reward is not None]
     rest = [i for i in range(len(points)) if i not in known]
     size = 10 if kind == "member" else 26
     look: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "s": size, "zorder": 3, "linewidths": 0.6}
     axes.scatter(x[rest], y[rest], facecolors="white", edgecolors=color, **look)
+    if kind == "member":
+        axes.plot([], [], color=color, linestyle="", marker=look["marker"], markersize=3, label=label)
     rewards = [p.reward for p in points if p.reward is not None]
     found = axes.scatter(x[known], y[known], c=rewards, edgecolors=color, **look, **scale)
     return found if known else None
