@@ -276,10 +276,10 @@ def off_lines(split: Split) -> list[str]:
     head = (
         f"reward {split.before:.4g} to {split.real:.4g} ({_bounds(split.gain)}), placebos {split.mean:.4g} on average"
     )
-    return [f"{head}: {_share(split)}", *_beside(split)]
+    return [f"{head}: {_share(split)}", *_off(split)]
 
 
-def _beside(split: Split) -> list[str]:
+def _off(split: Split) -> list[str]:
     """What the rewards did beside the noise, either way: a placebo is as far from the others as the run may be."""
     found, count = split.beside, len(split.placebos)
     if found is None:
@@ -287,8 +287,8 @@ def _beside(split: Split) -> list[str]:
     below = sum(value <= split.real for value in split.placebos)
     p = min(1.0, 2 * (1 + min(below, split.reached)) / (1 + count))
     line = (
-        f"the run less the mean placebo: {_bounds(found)}, for the run and further placebos; {split.reached} of {count} "
-        f"are at the run or above it, {below} at it or below, two-sided p {p:.2g}"
+        f"the run less the mean placebo: {_bounds(found)}, for the run and further placebos; "
+        f"{split.reached} of {count} are at the run or above it, {below} at it or below, two-sided p {p:.2g}"
     )
     return [line if statistics.is_sure(found) else f"{line}; the rewards are not shown to have done anything to it"]
 
