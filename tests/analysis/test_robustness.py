@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from test_lab import of_task, write_negated
 
 from calling import Run, caller
 from evoalign import statistics
 from evoalign.analysis.lab import BASE, Asked, Lab, Nats, Perturbation
-from evoalign.analysis.robustness import compute
+from evoalign.analysis.robustness import compute, figure
 from evoalign.analysis.robustness.command import Settings
 from evoalign.analysis.robustness.compute import Cell, Profile, Robustness, robustness
 from evoalign.config import Config
@@ -106,6 +107,21 @@ def test_differences_are_paired_by_draw_and_example_and_sentences_follow_their_i
     assert said == "a and b: not sure which keeps more (1 of 1): the whole model at sigma 0.01."
     changes = statistics.crossed(profile(-0.9, 2).changes(("all", 0.01)))
     assert changes.low is not None and changes.low < -0.9 < (changes.high or 0) < -0.5
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_sigma_is_one_place_on_the_axis(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Figure] = []
+    monkeypatch.setattr(figure, "save_both", lambda drawn, path: kept.append(drawn) or [path])
+    figure.draw({name: profile(-0.1 * i, i) for i, name in enumerate("abc"[:count])}, tmp_path)
+    for axes in kept[0].axes:
+        axes.figure.canvas.draw()
+        across = [axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
+                  for line in axes.lines if line.get_marker() not in ("", "None", "_", "|", None)
+                  for x in line.get_xdata()]  # fmt: skip
+        assert len(across) >= count and all(abs(at - 0.5) < 0.06 for at in across)
+        assert list(axes.get_xticks()) == [0.01]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ MOST = 6
 SHIFT = 1.03
 """Targets are drawn so much apart at each sigma, so that their intervals can be told apart."""
 
+ALONE = 2.0
+"""Where there is one sigma, the axis goes from it so many times down and up."""
+
 
 def draw(profiles: Mapping[str, Profile], folder: Path) -> list[Path]:
     """PNG and SVG; a further pair for each `MOST` parts."""
@@ -60,6 +63,8 @@ def _draw(profiles: Mapping[str, Profile], parts: Sequence[str], path: Path) -> 
 def _panel(axes: Axes, profiles: Mapping[str, Profile], part: str, measure: Callable[[Cell], Estimate | None]) -> None:
     sigmas = sorted({sigma for profile in profiles.values() for _, sigma in profile.cells})
     axes.set_xscale("log")
+    if len(sigmas) == 1:  # the axis would be as wide as the targets are drawn apart
+        axes.set_xlim(sigmas[0] / ALONE, sigmas[0] * ALONE)
     axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
     axes.set_xticks([], minor=True)
     for index, (name, profile) in enumerate(profiles.items()):
