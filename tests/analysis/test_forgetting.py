@@ -91,6 +91,13 @@ def test_a_broken_model_is_told_from_one_that_did_not_change(tmp_path: Path, mon
     assert found.numbers["courses"][1]["points"][0]["perplexity"] > found.numbers["courses"][1]["base"]["perplexity"]
 
 
+def test_the_worst_of_checkpoints_is_said_to_be_the_worst_of_so_many() -> None:
+    own_E = tuple(np.full(4, mean) for mean in (0.5, 0.2, 0.4))
+    for falls, worst, way in ((True, 0.2, "low"), (False, 0.5, "high")):
+        (line, *_) = _of_course(Course("run", "probe", falls, False, (1, 2, 3), np.full(4, 0.6), own_E, ()))
+        assert line.endswith(f"; the worst of its 3 checkpoints {worst}, and the worst of 3 is {way} by chance, too.")
+
+
 def test_a_run_that_is_one_placebo_more_is_not_said_to_forget_more_than_noise() -> None:
     """Placebos differ among each other: an interval of their mean alone lies beside 0 for half of them."""
     random, said = np.random.default_rng(0), 0

@@ -12,6 +12,8 @@ import torch
 
 import evoalign
 from calling import caller
+from evoalign import statistics
+from evoalign.analysis.front import compute
 from evoalign.analysis.front.compute import Point, is_beaten, not_beaten
 from evoalign.analysis.lab import BASE, Asked, Lab, Nats
 from evoalign.checks.divergence import Sample, standard_errors, summarise
@@ -40,6 +42,18 @@ def test_the_front_is_of_means_and_better_is_beyond_both_intervals() -> None:
     assert not is_beaten(vague, point("also", list(above), 0.3, 0.9)), "their KL cannot be told apart"
     noisy = point("noisy", list(low + rng.normal(0.05, 1, 40)), 0.1, 0.02)
     assert not is_beaten(dear, noisy), "its reward is not surely higher"
+
+
+def test_it_is_said_how_many_pairs_were_tested() -> None:
+    rng = np.random.default_rng(0)
+    low = rng.normal(0, 1, 40)
+    cheap, dear = point("cheap", list(low + rng.normal(1, 0.1, 40)), 0.1, 0.02), point("dear", list(low), 0.5, 0.02)
+    base = statistics.mean(low)
+    *_, sure, counted = compute._sentences(base, [cheap, dear, point("twin", list(low), 0.5, 0.02)], frozenset())  # pyright: ignore
+    assert "ends with more reward at less KL than twin" in sure and counted.startswith("6 ordered pairs of ends were")
+    (*_, counted) = compute._sentences(base, [dear, point("twin", list(low), 0.5, 0.02)], frozenset())  # pyright: ignore
+    assert counted.startswith("Of no two targets the one surely") and "2 ordered pairs of ends were tested" in counted
+    assert not any("ordered" in line for line in compute._sentences(base, [dear], frozenset()))  # pyright: ignore
 
 
 def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
@@ -86,6 +100,7 @@ def test_every_saved_mean_is_a_point(
     assert {"front.json", "front.png", "front.svg"} <= {path.name for path in tmp_path.iterdir()}
     numbers = json.loads((tmp_path / "front.json").read_text())["numbers"]
     first, last = numbers["points"]
+    assert numbers["pairs_tested"] == 2
     assert (first["generation"], last["generation"]) == (1, 2) and first["group"] == last["group"]
     with Lab([last["weights"]], None, Asked(examples=4)) as lab:
         assert last["reward"]["mean"] == pytest.approx(lab.rewards(lab.answer({last["weights"]: 1.0})).mean())

@@ -186,7 +186,9 @@ def _of_course(course: Course) -> list[str]:
         line += "; it is a task that the target was trained on"
     if len(course.own_E) > 1:
         worst = (min if course.falls else max)(course.own_E, key=lambda v: float(v.mean()))
-        line += f"; the worst of its {len(course.own_E)} checkpoints {worst.mean():{form}}"
+        count, low = len(course.own_E), "low" if course.falls else "high"
+        line += f"; the worst of its {count} checkpoints {worst.mean():{form}}"
+        line += f", and the worst of {count} is {low} by chance, too"
     return [f"{line}.", *_beside(course)]
 
 

@@ -103,6 +103,7 @@ def front(targets: Sequence[str], settings: Settings, config: Config | None) -> 
         **asdict(settings),
         "base": tree(base),
         "points": [_row(point, located[point.line], point.name in best) for point in points],
+        "pairs_tested": len(points) * (len(points) - 1),
         "sure": [_pair(a, b) for a, b in permutations(points, 2) if is_beaten(b, a)],
     }
     return Front(numbers, [*_sentences(base, points, best), *shown_placebos(located)], base, points, best)
@@ -171,6 +172,10 @@ def _sentences(base: Estimate, points: Sequence[Point], best: frozenset[str]) ->
     ends = {p.line: p for p in points}
     sure = [(a, b) for a, b in permutations(ends.values(), 2) if is_beaten(b, a)]
     lines += [f"{a.line} ends with more reward at less KL than {b.line}, each beyond its interval." for a, b in sure]
-    if len(ends) > 1 and not sure:
-        lines.append("Of no two targets the one surely has more reward at less KL than the other.")
+    if len(ends) > 1:
+        count = len(ends) * (len(ends) - 1)
+        none = "" if sure else "Of no two targets the one surely has more reward at less KL than the other. "
+        lines.append(
+            f"{none}{count} ordered pairs of ends were tested, each for itself: up to one in forty is so by chance."
+        )
     return lines
