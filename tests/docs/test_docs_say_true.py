@@ -22,10 +22,11 @@ import pytest
 import torch
 import typer.main
 import yaml
-from pages import PAGES, REPOSITORY, Block, blocks, hooks, words
+from pages import DOCS, PAGES, REPOSITORY, Block, blocks, hooks, words
 
 import evoalign
-from evoalign import cli
+from evoalign import analysis, cli
+from evoalign.analysis.base import described, settings_of
 from evoalign.config import ENGINES, TaskConfig, from_dict, parse_overrides
 from evoalign.config.grpo import OF_TRL
 from evoalign.engines import Engine
@@ -190,6 +191,22 @@ def imported(title: str, folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_analyses_has_each_that_ships_and_settings_it_takes() -> None:
+    rows = re.findall(r"^\| .+? \| `(\w+)` \| (?:`(.+?)`|as it is) \|", (DOCS / "guides/analyses.md").read_text(), re.M)
+    assert sorted(name for name, _ in rows) == analysis.names()
+    for name, quick in rows:
+        found = analysis.find(name)
+        assert (settings_of(found, quick.split()) == found.settings()) is not bool(quick), name
+
+
+def test_the_defaults_of_forgetting_are_those_of_the_guide() -> None:
+    page = (DOCS / "guides/paths.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.+?) \|", page.partition("## Forgetting")[2], re.M)
+    named = {n: v for names, values in rows for n, v in zip(names.split(", "), values.split(", "), strict=True)}
+    defaults = described(analysis.find("forgetting"))
+    assert named == {f"`{n}`": f"`{list(v) if isinstance(v, tuple) else v}`" for n, v in defaults.items()}
 
 
 def test_the_space_of_the_guide_keeps_the_contract(tmp_path: Path) -> None:
