@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,31 @@ def test_rows_of_anybody(run: Path) -> None:
     (run / "metrics.jsonl").write_text(text)
     source = shown(run)
     assert "<img src=x>" not in source and "cannot be diagnosed" in source
+
+
+def test_files_that_are_larger_than_a_run_leaves_make_no_large_page(run: Path) -> None:
+    (run / "analysis").mkdir()
+    told = {"format_version": 1, "analysis": "n" * 10**5, "sentences": ["s" * 10**5, *["t"] * 10**5], "numbers": {}}
+    (run / "analysis/x.json").write_text(json.dumps(told))
+    edit(run / "manifest.json", lambda tree: {**tree, "command": ["c" * 10**6]})
+    few = len(shown(run))
+    assert few < 1_500_000 and f"{10**5 + 1 - 400:,} more sentences are in the file" in shown(run)
+    names = {f"measure{i}": 1.0 for i in range(10_000)}
+    edit(run / "results/evaluation.json", lambda tree: {**tree, "before": names, "after": names})
+    assert len(shown(run)) < few + 200_000
+    edit(run / "manifest.json", lambda tree: {**tree, "command": ["c" * 2**24]})
+    assert any("manifest.json is larger than 16384 KiB" in line for line in views_of([run])[0].alarms)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of other file systems are text")
+def test_a_folder_whose_name_is_no_text_is_read_as_any_other(run: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd\udcff\u202e"
+    shutil.copytree(run, odd)
+    (view,) = views_of([odd])
+    assert view.completions and not view.alarms
+    source = shown(odd)
+    source.encode()
+    assert "\u202e" not in source
 
 
 def test_links_and_pipes_are_not_waited_for(run: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evoalign.config.reading import check_regular
+from evoalign.config.reading import open_plain
 from evoalign.errors import DataError, plain
 from evoalign.rundir.files import replacing
 
@@ -33,11 +33,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
-    check_regular(path)
     rows: list[dict[str, Any]] = []
     size = 0
     try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with open_plain(path) as opened, parquet.ParquetFile(opened, page_checksum_verification=True) as file:
             for batch in file.iter_batches(BATCH):  # a few bytes of a file may stand for rows without end
                 size += batch.nbytes
                 if size > MOST_BYTES:

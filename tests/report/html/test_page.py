@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 from typing import Any
 
@@ -231,6 +232,27 @@ def test_an_analysis_that_says_much_is_folded() -> None:
     shown, _, folded = source.split('id="analyses"', 1)[1].partition("<details")
     assert "sentence 7." in shown and "sentence 8." not in shown
     assert "4 more sentences" in folded and "sentence 11." in folded
+
+
+def test_analyses_of_one_name_have_ids_of_their_own() -> None:
+    many = Analysed("x", [f"sentence {i}." for i in range(12)], "{}")
+    source = Read(page.render([view(analyses=[many, many])], shared=[many, many]))
+    ids = [value for _, name, value in source.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) and "numbers-0-1" in ids
+
+
+def test_a_run_of_100000_generations_takes_seconds() -> None:
+    rows = [row(i) for i in range(100_000)]
+    start = time.process_time()
+    source = page.render([view(rows=rows)])
+    assert time.process_time() - start < 20, "and not the square of its rows"
+    assert len(source.encode()) < 2_000_000
+
+
+def test_phases_and_rewards_without_end_are_not_all_drawn() -> None:
+    many = {f"name{i}": 1.0 for i in range(5_000)}
+    source = page.render([view(rows=[row(i, rewards=many, seconds=many) for i in range(3)])])
+    assert len(source.encode()) < 1_000_000 and "name19" in source and "name20" not in source
 
 
 def test_a_number_that_no_chart_holds_leaves_a_gap() -> None:

@@ -22,13 +22,14 @@ class State:
     tag: str = "one"
     made: list[str] = field(default_factory=list)
     broken: bool = False
+    error: Exception = field(default_factory=lambda: DataError("it is \x1b[2Jdamaged"))
 
     def stamp(self) -> str:
         return self.tag
 
     def render(self, tag: str) -> str:
         if self.broken:
-            raise DataError("it is \x1b[2Jdamaged")
+            raise self.error
         self.made.append(tag)
         return f"<p>{tag}</p>"
 
@@ -128,6 +129,14 @@ def test_a_run_that_cannot_be_read_is_said_and_asked_for_again(server: Server, s
     state.broken = True
     status, _, body = ask(server)
     assert status == 503 and "damaged" in body and "\x1b" not in body
+    state.broken = False
+    assert ask(server)[0] == 200
+
+
+def test_a_mistake_of_ours_is_answered(server: Server, state: State) -> None:
+    state.broken, state.error = True, TypeError("no \x1b[2J number")
+    status, _, body = ask(server)
+    assert status == 500 and "TypeError" in body and "\x1b" not in body
     state.broken = False
     assert ask(server)[0] == 200
 

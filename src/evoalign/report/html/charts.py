@@ -69,14 +69,18 @@ def drawn(chart: Chart, note: str = "") -> Markup:
 
 def thinned(series: Series) -> Series:
     """With at most so many points, the last among them."""
-    count = len(series.points)
-    step = -(-count // MOST_POINTS)
-    if step <= 1:
+    kept = drawn_of(len(series.points))
+    if len(kept) == len(series.points):
         return series
-    kept = sorted({*range(0, count, step), count - 1})
     low, high = ([of[i] for i in kept] if of else () for of in (series.low, series.high))
     points = [series.points[i] for i in kept]
     return Series(series.label, points, series.colour, series.kind, low, high, series.shape)
+
+
+def drawn_of(count: int) -> list[int]:
+    """Which of so many points are drawn."""
+    step = max(1, -(-count // MOST_POINTS))
+    return sorted({*range(0, count, step), *([count - 1] if count else [])})
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:

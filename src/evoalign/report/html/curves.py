@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterator, Sequence
 
 from evoalign.report.figures import Ends
-from evoalign.report.html.charts import Chart, Point, Series, drawn
+from evoalign.report.html.charts import Chart, Point, Series, drawn, drawn_of
 from evoalign.report.html.markup import NOTHING, Markup, folded, joined, number, table
 from evoalign.report.html.view import Row, View
 from evoalign.rewards.fitness import aim_of
 
 MOST_ROWS = 400
 """Of the table below a chart; of a longer run each second, third, ... is in it."""
+MOST_LINES = 20
+"""Phases, and rewards, that are drawn: those that come first. A run has a handful."""
 SMOOTHED = 20
 """Rows from which on means are drawn as moving means, over a tenth of them; of fewer, each is drawn."""
 OF_MEANS = f"Lines of {SMOOTHED} points and more are moving means over a tenth of them"
@@ -69,15 +71,18 @@ def window(count: int) -> int:
 
 
 def moving(points: Sequence[Point]) -> Sequence[Point]:
-    """Centred moving means, at the ends over the points that are there; the points themselves where there are few."""
+    """Centred moving means, at the ends over the points that are there; the points themselves where there are few.
+
+    Of a long run at as many points as a chart draws, so that it takes no longer than its rows.
+    """
     if len(points) < SMOOTHED:
         return points
     reach = window(len(points)) // 2
     kept = [_finite(y) for _, y in points]
     found: list[Point] = []
-    for i, (x, _) in enumerate(points):
+    for i in drawn_of(len(points)):
         values = [y for y in kept[max(0, i - reach) : i + reach + 1] if y is not None]
-        found.append((x, math.fsum(y / len(values) for y in values) if values else None))
+        found.append((points[i][0], math.fsum(y / len(values) for y in values) if values else None))
     return found
 
 
@@ -97,7 +102,7 @@ def _measured(rows: Sequence[Row], name: str, ends: Ends, label: str, colour: in
 
 def _rewards(rows: Sequence[Row]) -> Iterator[Series]:
     names = dict.fromkeys(name for row in rows for name in row.get("rewards") or ())
-    for i, name in enumerate(names):
+    for i, name in enumerate(list(names)[:MOST_LINES]):
         yield Series(name, [(row["generation"], (row.get("rewards") or {}).get(name)) for row in rows], i)
 
 
@@ -135,7 +140,7 @@ def timings(index: int, view: View) -> Markup:
     """Seconds by phase: of each generation, and of all together."""
     names = dict.fromkeys(phase for row in view.rows for phase in row.get("seconds") or ())
     names = [name for name in (*PHASES, *names) if name in names]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(names))[:MOST_LINES]
     if not names:
         return NOTHING
     spent = {name: [_seconds(row, name) for row in view.rows] for name in names}

@@ -200,10 +200,13 @@ def _signed(name: str, change: float) -> str:
 def analyses(views: Sequence[View], shared: Sequence[Analysed] = ()) -> Markup:
     """What `evoalign analyze` wrote: of several runs together, then into each run's folder."""
     level = "h3" if len(views) == 1 else "h4"
-    own = of_each(
-        views, lambda i, view: joined(_analysis(f"{i}", found, level) for found in view.analyses), _no_analysis
-    )
-    return joined((*(_analysis("all", found, "h3") for found in shared), own))
+    own = of_each(views, lambda i, view: _analyses(f"{i}", view.analyses, level), _no_analysis)
+    return joined((_analyses("all", shared, "h3"), own))
+
+
+def _analyses(whose: str, found: Sequence[Analysed], level: str) -> Markup:
+    """Files may call themselves alike, ids must not be."""
+    return joined(_analysis(f"{whose}-{i}", one, level) for i, one in enumerate(found))
 
 
 def _analysis(whose: str, found: Analysed, level: str) -> Markup:
@@ -211,9 +214,9 @@ def _analysis(whose: str, found: Analysed, level: str) -> Markup:
         tag("figure", _picture(found.name, picture.name, picture.kind, picture.data)) for picture in found.pictures
     )
     missing = tag("p", text(f"Too large for this page: {', '.join(found.left_out)}"), class_="notes")
-    numbers = folded("Numbers", tag("pre", text(found.numbers)), id_=f"numbers-{whose}-{found.name}")
+    numbers = folded("Numbers", tag("pre", text(found.numbers)), id_=f"numbers-{whose}")
     first, more = found.sentences[:MOST_SENTENCES], found.sentences[MOST_SENTENCES:]
-    rest = folded(f"{len(more)} more sentences", bullets(more), id_=f"sentences-{whose}-{found.name}")
+    rest = folded(f"{len(more)} more sentences", bullets(more), id_=f"sentences-{whose}")
     said = joined((bullets(first), rest if more else NOTHING))
     inside = (tag(level, text(found.name)), said, *pictures, missing if found.left_out else NOTHING)
     return tag("div", *inside, numbers, class_="analysis")

@@ -77,6 +77,12 @@ class _Handler(BaseHTTPRequestHandler):
         except (EvoalignError, OSError) as error:
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"the run cannot be read: {visible(str(error))}")
             return
+        except Exception as error:  # of files that change meanwhile: said, and asked for again
+            kind = type(error).__name__
+            self._say(
+                HTTPStatus.INTERNAL_SERVER_ERROR, f"the page cannot be made ({kind}): {visible(str(error))[:500]}"
+            )
+            return
         if self.headers.get("If-None-Match") == tag:
             self._head(HTTPStatus.NOT_MODIFIED, tag)
             return

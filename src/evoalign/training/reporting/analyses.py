@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, Va
 from evoalign.config.reading import parse, read_bytes
 from evoalign.errors import ConfigError, DataError
 from evoalign.report.html.view import Analysed, Picture
+from evoalign.report.tables import shorten
 
 MOST_ANALYSES = 40
 MOST_JSON = 2**24
@@ -23,6 +24,8 @@ MOST_NUMBERS = 120_000
 MOST_PICTURE, MOST_PICTURES = 400_000, 1_500_000
 """Bytes of a figure, and of all of a run."""
 KINDS: dict[str, Literal["png", "svg+xml"]] = {".svg": "svg+xml", ".png": "png"}
+MOST_SENTENCES, MOST_LETTERS, MOST_NAME = 400, 4_000, 200
+"""Sentences of an analysis, and characters of one and of a name: no analysis has as many, but a file may."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -59,7 +62,8 @@ def analysed(folder: Path, alarms: list[str]) -> list[Analysed]:
         pictures, left_out = _pictures(folder, _figures(folder, file.stem, finding), room)
         room -= sum(len(picture.data) for picture in pictures)
         numbers = _numbers(tree if finding.numbers is None else finding.numbers)
-        found.append(Analysed(finding.analysis or file.stem, finding.sentences, numbers, pictures, left_out))
+        name = shorten(finding.analysis or file.stem, MOST_NAME)
+        found.append(Analysed(name, _sentences(finding.sentences), numbers, pictures, left_out))
     if len(files) > MOST_ANALYSES:
         alarms.append(f"{folder} holds {len(files)} JSON files; the first {MOST_ANALYSES} are shown")
     return found
@@ -75,6 +79,12 @@ def shared(folder: Path) -> list[Analysed]:
         write = f"evoalign analyze NAME RUN... --to {folder}"
         raise ConfigError(f"--analyses {folder} holds no analysis; {write} writes one")
     return found
+
+
+def _sentences(said: list[str]) -> list[str]:
+    more = len(said) - MOST_SENTENCES
+    kept = [shorten(line, MOST_LETTERS) for line in said[:MOST_SENTENCES]]
+    return kept if more <= 0 else [*kept, f"{more:,} more sentences are in the file"]
 
 
 def _numbers(found: dict[str, Any]) -> str:

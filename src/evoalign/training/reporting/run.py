@@ -19,7 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from evoalign.checks import placebo, placebo_file, summary
 from evoalign.checks.placebo import Known
 from evoalign.config import Config, load
-from evoalign.config.reading import MissingError, parse, read_bytes
+from evoalign.config.reading import MissingError, parse, read_bytes, read_json
 from evoalign.errors import ConfigError, DataError, EvoalignError
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.report.html import page
@@ -145,7 +145,7 @@ class _Reader:
     def _read(self, name: str, model: type[M]) -> M | None:
         def read() -> M:
             try:
-                return model.model_validate(parse(read_bytes(self.path / name), str(self.path / name)))
+                return model.model_validate(read_json(self.path / name))
             except ValidationError as error:
                 where = ".".join(str(part)[:40] for part in error.errors(include_input=False)[0]["loc"])
                 raise DataError(f"{self.path / name} is damaged ({where}); put it back from a copy") from None

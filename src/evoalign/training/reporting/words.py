@@ -16,10 +16,15 @@ from evoalign.config import Config, from_dict
 from evoalign.config.secrets import redacted
 from evoalign.report.figures import Ends
 from evoalign.report.html.view import Answer, Measure, Pair, Placebos
-from evoalign.report.tables import Interval, headline
+from evoalign.report.tables import Interval, headline, shorten
 from evoalign.rewards.fitness import aim_of
 from evoalign.rundir.method import Method
 from evoalign.statistics import Estimate, mean
+
+MOST_MEASURES = 200
+"""Of the test split that are shown. A run has some ten; its file is of anybody."""
+MOST_LETTERS = 4_000
+"""Of what is said of how a run was made."""
 
 
 class _Plain(BaseModel):
@@ -165,7 +170,7 @@ def measures(result: Result | None, before: Sequence[Completion], known: Known |
     changes = result.change_mean_low_high
     return [
         Measure(name, value, result.after[name], changes.get(name), drift.get(name))
-        for name, value in result.before.items()
+        for name, value in list(result.before.items())[:MOST_MEASURES]
         if name in result.after
     ]
 
@@ -251,4 +256,4 @@ def made(path: Path, manifest: Manifest) -> dict[str, str]:
         "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
         "commit": f"{commit.get('commit', '')}{', with changes' if commit.get('dirty') else ''}",
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: shorten(value, MOST_LETTERS) for name, value in found.items() if value}
