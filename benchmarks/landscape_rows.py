@@ -180,7 +180,7 @@ def coverage(study: str, folder: Path, seed: int) -> Iterator[Row]:
     asked = config.model_copy(update={"task": task})
     for whom, samples in (([BASE], TRIES["base"]), ([own["es"], own["grpo"]], TRIES["trained"])):
         found = numbers("coverage", whom, asked, samples=samples, examples=PROBLEMS)
-        contests = {one["target"]: one for one in found["temperature_less_noise"] if one["k"] == samples}
+        contests = {one.pop("target"): one for one in found["temperature_less_noise"] if one["k"] == samples}
         for target in found["targets"]:
             name = target["target"]
             model = next((kind for kind, run in own.items() if run == name), BASE)
