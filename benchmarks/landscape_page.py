@@ -18,7 +18,7 @@ from scipy import stats
 
 from evoalign import statistics
 from evoalign.analysis.efficiency.measures import variances_ratio
-from evoalign.analysis.estimates import told
+from evoalign.analysis.estimates import bounded, told
 from evoalign.report.style import COLORS, GRID, LINES, canvas, frame, plain, save
 from evoalign.statistics import Estimate
 from landscape_rows import KINDS, ROWS
@@ -206,7 +206,9 @@ def unasked(study: Study) -> Iterator[Claim]:
         yield Claim("", f"reward of the test split after training, {SHOWN.get(model, model)}", reward)
         for sign in ("hacked", "degenerate"):
             yield Claim(
-                "", f"{sign} share, {SHOWN.get(model, model)}", statistics.mean([r["rates"][sign] for r in rows])
+                "",
+                f"{sign} share, {SHOWN.get(model, model)}",
+                bounded(statistics.mean([r["rates"][sign] for r in rows])),
             )
     for model in KINDS:
         found = study.over("divergence", lambda row: row["exact"], model=model)
