@@ -232,7 +232,8 @@ def work(study: str, folder: Path, part: str, seed: int | None) -> str:
     file = folder / "rows" / (part if seed is None else f"{part}_{seed}")
     file.parent.mkdir(parents=True, exist_ok=True)
     found = OF_ALL[part](study, folder) if seed is None else OF_A_SEED[part](study, folder, seed)
-    rows = [{"on": study, **({} if seed is None else {"seed": seed}), **rounded(row)} for row in found]
+    of_seed = {} if seed is None else {"seed": seed}
+    rows = [{"on": study, "part": part, **of_seed, **rounded(row)} for row in found]
     unfinished = file.with_name(f".{file.name}")
     unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     unfinished.rename(file.with_suffix(".jsonl"))
@@ -240,10 +241,20 @@ def work(study: str, folder: Path, part: str, seed: int | None) -> str:
 
 
 def gather(runs: Path) -> None:
-    """All rows that are there, in place of those of the same part."""
+    """Put the rows that are there in place of those of the same parts; those of other parts stay."""
     files = sorted(runs.glob("*/rows/*.jsonl"))
-    ROWS.write_text("".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8")
-    print(f"{ROWS.name}: {len(ROWS.read_text().splitlines())} rows of {len(files)} parts")
+    found = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    known = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    renewed = {_part_of(row) for row in found}
+    rows = [row for row in known if _part_of(row) not in renewed] + found
+    rows.sort(key=lambda row: [str(value) for value in _part_of(row)])
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{ROWS.name}: {len(found)} rows of {len(files)} parts, {len(rows)} in all")
+
+
+def _part_of(row: Row) -> tuple[str, str, int | None]:
+    """Cosines of a seed are a part of all seeds."""
+    return row["on"], row["part"], None if row["part"] in OF_ALL else row["seed"]
 
 
 def main() -> None:
@@ -266,13 +277,17 @@ def main() -> None:
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         for future in [pool.submit(placebo_of, given.runs / s, seed) for s in given.studies for seed in SEEDS[s]]:
             future.result()  # before all workers that need them
+        failed = 0
         futures = [pool.submit(work, *one) for one in todo]
         for future in as_completed(futures):
             try:
                 print(future.result(), flush=True)
             except Exception as error:  # one part's failure is not another's
+                failed += 1
                 print(f"failed: {type(error).__name__}: {error}", flush=True)
     gather(given.runs)
+    if failed:
+        raise SystemExit(f"{failed} parts failed; the same command goes on with them")
 
 
 if __name__ == "__main__":
