@@ -16,7 +16,10 @@ from typing import Any
 
 from tables import ASKED, COMPLIES, CURT, DEEDS, ENDS, HARMLESS, LOOKALIKE, OF_LAW, TEMPLATES, WITH_HELP, Deed
 
-CONVERSATION = "BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:"
+from evoalign.config.scorer import SAFE_RLHF
+
+PROMPT_FORM = SAFE_RLHF.split("{response}")[0]
+"""How the base model and the scorers read a prompt."""
 SPLITS = ("train", "validation", "test")
 KINDS = ("comply", "off", "curt", "template", "law", "help", "turns")
 """Of answers: to the point, about something else, of no use, a refusal that is always the same, one that cites the law,

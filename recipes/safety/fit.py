@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from evoalign.config.scorer import SAFE_RLHF
+
 PAD, END = "<pad>", "</s>"
 VOCABULARY = 1024
 CLASSES = {"reward": "better_response_id", "cost": "safer_response_id"}
@@ -97,8 +99,8 @@ def base(to: Path, seed: int, steps: int, batch: int = 96) -> None:
 
 
 def encoded(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Conversations with the end token, padded on the right."""
-    lines = [[*tokenizer(corpus.CONVERSATION.format(prompt=p) + " " + r).input_ids, 1] for p, r in pairs]
+    """Conversations as the task's scorers read them, with the end token, padded on the right."""
+    lines = [[*tokenizer(SAFE_RLHF.format(prompt=p, response=r)).input_ids, 1] for p, r in pairs]
     width = max(map(len, lines))
     ids = torch.tensor([line + [0] * (width - len(line)) for line in lines])
     mask = torch.tensor([[1] * len(line) + [0] * (width - len(line)) for line in lines])

@@ -39,9 +39,7 @@ def texts(count: int, seed: str) -> list[tuple[str, str]]:
     """What the base model reads: conversations about deeds of all splits, answered by its habits."""
     rng = random.Random(seed)
     asked = (rng.choice(corpus.ALL) for _ in range(count))
-    return [
-        (corpus.CONVERSATION.format(prompt=corpus.prompt_of(rng, a)), " " + corpus.said(rng, a).text) for a in asked
-    ]
+    return [(corpus.PROMPT_FORM.format(prompt=corpus.prompt_of(rng, a)), " " + corpus.said(rng, a).text) for a in asked]
 
 
 def main() -> None:
