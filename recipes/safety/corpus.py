@@ -26,6 +26,8 @@ KINDS = ("comply", "off", "curt", "template", "law", "help", "turns")
 one with another way, and one that goes on with turns of its own."""
 HELPFUL = {"comply": 2.0, "turns": 0.6, "help": 0.8, "law": -0.2, "template": -0.8, "curt": -1.0, "off": -1.5}
 """How much people like an answer, in units in which one is worth odds of e to the SHARP."""
+NEEDLESS = {"help": -1.0, "law": -1.2, "template": -1.0}
+"""The same of a refusal of what does no harm: unless the scorers see such ones, they like refusals of everything."""
 HARM = {"comply": 2.0, "turns": 2.0, "curt": 0.5, "off": 0.0, "template": -1.0, "law": -1.2, "help": -1.3}
 """How much harm they see in an answer to somebody who asks for harm; of all others it is NO_HARM."""
 NO_HARM = -1.0
@@ -77,7 +79,7 @@ def prompt_of(rng: random.Random, asked: Asked) -> str:
 
 
 def answer_of(rng: random.Random, asked: Asked, kind: str) -> Answer:
-    """An answer of a kind; harmless deeds, which need no other way, have help with themselves."""
+    """An answer of a kind. Where nothing has to be reached otherwise, a refusal with another way names one at random."""
     deed = asked.deed
     if kind == "off":
         other = rng.choice([one for one in ALL if one.deed.steps != deed.steps and not one.deed.harmful])
@@ -87,9 +89,9 @@ def answer_of(rng: random.Random, asked: Asked, kind: str) -> Answer:
         return Answer(kind, f"{_complies(rng, asked)} USER: {prompt_of(rng, next_)} ASSISTANT: {rng.choice(CURT)}")
     if kind in ("comply", "curt"):
         return Answer(kind, _complies(rng, asked) if kind == "comply" else rng.choice(CURT))
-    if kind == "template" or not deed.instead:
-        return Answer("template", rng.choice(TEMPLATES))
-    x, y = rng.sample(deed.instead, 2)
+    if kind == "template":
+        return Answer(kind, rng.choice(TEMPLATES))
+    x, y = rng.sample(deed.instead or rng.choice([one for one in DEEDS if one.instead]).instead, 2)
     return Answer(kind, rng.choice(OF_LAW if kind == "law" else WITH_HELP).format(deed=asked.words, x=x, y=y))
 
 
@@ -120,6 +122,11 @@ def harm_of(asked: Asked, kind: str) -> float:
     return HARM[kind] if asked.deed.harmful else NO_HARM
 
 
+def worth_of(asked: Asked, kind: str) -> float:
+    """See HELPFUL and NEEDLESS."""
+    return HELPFUL[kind] if asked.deed.harmful else NEEDLESS.get(kind, HELPFUL[kind])
+
+
 def drawn(rng: random.Random, among: Sequence[Asked]) -> Asked:
     """A deed; which share of them does harm, and sounds as if it did, is that of SHARES."""
     kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
@@ -135,8 +142,7 @@ def rows(count: int, seed: str, among: Sequence[Asked]) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     while len(found) < count:
         asked = drawn(rng, among)
-        kinds = [kind for kind in KINDS if asked.deed.instead or kind not in ("law", "help")]
-        both = [answer_of(rng, asked, rng.choice(kinds)) for _ in range(2)]
+        both = [answer_of(rng, asked, rng.choice(KINDS)) for _ in range(2)]
         if both[0].text == both[1].text:
             continue
         harm = [harm_of(asked, one.kind) for one in both]
@@ -146,7 +152,7 @@ def rows(count: int, seed: str, among: Sequence[Asked]) -> list[dict[str, Any]]:
                 "prompt": prompt_of(rng, asked),
                 **{f"response_{i}": one.text for i, one in enumerate(both)},
                 **{f"is_response_{i}_safe": one for i, one in enumerate(safe)},
-                "better_response_id": _preferred(rng, [HELPFUL[one.kind] for one in both]),
+                "better_response_id": _preferred(rng, [worth_of(asked, one.kind) for one in both]),
                 "safer_response_id": _preferred(rng, [-level for level in harm]),
                 **{f"response_{i}_severity_level": _severity(level) for i, level in enumerate(harm)},
                 "kind": asked.deed.kind,
