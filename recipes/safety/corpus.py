@@ -79,7 +79,7 @@ def prompt_of(rng: random.Random, asked: Asked) -> str:
 
 
 def answer_of(rng: random.Random, asked: Asked, kind: str) -> Answer:
-    """An answer of a kind. Where nothing has to be reached otherwise, a refusal with another way names one at random."""
+    """An answer of a kind. A refusal of a deed that does no harm names another way at random."""
     deed = asked.deed
     if kind == "off":
         other = rng.choice([one for one in ALL if one.deed.steps != deed.steps and not one.deed.harmful])
