@@ -15,10 +15,10 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
+from evoalign.config.addresses import parts_of
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.errors import ConfigError, cut, plain
 
@@ -180,13 +180,7 @@ class _AgainError(Exception):
 
 def checked_url(url: str) -> str:
     """Without `/v1` at its end, which clients of OpenAI's write. Raises ConfigError for what is no server's address."""
-    try:
-        parts = urlsplit(url)
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in url
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL):
-        is_one = False
-    if not is_one:
+    if "@" in url or parts_of(url) is None:
         raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:30000")
     return url.rstrip("/").removesuffix("/v1")
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from evoalign.config.addresses import is_here
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.dialect import Dialect, Server
 from evoalign.engines.server.errors import LostError
@@ -23,7 +23,6 @@ POLL = 0.2
 """Seconds between looks at whether a server is there."""
 PATIENCE = 4
 """After so many times `engine.timeout` without an answer a server counts as hung that says it is well."""
-_LOOPBACK = re.compile(r"^https?://(localhost|127\.[0-9.]+|\[::1\])([:/]|$)")
 
 
 class Link:
@@ -60,7 +59,7 @@ class Link:
     def sees_files(self) -> bool:
         """Whether the server is on this machine, or a folder is named that both see."""
         url = self._settings.url
-        return url is None or self._settings.adapter_folder is not None or _LOOPBACK.match(url) is not None
+        return url is None or self._settings.adapter_folder is not None or is_here(url)
 
     def open(self) -> None:
         """Raises ModelError where the server does not come."""

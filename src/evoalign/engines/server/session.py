@@ -13,8 +13,8 @@ from concurrent.futures import TimeoutError as LateError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
-from urllib.parse import urlsplit
 
+from evoalign.config.addresses import is_here
 from evoalign.engines.server.adapters import PeftAdapter, Shelf
 from evoalign.engines.server.asking import Answer, Answers, Asker, apart
 from evoalign.engines.server.client import Client
@@ -30,7 +30,6 @@ PATIENCE = 30.0
 """Seconds that a load which was interrupted has to end, so that it can be undone."""
 FAREWELL = 10.0
 """Seconds within which an adapter is let go of."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Session:
@@ -44,7 +43,7 @@ class Session:
     ) -> None:
         self.client, self.kind, self.asker, self.server = client, kind, asker, server
         self.prompts = list(prompts)
-        here = urlsplit(client.url).hostname in LOOPBACK
+        here = is_here(client.url)
         self._may_send = kind == "sglang" and folder is None
         self.by_files = not self._may_send or here
         self._shelf = Shelf(None if folder is None else str(folder), "--folder")

@@ -9,15 +9,14 @@ question would meet (the key, the route, the model's name) raises.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from evoalign.config.addresses import is_loopback, parts_of
 from evoalign.config.reading import parse
 from evoalign.errors import ConfigError, DataError, JudgeError, cut, plain
 from evoalign.rewards.judge.base import NoReplyError, Reply
@@ -130,27 +129,13 @@ def checked(url: str) -> tuple[str, bool]:
 
     Raises ConfigError.
     """
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL):
-        raise ConfigError("--endpoint: that is no address; give one such as http://127.0.0.1:8000/v1") from None
-    if "@" in parts.netloc:
+    parts = parts_of(url)
+    if "@" in (url if parts is None else parts.netloc):
         raise ConfigError("--endpoint has a name or password in it; give the key by --key-env NAME")
-    if not good:
+    if parts is None or parts.query:
         raise ConfigError(f"--endpoint {url!r} is no address; give one such as http://127.0.0.1:8000/v1")
     path = parts.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
-    return f"{parts.scheme}://{parts.netloc}{path}", _is_loopback(parts.hostname or "")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return f"{parts.scheme}://{parts.netloc}{path}", is_loopback(parts.hostname or "")
 
 
 def _reply(raw: bytes) -> Reply:

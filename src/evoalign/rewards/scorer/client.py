@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
-from urllib.parse import urlsplit
 
 import httpx
 
+from evoalign.config.addresses import is_here, parts_of
 from evoalign.config.reading import parse
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import ConfigError, DataError, RewardError, cut, plain
-from evoalign.rewards.scorer.guard import is_loopback
 
 Pair: TypeAlias = tuple[str, str]
 COLUMNS = (("reward",), ("reward", "cost"))
@@ -159,13 +158,7 @@ class _AgainError(Exception):
 
 
 def _checked(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in url
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL):
-        is_one = False
-    if not is_one:
+    if "@" in url or parts_of(url) is None:
         raise ConfigError(f"scorer.url {url!r} is no address of a service; give one such as http://127.0.0.1:8011")
     return url.rstrip("/")
 
@@ -181,8 +174,7 @@ def _headers(variable: str | None, url: str) -> dict[str, str]:
             f"scorer.token_env {variable}: the environment has no token in a variable of that name; it takes the name "
             "of the variable, never the token itself"
         )
-    parts = urlsplit(url)
-    if parts.scheme == "http" and not is_loopback(str(parts.hostname)):
+    if not url.startswith("https:") and not is_here(url):
         raise ConfigError(
             f"scorer.url {url}: a token is not sent over plain http to another machine; give an https address, or "
             "bring the port here through a tunnel"

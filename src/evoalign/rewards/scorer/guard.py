@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -26,14 +25,6 @@ BODY_SECONDS = 30.0
 """That a body may take to arrive."""
 DRAINED = 1 << 24
 """Bytes of a body that is too long which are read and dropped, so that who sends them reads why."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, as an address or as localhost, is this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Guard:
