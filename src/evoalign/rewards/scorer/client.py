@@ -21,10 +21,10 @@ from evoalign.config.addresses import is_here, parts_of
 from evoalign.config.reading import parse
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import ConfigError, DataError, RewardError, cut, plain
+from evoalign.rewards.scorer.wire import DIGEST
 
 Pair: TypeAlias = tuple[str, str]
 COLUMNS = (("reward",), ("reward", "cost"))
-DIGEST = "X-Scorer-Digest"
 CHUNK = 32
 """Pairs in one request, at most."""
 ROOM = 256

@@ -24,10 +24,9 @@ from evoalign.errors import RewardError
 from evoalign.rewards.scorer.batching import Batcher, FullError
 from evoalign.rewards.scorer.local import Local
 from evoalign.rewards.scorer.metrics import Meter
+from evoalign.rewards.scorer.wire import DIGEST
 from evoalign.version import __version__
 
-DIGEST = "X-Scorer-Digest"
-"""The header of each answer with the digest of all that its scores depend on."""
 logger = logging.getLogger(__name__)
 Text = Annotated[str, Field(description="As it is; the service puts the template round it.")]
 
