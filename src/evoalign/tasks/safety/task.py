@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 from pydantic import BaseModel
 
 from evoalign.config import TaskConfig
+from evoalign.config.scorer import PROMPT, RESPONSE, SAFE_RLHF
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.rewards.objective import Columns, Objective, WeightedSum
 from evoalign.tasks.base import Data, Task
@@ -25,8 +26,8 @@ from evoalign.tasks.safety.rows import Settings
 from evoalign.types import Example, Prompt
 
 REWARD, COST = COLUMNS = ("reward", "cost")
-CONVERSATION = "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:"
-"""The form in which the models of Safe RLHF, and Alpaca as it was reproduced for them, read a prompt."""
+CONVERSATION = SAFE_RLHF.partition(RESPONSE)[0]
+"""The form in which the models of Safe RLHF, and Alpaca as it was reproduced for them, read a prompt: `{prompt}`."""
 NEXT_TURN = ("BEGINNING OF CONVERSATION", "USER:")
 """What begins an invented turn in that form."""
 TURNS = (*NEXT_TURN, "ASSISTANT:")
@@ -98,7 +99,7 @@ class Safety(Task):
     def prompt(self, example: Example) -> Prompt:
         if self.config.prompt == "chat":
             return self.with_system([{"role": "user", "content": example["prompt"]}])
-        return example["prompt"] if self.config.prompt == "raw" else CONVERSATION.replace("{}", example["prompt"], 1)
+        return example["prompt"] if self.config.prompt == "raw" else CONVERSATION.replace(PROMPT, example["prompt"], 1)
 
     def response(self, text: str) -> str:
         """What of a completion is scored: none of an invented next turn."""
