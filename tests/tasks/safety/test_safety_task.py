@@ -24,9 +24,10 @@ from evoalign.evaluation import evaluate
 from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
 from evoalign.rundir import sealing
-from evoalign.tasks import create, isolate
+from evoalign.tasks import create, isolate, with_sources
 from evoalign.tasks.safety.objective import Lagrangian
 from evoalign.tasks.safety.task import COLUMNS, LABELS, Safety
+from evoalign.training.resolve import check_parted
 from evoalign.training.train import dry_run
 from plain import UNCHECKED
 from rule_scorer import RuleScorer
@@ -148,6 +149,18 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do() -> None:
         DataError, match=r"hub:PKU-Alignment/PKU-SafeRLHF:test: without a network, set task\.train_data"
     ):
         task().load_data(0)
+
+
+def test_data_that_no_config_names_are_those_of_its_source() -> None:
+    """Named by nobody in the run, and by their names in what it is asked with."""
+    train, test = Safety.shipped
+    made = TaskConfig(name="safety")
+    named = TaskConfig(name="safety", train_data=train, test_data=test)
+    assert with_sources(made) == with_sources(named) == named
+    for one, other in ((made, named), (named, made)):
+        check_parted("a run", one, other, "test")
+        with pytest.raises(ConfigError, match=r"task\.validation_size is None in the run and 3 now"):
+            check_parted("a run", one, other.model_copy(update={"validation_size": 3}), "validation")
 
 
 # --- the section scorer -----------------------------------------------------------------------------------------------

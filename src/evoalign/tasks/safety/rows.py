@@ -76,7 +76,7 @@ def check(config: TaskConfig) -> data.Check:
     return checked
 
 
-def select(config: TaskConfig, settings: Settings, seed: int, default: tuple[str, str | None]) -> Selected:
+def select(config: TaskConfig, settings: Settings, seed: int, default: tuple[str, str | None] | None) -> Selected:
     """The splits of the config's files. Raises DataError, ConfigError.
 
     What is asked in the test split is asked nowhere else, and what is asked in validation is not trained on: rows whose

@@ -65,6 +65,7 @@ class Safety(Task):
     settings: ClassVar[type[BaseModel] | None] = Settings
     takes_system_prompt = True
     asks_scorer = True
+    shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
     options: Settings
 
@@ -85,13 +86,14 @@ class Safety(Task):
     def load_data(self, seed: int) -> Data:
         """The files of the config, or the published rows of the hub; see `rows.select`. Raises DataError."""
         try:
-            found = rows.select(self.config, self.options, seed, SOURCE)
+            found = rows.select(self.config, self.options, seed, self.shipped)
         except DataError as error:
             if self.config.train_data is not None:
                 raise
+            sources = " and ".join(filter(None, self.shipped or ()))
             raise DataError(
-                f"{error}; task.train_data is not set, so that task safety loads {' and '.join(SOURCE)}: without a "
-                "network, set task.train_data and task.test_data to files with a column prompt"
+                f"{error}; task.train_data is not set, so that task safety loads {sources}: without a network, "
+                "set task.train_data and task.test_data to files with a column prompt"
             ) from error
         self.notes = found.notes
         return found.data
