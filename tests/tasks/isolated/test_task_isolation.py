@@ -103,6 +103,7 @@ def test_everything_else_of_the_task_is_there(isolate: Isolate, tmp_path: Path) 
     assert task.clean(" a ") == "a"
     assert task.gold(PLAIN) is None
     assert task.measures("a", PLAIN) == {}
+    assert task.point("a", PLAIN, {"reward": 1.0}) is None
     task.self_check([PLAIN])
     assert task.functions == plain.functions  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="nothing_such"):
@@ -386,6 +387,7 @@ class Own(Task):
     def compute_reward(self, text, example): return float(text == self.words[example["word"]])
     def gold(self, example): return self.words[example["word"]]
     def measures(self, text, example): return {"pid": os.getpid(), "right": text == self.gold(example)}
+    def point(self, text, example, rewards): return {"pid": os.getpid(), "said": text, **example, **rewards}
     def clean(self, text):
         if text == "hang": time.sleep(1000)
         return text.strip().lower()
@@ -420,6 +422,8 @@ def test_all_scoring_of_a_task_of_ones_own_is_apart(isolate: Isolate, tmp_path: 
     measures = task.measures("y", data.test[0])
     assert measures["right"] == 1.0
     assert measures["pid"] != os.getpid()
+    point = task.point("y", data.test[0], {"reward": 1.5, "cost": None})
+    assert point == {"pid": measures["pid"], "said": "y", **data.test[0], "reward": 1.5, "cost": None}
     task.self_check([*data.train, *data.test])
 
 

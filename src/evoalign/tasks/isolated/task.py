@@ -150,6 +150,11 @@ class Isolated(Task):
         """The task's own, in this process, as the objective is: it sees numbers alone."""
         return self.task.judged(rewards)
 
+    def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any] | None:
+        if not self._defines("point"):
+            return super().point(text, example, rewards)
+        return self._ask("point", [text], [example], rewards=dict(rewards))
+
     def clean(self, text: str) -> str:
         return self._ask("clean", [text], []) if self._defines("clean") else super().clean(text)
 
@@ -176,11 +181,12 @@ class Isolated(Task):
         texts: Sequence[str],
         examples: Sequence[Example],
         limit: float | None = None,
-        sets: Sequence[Sequence[int]] | None = None,
+        **more: Any,
     ) -> Any:
         """What the task's method gives, after at most `grader.retries` further attempts. Raises EvoalignError.
 
-        With `sets`, completions are scored together: none is to blame alone, and none is looked for.
+        `more` goes with the request. With `sets`, completions are scored together: none is to blame alone, and none is
+        looked for.
         """
         limit = self._grader.timeout if limit is None else limit
         started = time.monotonic()
@@ -189,7 +195,7 @@ class Isolated(Task):
             while True:
                 attempt += 1
                 try:
-                    value = self._attempt(op, limit, texts, examples, sets)
+                    value = self._attempt(op, limit, texts, examples, **more)
                     self._answered.add(op)
                     return value
                 except RewardError as error:  # a wrong value: no use to ask again
@@ -200,7 +206,7 @@ class Isolated(Task):
                     if attempt > self._grader.retries or (mistake and str(problem) == before):
                         effort = _effort(attempt, started)
                         alone = partial(self._attempt, op, limit)
-                        self._refuse(problem, effort, None if sets else alone, texts, examples)
+                        self._refuse(problem, effort, None if "sets" in more else alone, texts, examples)
                     before, total = str(problem), self._grader.retries + 1
                     logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
                     if problem.reason == "raised" and not mistake:
@@ -212,7 +218,7 @@ class Isolated(Task):
         limit: float,
         texts: Sequence[str],
         examples: Sequence[Example],
-        sets: Sequence[Sequence[int]] | None = None,
+        **more: Any,
     ) -> Any:
         unique = {id(example): example for example in examples}
         number = {key: i for i, key in enumerate(unique)}
@@ -221,9 +227,9 @@ class Isolated(Task):
             "texts": list(texts),
             "rows": [self._sent(row) for row in unique.values()],
             "row_of": [number[id(example)] for example in examples],
-            **({} if sets is None else {"sets": sets}),
+            **more,
         }
-        who = f"task.fitness {self.fitness.name}" if sets is not None and self.fitness is not None else None
+        who = f"task.fitness {self.fitness.name}" if "sets" in more and self.fitness is not None else None
         return self._worker.ask(request, limit, who)
 
     def _sent(self, example: Example) -> dict[str, Any]:

@@ -153,6 +153,9 @@ def _work(task: Task, data: Data | None, request: Mapping[str, Any]) -> Any:
     examples = [fresh(rows[i]) for i in request["row_of"]]
     if "sets" in request:
         return task.fitness_of(request["texts"], examples, request["sets"])
+    if "rewards" in request:
+        found = task.point(request["texts"][0], examples[0], request["rewards"])
+        return None if found is None else dict(found)
     return OPERATIONS[request["op"]](task, request["texts"], examples)
 
 
