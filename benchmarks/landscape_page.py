@@ -248,7 +248,7 @@ def of_noise(study: Study) -> Iterator[Claim]:
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> Estimate:
     """Spearman's, with an interval by Fisher's z."""
-    rank, n = float(np.corrcoef(stats.rankdata(a), stats.rankdata(b))[0, 1]), len(a)
+    rank, n = float(stats.spearmanr(a, b).statistic), len(a)
     if n < 5:
         return Estimate(rank, n, None, None, f"{n} runs: no interval")
     half = 1.96 / (n - 3) ** 0.5

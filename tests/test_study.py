@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from evoalign import statistics
 from evoalign.config import load
 from evoalign.cost.budget import Cost
+from evoalign.statistics import Estimate
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -221,3 +224,70 @@ def test_a_better_cell_than_that_of_the_final_runs_is_told() -> None:
     (line,) = study_page._better({"grpo": cells}, chosen)
     assert "grpo.learning_rate 3e-05 reached 0.55" in line
     assert not study_page._better({"grpo": cells[:1]}, chosen)
+
+
+# --- the landscape ----------------------------------------------------------------------------------------------------
+
+BELOW, ACROSS, ABOVE = (Estimate(mean, 8, mean - 1.0, mean + 1.0) for mean in (-2.0, 0.0, 2.0))
+
+
+def verdict(found: Estimate, limit: float | None = 0.0, **more: Any) -> str:
+    return landscape_page.Claim("1", "a number", found, limit, **more).verdict
+
+
+def test_a_claim_is_judged_by_the_side_on_which_its_interval_lies() -> None:
+    held = ["not held", "not known", "held"]
+    assert [verdict(found) for found in (BELOW, ACROSS, ABOVE)] == held
+    assert [verdict(found, above=False) for found in (BELOW, ACROSS, ABOVE)] == held[::-1]
+    assert verdict(Estimate(5.0, 1, why="1 value")) == "not known"
+    assert verdict(ABOVE, None) == ""
+
+
+def test_a_claim_is_not_held_by_the_other_end_where_it_has_one() -> None:
+    assert verdict(BELOW, against=ABOVE) == verdict(BELOW, against=ACROSS) == "not known"
+    assert verdict(ACROSS, against=BELOW) == "not held"
+    assert verdict(ABOVE, against=BELOW) == "held"
+
+
+def test_what_placebos_do_likewise_is_not_held() -> None:
+    assert verdict(ABOVE, likewise=ABOVE) == "not held: of its placebos likewise"
+    assert verdict(ABOVE, likewise=ACROSS) == verdict(ABOVE, likewise=BELOW) == "held"
+    assert verdict(BELOW, likewise=ABOVE) == "not held" and verdict(ACROSS, likewise=ABOVE) == "not known"
+
+
+def test_a_cosine_of_what_is_not_reliable_says_nothing() -> None:
+    assert [verdict(found, reliability=0.09) for found in (BELOW, ACROSS, ABOVE)] == ["no evidence"] * 3
+    assert verdict(ABOVE, reliability=0.1) == "held"
+
+
+def test_pairs_in_a_ring_count_what_neighbours_share() -> None:
+    alike, apart = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0], [1.0, -1.0] * 3
+    plain, found = statistics.mean(alike), landscape_page.in_a_ring(alike)
+    assert plain.high is not None
+    assert (found.mean, found.n) == (0.0, 6)
+    assert found.high == pytest.approx(plain.high * (5 / 3) ** 0.5)  # a third of the variance is shared with each side
+    assert found.low == pytest.approx(-found.high)
+    for values in (apart, alike[2:5], [1.0] * 6):  # no shared variance, too few, no interval
+        assert landscape_page.in_a_ring(values) == statistics.mean(values)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [
+        ([7.0, 8.0, 9.0, 11.0], 0.25),
+        ([float(i) for i in range(20)], 4.5 / 18.5),  # the means of steps 4 and 5, and of 18 and 19
+        ([0.0] * 4 + [1.0] * 16, 1.0),
+        ([0.0] * 10 + [1.0] * 10, 0.0),
+        ([4.0] + [6.0] * 9 + [5.0] * 10, 2.0),
+    ],
+)
+def test_what_the_first_quarter_of_the_steps_gains(rewards: list[float], share: float) -> None:
+    assert landscape_page.first_quarter({"rewards": rewards}) == pytest.approx(share)
+
+
+def test_ranks_correlate_with_ties_and_an_interval_from_five_on() -> None:
+    found = landscape_page.rank_correlation([1, 2, 3, 4, 5], [10, 20, 30, 50, 40])
+    assert found.mean == pytest.approx(0.9) and found.n == 5
+    assert (found.low, found.high) == pytest.approx((0.0860767, 0.9934378), abs=1e-6)
+    assert landscape_page.rank_correlation([1, 1, 2], [1, 2, 3]).mean == pytest.approx(3**0.5 / 2)
+    assert landscape_page.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]).low is None
