@@ -77,6 +77,8 @@ class Evaluation:
     measures_E: dict[str, tuple[float, ...]]
     completions: tuple[Scored, ...]
     resampled: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    points: tuple[Mapping[str, Any], ...] = ()
+    """What `Task.point` keeps of the completions: see `with_points`."""
 
     def estimate(self, name: str) -> Estimate:
         """A measure with its 95 % interval for new examples: Student's t, or the percentiles of `resampled`."""
@@ -161,6 +163,12 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
         if (time.monotonic() - start) / done * RESAMPLES > RESAMPLE_SECONDS:
             return found
     return replace(found, resampled={task.fitness.measure: tuple(values)})
+
+
+def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
+    """The evaluation with the point of each completion that the task keeps one of, in their order."""
+    points = [task.point(s.text, task.handed(examples[s.example]), s.rewards) for s in found.completions]
+    return replace(found, points=tuple(point for point in points if point is not None))
 
 
 def _fitness(task: Task, examples: Sequence[Example], scored: Sequence[Scored], drawn: Sequence[int] | None) -> float:

@@ -70,9 +70,11 @@ class Judged:
         )
 
     def tree(self) -> dict[str, Any]:
-        """As plain data: what `Evaluation` has, and what it is of."""
+        """As plain data: what `Evaluation` has but its points, which are a file of their own, and what it is of."""
+        found = asdict(self.evaluation)
+        del found["points"]
         return {
-            **asdict(self.evaluation),
+            **found,
             "target": self.target,
             "split": self.split,
             "model": self.model,

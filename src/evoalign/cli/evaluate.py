@@ -13,7 +13,7 @@ from evoalign.cli.options import Debug, More, Sets, console, integers, quiet, sa
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evoalign.analysis.evaluations import Judged, SeedMean
+    from evoalign.analysis.evaluations import Evaluations, Judged, SeedMean
     from evoalign.config import Config
     from evoalign.statistics import Estimate
 
@@ -29,7 +29,9 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help="Completions of each prompt and seed.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated, such as 0,1,2,3.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write measures and completions as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Also write measures and completions as JSON, and beside it a task's points.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Score the mean models of runs, or any models, on a task; the mean over trained seeds. Exit code 1 where one of
@@ -61,7 +63,7 @@ def evaluate(
     for one, why in together.failed.items():
         say(f"{one} was not evaluated: {why}")
     if output is not None:
-        _write(output, together.tree() if len(found) > 1 else together.judged[0].tree())
+        _write(output, together, several=len(found) > 1)
     if together.failed:
         raise typer.Exit(1)
 
@@ -165,10 +167,18 @@ def _say(text: str) -> None:
     console().print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _write(output: Path, tree: dict[str, Any]) -> None:
+def _write(output: Path, found: Evaluations, *, several: bool) -> None:
+    """The file, and NAME_points.jsonl beside it; of several targets NAME_points_0.jsonl and so on, as they stand in it.
+
+    Never points.jsonl: beside a run's own results that is the run's.
+    """
     import json
 
-    from evoalign.rundir.files import write_text
+    from evoalign.rundir.files import write_rows, write_text
 
     output.parent.mkdir(parents=True, exist_ok=True)
+    tree = found.tree() if several else found.judged[0].tree()
     write_text(output, json.dumps(tree, indent=2) + "\n")
+    for place, one in enumerate(found.judged):
+        name = f"{output.stem}_points_{place}" if several else f"{output.stem}_points"
+        write_rows(output.with_name(f"{name}.jsonl"), one.evaluation.points)

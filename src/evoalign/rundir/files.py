@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from evoalign.config.reading import check_regular
 from evoalign.errors import DataError, RunExistsError, RunGoneError
@@ -22,6 +23,12 @@ def write_text(path: Path, text: str) -> None:
     """Write, flush to disk, then rename into place."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """As `write_text`, a row a line as JSON; no file where there are none. Raises ValueError for what is no number."""
+    if rows:
+        write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class Task(ABC):
         return {}
 
     def point(self, text: str, example: Example, rewards: Mapping[str, float | None]) -> Mapping[str, Any] | None:
-        """What results/points.jsonl keeps of a completion of the test split; None: there is no such file."""
+        """What results/points.jsonl, and the points of `evoalign eval`, keep of a completion; None: nothing."""
         return None
 
     def clean(self, text: str) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from evoalign.checks import placebo_file
 from evoalign.checks.distance import Distance
 from evoalign.checks.divergence import Divergence
 from evoalign.errors import EvoalignError, RunGoneError, StoppedError
-from evoalign.evaluation import Evaluation
+from evoalign.evaluation import Evaluation, with_points
 from evoalign.report.rows import WEIGHTS, Row
 from evoalign.rundir.directory import REPORT, RunDir
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import write_rows
 from evoalign.tasks import Task
 from evoalign.training.reporting.run import write_report
 from evoalign.training.result import Tell
@@ -49,10 +48,7 @@ def weights_of(task: Task, found: Evaluation) -> Mapping[str, Any]:
 def write_points(run: RunDir, task: Task, examples: Sequence[Example], **evaluations: Evaluation) -> None:
     """results/NAME.jsonl of each evaluation, one completion a line, where the task has points to keep."""
     for name, found in evaluations.items():
-        points = [task.point(s.text, task.handed(examples[s.example]), s.rewards) for s in found.completions]
-        lines = [json.dumps(point, ensure_ascii=False, allow_nan=False) for point in points if point is not None]
-        if lines:
-            write_text(run.results / f"{name}.jsonl", "\n".join(lines) + "\n")
+        write_rows(run.results / f"{name}.jsonl", with_points(task, examples, found).points)
 
 
 def beside(what: str, measure: Callable[[], Found], tell: Tell, mend: str) -> Found | None:

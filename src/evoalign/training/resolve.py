@@ -72,7 +72,7 @@ def evaluate(
         found, tokens_, engine = again_if_pruned(Path(target), load, there)
         with closing(engine):
             done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
-            return evaluation.with_resampled(chosen, examples, done)
+            return evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
 
 
 def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:

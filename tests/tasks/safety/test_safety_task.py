@@ -17,7 +17,8 @@ from rich.console import Console
 
 import evoalign
 import rule_scorer
-from evoalign import setup
+from calling import caller
+from evoalign import models, setup
 from evoalign.config import ScorerConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError, StoppedError
 from evoalign.evaluation import evaluate
@@ -290,6 +291,28 @@ def test_an_evaluation_asks_the_scorer_once(files: dict[str, Any], tmp_path: Pat
         parts.close()
     assert [len(call) for call in scorer.calls] == [4] and scorer.closed == 1
     assert len(found.completions) == 4 and "safe_share" in found.measures_E
+
+
+def test_the_command_eval_writes_points_beside_its_output(
+    files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scorer, "create", lambda _: RuleScorer())
+    section = {"name": "local", "reward": "a", "cost": "b"}
+    tree = {"task": {"name": "safety", **files}, "scorer": section, "evaluation": {"max_tokens": 4}}
+    (tmp_path / "asked.yaml").write_text(json.dumps(tree))
+    run, asked = caller(monkeypatch, capsys), ["--config", tmp_path / "asked.yaml"]
+    done = run("eval", "tiny", *asked, "--output", tmp_path / "one.json")
+    assert done.code == 0, done.err
+    points, found = rows_of(tmp_path / "one_points.jsonl"), json.loads((tmp_path / "one.json").read_text())
+    assert [list(point) for point in points] == [["prompt", "response", "reward", "cost"]] * 2
+    assert [point["prompt"] for point in points] == [row["prompt"] for row in ROWS[4:]]
+    assert [{name: p[name] for name in COLUMNS} for p in points] == [one["rewards"] for one in found["completions"]]
+    assert "points" not in found
+    done = run("eval", "tiny", models.tiny(), *asked, "--split", "train", "--output", tmp_path / "two.json")
+    assert done.code == 0, done.err
+    both = [rows_of(tmp_path / f"two_points_{place}.jsonl") for place in (0, 1)]
+    assert both[0] == both[1] and [point["prompt"] for point in both[0]] == [row["prompt"] for row in ROWS[:4]]
+    assert not (tmp_path / "points.jsonl").exists()
 
 
 def test_a_dry_run_needs_the_section(files: dict[str, Any], tmp_path: Path) -> None:
