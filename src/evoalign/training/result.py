@@ -27,6 +27,7 @@ from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.tasks import Data, Split, Task
+from evoalign.training.recorder import Recorder
 from evoalign.types import Example
 
 if TYPE_CHECKING:
@@ -121,13 +122,12 @@ def conclude(
     before: Evaluation,
     after: Evaluation,
     verdict: Verdict,
-    console: Console,
-    tell: Tell,
+    recorder: Recorder,
     placebos: Placebos | None = None,
 ) -> None:
     """Write results/evaluation.json and the completions, and show both. `mean` says which weights `after` is of."""
     write_results(run, settings, mean, before, after, placebos)
-    show(before, after, verdict, console, tell, placebos, mean.get(WEIGHTS))
+    show(before, after, verdict, recorder.console, recorder.tell, placebos, mean.get(WEIGHTS))
 
 
 def write_results(

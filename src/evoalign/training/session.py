@@ -306,7 +306,8 @@ class Session:
             self.tell(f"KL of the start from the base model: {kl}; measured in {seconds:.1f} s")
 
     def _finish(self, before: Evaluation) -> Result:
-        saved, after = self.save(), self._evaluate("result")
+        saved = self.save()
+        after = self._evaluate("result")
         validation = None if self._validated is None else (self._validated, self._evaluate("result", "validation"))
         kl = self.algorithm.divergence if self.config.checks.kl_every else None
         moved = ending.moved(self.run.rows, kl, self.algorithm.distance, self.tell)
@@ -328,8 +329,7 @@ class Session:
         mean["alarms"] = verdict.as_dict()
         placebos = self._beside("placebos", lambda: self.algorithm.placebos(self, before, after))
         sealing.unseal(self.run.path)
-        recorder, settings = self.recorder, self.config.evaluation
-        conclude(self.run, settings, mean, before, after, verdict, recorder.console, self.tell, placebos)
+        conclude(self.run, self.config.evaluation, mean, before, after, verdict, self.recorder, placebos)
         sealing.seal(self.run.path)
         for line in self.algorithm.summary(verdict.word):
             self.tell(line)
