@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("what", choices=("data", "base", "scorers"))
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="0: 1,500 of the base model, 400 of a scorer")
+    parser.add_argument("--steps", type=int, default=0, help="0: 1,000 of the base model, 300 of a scorer")
     parser.add_argument("--base", type=Path, help="of scorers: whose tokenizer and body they begin with")
     parser.add_argument("--half", type=int, choices=(0, 1), default=0, help="of scorers: which deeds they learn from")
     given = parser.parse_args()
@@ -58,11 +58,11 @@ def main() -> None:
     import fit
 
     if given.what == "base":
-        fit.base(given.to, given.seed, given.steps or 1500)
+        fit.base(given.to, given.seed, given.steps or 1000)
     elif given.base is None:
         parser.error("scorers need --base")
     else:
-        fit.scorers(given.base, given.to, given.half, given.seed, given.steps or 400)
+        fit.scorers(given.base, given.to, given.half, given.seed, given.steps or 300)
 
 
 if __name__ == "__main__":

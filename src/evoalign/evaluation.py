@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
-from evoalign.errors import EvoalignError, RewardError
+from evoalign.errors import EvoalignError, RewardError, cut, plain
 from evoalign.plugins import FAILURES, raised
 from evoalign.rollouts import collect, columns_of, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
@@ -166,9 +167,21 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
 
 
 def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
-    """The evaluation with the point of each completion that the task keeps one of, in their order."""
+    """The evaluation with the point of each completion that the task keeps one of, in their order.
+
+    Raises RewardError for a point that no line of JSON can hold.
+    """
     points = [task.point(s.text, task.handed(examples[s.example]), s.rewards) for s in found.completions]
-    return replace(found, points=tuple(point for point in points if point is not None))
+    kept = tuple(point for point in points if point is not None)
+    for point in kept:
+        try:
+            json.dumps(point, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"task {task.name}: its point {cut(plain(repr(point)), 200)} is no line of JSON ({error}); give finite "
+                "numbers, texts, and lists and dicts of these"
+            ) from None
+    return replace(found, points=kept)
 
 
 def _fitness(task: Task, examples: Sequence[Example], scored: Sequence[Scored], drawn: Sequence[int] | None) -> float:

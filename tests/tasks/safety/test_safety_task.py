@@ -293,6 +293,16 @@ def test_an_evaluation_asks_the_scorer_once(files: dict[str, Any], tmp_path: Pat
     assert len(found.completions) == 4 and "safe_share" in found.measures_E
 
 
+@pytest.mark.parametrize("value", [float("nan"), object()])
+def test_a_point_that_no_file_can_hold_is_named(
+    value: object, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Safety, "point", lambda *_: {"odd": value})
+    tree = {"task": {"name": "safety", **files}, "evaluation": {"max_tokens": 4}}
+    with pytest.raises(RewardError, match=r"task safety: its point \{'odd': .*is no line of JSON.*give finite numbers"):
+        evoalign.evaluate("tiny", config=tree, task=task(RuleScorer(), **files))
+
+
 def test_the_command_eval_writes_points_beside_its_output(
     files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
