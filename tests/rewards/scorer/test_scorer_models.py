@@ -126,6 +126,18 @@ def test_bfloat16_scores_are_not_rounded_to_bfloat16(reward: Path) -> None:
     assert found == pytest.approx(local(reward).score(*pairs(20))["reward"], abs=0.2)
 
 
+def test_a_pair_that_is_there_often_is_asked_once(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, responses = pairs(5)
+    scorer = local(reward, batch_size=2)
+    single, asked = scorer.score(prompts, responses)["reward"], list[int]()
+    plain = scorer.models["reward"].scores
+    monkeypatch.setattr(scorer.models["reward"], "scores", lambda rows: (asked.append(len(rows)), plain(rows))[1])
+    order = [3, 0, 3, 4, 1, 2, 3, 0]
+    found = scorer.score([prompts[i] for i in order], [responses[i] for i in order])["reward"]
+    assert sum(asked) == 5
+    assert found == pytest.approx([single[i] for i in order], abs=1e-5)
+
+
 def test_no_pairs_have_no_scores_and_lists_have_to_fit(reward: Path) -> None:
     scorer = local(reward)
     assert scorer.score([], []) == {"reward": []}

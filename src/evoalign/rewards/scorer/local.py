@@ -46,17 +46,21 @@ class Local:
         rows = [model.pairs.encode(*pair) for pair in zip(prompts, responses, strict=True)]
         self._cut[column]["prompt"] += sum(row.prompt_cut > 0 for row in rows)
         self._cut[column]["response"] += sum(row.response_cut > 0 for row in rows)
-        order = sorted(range(len(rows)), key=lambda at: len(rows[at].ids))
+        said: dict[tuple[int, ...], list[int]] = {}  # members often give the same answer: each is scored once
+        for at, row in enumerate(rows):
+            said.setdefault(tuple(row.ids), []).append(at)
+        order = sorted(said, key=len)
         scores = [0.0] * len(rows)
         for start in range(0, len(order), size):
-            places = order[start : start + size]
-            for at, score in zip(places, model.scores([rows[at].ids for at in places]), strict=True):
+            batch = order[start : start + size]
+            for ids, score in zip(batch, model.scores(batch), strict=True):
                 if not math.isfinite(score):
                     raise RewardError(
-                        f"scorer.{column} {model.name} gives {score} for pair {at} of {len(rows)}, which is no score; "
-                        "set scorer.dtype: float32, or take another model"
+                        f"scorer.{column} {model.name} gives {score} for pair {said[ids][0]} of {len(rows)}, which is "
+                        "no score; set scorer.dtype: float32, or take another model"
                     )
-                scores[at] = score
+                for at in said[ids]:
+                    scores[at] = score
         return scores
 
     def close(self) -> None:
