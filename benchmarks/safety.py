@@ -1,169 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safety alignment on the tiny model: settings chosen on validation prompts, then seeds on the test prompts.
+"""Safety alignment of the tiny model: settings chosen on validation prompts, then seeds of ES and GRPO on test prompts.
 
-    python benchmarks/safety.py tune  --to DIR --jobs 16
-    python benchmarks/safety.py final --to DIR --jobs 16 --seeds 0,1,2,3,4
+    python benchmarks/safety.py tune  --to DIR --jobs 16      each cell of ES and GRPO with two seeds, on validation.jsonl
+    python benchmarks/safety.py final --to DIR --jobs 16      the chosen cells with five other seeds, on test.jsonl
+    python benchmarks/safety.py rows  --to DIR --jobs 16      what they said, scored by both sets of scorers, and placebos
 
-`tune` trains each cell of CELLS with one seed that no final run has, evaluated on validation.jsonl, and ranks them in
-DIR/tune.json. Of the cells whose mean reward does not fall it prefers the one with the largest safe share, less the
-share of harmless prompts (look-alikes among them) that are refused. `final` trains the best of them on test.jsonl, with
-placebos, KL and the answers at the start and at the end. Both go on where they were.
+`tune` ranks the cells of a method by their worse seed: first those whose mean reward did not fall, then the safe share
+less twice the share of harmless prompts, look-alikes among them, that are refused. All three go on where they were;
+`--device cuda` trains on a GPU. `rows` writes benchmarks/results/safety.jsonl, which benchmarks/safety_page.py shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from evoalign.config import ScorerConfig
+from evoalign.rewards.scorer import create
+from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.tasks.safety.refusals import kind_of
+from evoalign.training.counterfactual import parse
+from evoalign.training.placebos import open_run
 from study_runs import ROOT, environment
 
-CONFIG = ROOT / "configs" / "quickstart_safety.yaml"
+CONFIGS = {"es": ROOT / "configs" / "quickstart_safety.yaml", "grpo": ROOT / "configs" / "quickstart_safety_grpo.yaml"}
 DATA = ROOT / "data" / "tasks" / "safety"
-TUNE_SEED = 90
-SHARES = {"all": None, "tt75": {"TT": 375, "FF": 75, "FT": 25, "TF": 25}, "tt90": {"TT": 450, "FF": 50}}
-"""Rows to train with: as they come, or more of those whose answers are both safe: most of these ask for no harm."""
+ROWS = ROOT / "benchmarks" / "results" / "safety.jsonl"
+SCORERS = {"train": DATA / "models", "judge": DATA / "models" / "judge"}
+TUNE_SEEDS, SEEDS = (90, 91), (0, 1, 2, 3, 4)
+EVERY, PLACEBOS = 10, 20
+HALF = {"TT": 250, "FF": 150, "FT": 50, "TF": 50}
+"""Training rows of which half ask for no harm, or were answered without any."""
 
 
-def cells() -> dict[str, dict[str, Any]]:
-    """Settings by name: which rows, lambda's start and rate, what is counted of an unsafe answer's reward."""
-    found: dict[str, dict[str, Any]] = {}
-    for rows, shares in SHARES.items():
-        for name, objective in {
-            "l1": {"start": 1.0, "rate": 0.05, "safe_first": "product"},
-            "l03": {"start": 0.3, "rate": 0.05, "safe_first": "product"},
-            "l03_fixed": {"start": 0.3, "rate": 0.0, "safe_first": "product"},
-            "l03_none": {"start": 0.3, "rate": 0.05, "safe_first": "none"},
-            "std": {"start": 1.0, "rate": 0.05, "safe_first": "product", "standardize": True},
-        }.items():
-            sets: dict[str, Any] = {"task.objective": {"name": "lagrangian", **objective}}
-            if shares is not None:
-                sets["task.shares"] = shares
-            found[f"{rows}_{name}"] = sets
-    found["tt75_l03_fast"] = {**found["tt75_l03"], "es.learning_rate": 0.02}
-    return found
+def cells() -> dict[str, dict[str, dict[str, Any]]]:
+    """Settings by method and name."""
+    es: dict[str, dict[str, Any]] = {}
+    for rows in ("all", "half"):
+        for members, batch, rate in ((64, 16, 0.02), (128, 32, 0.02), (128, 32, 0.04), (256, 16, 0.04)):
+            sets: dict[str, Any] = {"es.population_size": members, "task.batch_size": batch, "es.learning_rate": rate}
+            es[f"{rows}_{members}x{batch}_{rate:g}"] = sets | ({"task.shares": HALF} if rows == "half" else {})
+    grpo = {f"{rate:g}_beta{beta:g}": {"grpo.learning_rate": rate, "grpo.beta": beta}
+            for rate in (1e-4, 3e-4) for beta in (0.0, 0.05)}  # fmt: skip
+    return {"es": es, "grpo": grpo}
 
 
-def measured(points: Path) -> dict[str, float]:
-    """Shares and means of one evaluation's answers."""
-    kinds = {row["prompt"]: row["kind"] for split in ("validation", "test") for row in _rows(DATA / f"{split}.jsonl")}
-    rows = list(_rows(points))
+def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares and means of answers, each with its prompt, its reward and its cost."""
+    kinds = {row["prompt"]: row["kind"] for split in ("validation", "test") for row in read(DATA / f"{split}.jsonl")}
     texts = Counter(row["response"] for row in rows)
-    found = {
+    refused: dict[str, list[bool]] = {"harmful": [], "look-alike": [], "harmless": []}
+    templates = Counter[str]()
+    for row in rows:
+        kind, group = kind_of(row["response"]), kinds[row["prompt"]]
+        refused[group if group in refused else "harmful"].append(kind is not None)
+        templates.update([row["response"]] if kind is not None else [])
+    return {
         "prompts": len(rows),
-        "safe": _mean(row["cost"] <= 0 for row in rows),
-        "reward": _mean(row["reward"] for row in rows),
-        "cost": _mean(row["cost"] for row in rows),
-        "largest_template": texts.most_common(1)[0][1] / len(rows),
+        "safe": mean(row["cost"] <= 0 for row in rows),
+        "reward": mean(row["reward"] for row in rows),
+        "cost": mean(row["cost"] for row in rows),
+        "largest_answer": texts.most_common(1)[0][1] / len(rows),
+        "largest_refusal": max(templates.values(), default=0) / len(rows),
         "distinct": len(texts) / len(rows),
+        "refused_harmful": mean(refused["harmful"]),
+        "refused_look_alike": mean(refused["look-alike"]),
+        "refused_harmless": mean(refused["harmless"]),
+        "refused_needlessly": mean(refused["look-alike"] + refused["harmless"]),
     }
-    for group, wanted in (("look_alike", {"look-alike"}), ("harmless", {"harmless"})):
-        found[f"refused_{group}"] = _mean(
-            kind_of(r["response"]) is not None for r in rows if kinds[r["prompt"]] in wanted
-        )
-    harmful = (r for r in rows if kinds[r["prompt"]] not in ("look-alike", "harmless"))
-    found["refused_harmful"] = _mean(kind_of(r["response"]) is not None for r in harmful)
-    needless = (r for r in rows if kinds[r["prompt"]] in ("look-alike", "harmless"))
-    return {**found, "refused_needlessly": _mean(kind_of(r["response"]) is not None for r in needless)}
 
 
-def train(to: Path, sets: Mapping[str, Any]) -> float:
+def train(number: int, to: Path, method: str, sets: Mapping[str, Any]) -> float:
     """One run in a process of its own, taken up where it was; its seconds."""
     began = time.monotonic()
-    words = [sys.executable, "-m", "evoalign.cli", "train", str(CONFIG)]
-    for key, value in {"output_dir": str(to), "engine.threads": 1, "engine.device": "cpu", **sets}.items():
+    words = [sys.executable, "-m", "evoalign.cli", "train" if method == "es" else "grpo", str(CONFIGS[method])]
+    for key, value in {"output_dir": str(to), "engine.threads": 1, **sets}.items():
         words += ["--set", f"{key}={json.dumps(value)}"]
     if to.exists():
         words.append("--resume")
     to.parent.mkdir(parents=True, exist_ok=True)
+    env = environment(gpu=sets["engine.device"] != "cpu")
+    if "GPUS" in os.environ:  # so many, taken in turn
+        env["CUDA_VISIBLE_DEVICES"] = str(number % int(os.environ["GPUS"]))
     with to.with_suffix(".log").open("ab") as log:
-        subprocess.run(
-            words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-        )
+        subprocess.run(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
     return time.monotonic() - began
 
 
-def all_of(runs: Mapping[Path, Mapping[str, Any]], jobs: int) -> None:
+def all_of(runs: Mapping[Path, tuple[str, Mapping[str, Any]]], jobs: int) -> None:
     """Train all, so many at once."""
     with ThreadPoolExecutor(jobs) as pool:
-        for to, seconds in zip(runs, pool.map(train, runs, runs.values()), strict=True):
+        found = pool.map(lambda n, one: train(n, one[0], *one[1]), range(len(runs)), runs.items())
+        for to, seconds in zip(runs, found, strict=True):
             print(f"{to.name}: {seconds:.0f} s", flush=True)
 
 
-def tune(to: Path, jobs: int, generations: int) -> None:
+def tune(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
     """See the module."""
-    sets = {
-        "seed": TUNE_SEED,
-        "es.num_generations": generations,
-        "task.test_data": str(DATA / "validation.jsonl"),
-        "checks.placebo": 0,
-        "evaluation.every": 0,
-    }
-    all_of({to / "tune" / name: {**sets, **cell} for name, cell in cells().items()}, jobs)
-    found: list[dict[str, Any]] = []
-    for name, cell in cells().items():
-        results = to / "tune" / name / "results"
-        if (results / "points.jsonl").is_file():
-            before, after = measured(results / "points_before.jsonl"), measured(results / "points.jsonl")
-            found.append({"cell": name, "settings": cell, "before": before, "after": after})
-    found.sort(key=_rank, reverse=True)
-    (to / "tune.json").write_text(json.dumps(found, indent=2) + "\n")
-    for row in found:
-        print(row["cell"], {k: f"{row['before'][k]:.2f}->{row['after'][k]:.2f}" for k in row["after"]}, flush=True)
-
-
-def _rank(row: Mapping[str, Any]) -> tuple[bool, float]:
-    after = row["after"]
-    return after["reward"] >= row["before"]["reward"], after["safe"] - after["refused_needlessly"]
-
-
-def final(to: Path, jobs: int, seeds: Sequence[int], best: int, generations: int) -> None:
-    """See the module. More than the best cell are reported, and none of them chosen."""
-    ranked = json.loads((to / "tune.json").read_text())[:best]
-    sets = {"es.num_generations": generations, "evaluation.every": 10, "checks.kl_every": 20, "checks.placebo": 5}
+    common = {"task.test_data": str(DATA / "validation.jsonl"), "evaluation.every": 0, **device}
     runs = {
-        to / "final" / f"{row['cell']}_{seed}": {"seed": seed, **sets, **row["settings"]}
-        for seed in seeds
-        for row in ranked
+        to / "tune" / f"{method}_{name}_{seed}": (method, {**common, **only(method), "seed": seed, **cell})
+        for seed in TUNE_SEEDS
+        for method, named in cells().items()
+        for name, cell in named.items()
     }
     all_of(runs, jobs)
-    for run in runs:
-        if (run / "results" / "points.jsonl").is_file():
-            before, after = (measured(run / "results" / f"{name}.jsonl") for name in ("points_before", "points"))
-            print(run.name, {k: f"{before[k]:.2f}->{after[k]:.2f}" for k in after}, flush=True)
+    ranked: dict[str, list[dict[str, Any]]] = {}
+    for method, named in cells().items():
+        for name, cell in named.items():
+            found = [ends(to / "tune" / f"{method}_{name}_{seed}") for seed in TUNE_SEEDS]
+            if all(found):
+                ranked.setdefault(method, []).append({"cell": name, "settings": cell, "seeds": found})
+        ranked.get(method, []).sort(key=rank, reverse=True)
+    (to / "tune.json").write_text(json.dumps(ranked, indent=1) + "\n")
+    for method, rows in ranked.items():
+        for row in rows:
+            for before, after in row["seeds"]:
+                print(method, row["cell"], {k: f"{before[k]:.2f}->{after[k]:.2f}" for k in after}, flush=True)
 
 
-def _rows(file: Path) -> Iterable[dict[str, Any]]:
-    return map(json.loads, file.read_text(encoding="utf-8").splitlines())
+def only(method: str) -> dict[str, Any]:
+    """Settings that one of the methods has alone."""
+    return {"checks.placebo": 0} if method == "es" else {}
 
 
-def _mean(values: Iterable[float]) -> float:
+def ends(run: Path) -> tuple[dict[str, float], dict[str, float]] | None:
+    """What a run's answers were before and after; None where it did not end."""
+    files = [run / "results" / f"{name}.jsonl" for name in ("points_before", "points")]
+    if not all(file.is_file() for file in files):
+        return None
+    before, after = (measured(read(file)) for file in files)
+    return before, after
+
+
+def rank(row: Mapping[str, Any]) -> tuple[bool, float]:
+    """See the module; of the worse seed."""
+    return min(
+        (after["reward"] >= before["reward"], after["safe"] - 2 * after["refused_needlessly"])
+        for before, after in row["seeds"]
+    )
+
+
+def final(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
+    """See the module."""
+    ranked = json.loads((to / "tune.json").read_text())
+    common = {
+        "evaluation.every": 0, "checks.kl_every": EVERY, "checkpoint.every": EVERY, "checkpoint.keep_last": 1000, **device
+    }  # fmt: skip
+    all_of(
+        {
+            to / "final" / f"{method}_{seed}": (
+                method, {**common, **only(method), "seed": seed, **ranked[method][0]["settings"]}
+            )
+            for seed in SEEDS
+            for method in CONFIGS
+            if method in ranked
+        },
+        jobs,
+    )  # fmt: skip
+
+
+def rows(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
+    """See the module."""
+    runs = sorted(path for path in (to / "final").iterdir() if (path / "results" / "points.jsonl").is_file())
+    with ProcessPoolExecutor(jobs) as pool:
+        told = [row for found in pool.map(of_run, runs, [dict(device)] * len(runs)) for row in found]
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in told))
+    print(f"{len(told)} rows of {len(runs)} runs in {ROWS}", flush=True)
+
+
+def of_run(run: Path, device: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a run: its start, the means that it saved, its placebos, and the path of lambda."""
+    method, _, seed = run.name.partition("_")
+    kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kl = {row["generation"] + 1: row["kl"] for row in kept if row.get("kl")}
+    said = {"run": run.name, "method": method, "seed": int(seed)}
+    found = [{**said, "lambda": [row["objective"]["lambda"] for row in kept if "objective" in row]}]
+    found.append({**said, "generation": 0, "kl": None, **both(read(run / "results" / "points_before.jsonl"))})
+    for folder, answers in zip(saved_folders(run), answered(run), strict=True):
+        at = generation_of(folder)
+        found.append({**said, "generation": at, "kl": kl.get(at), **both(answers)})
+    if method == "es":
+        found += [
+            {**said, "method": "placebo", "placebo": k, **both(one)} for k, one in enumerate(placebos(run, device))
+        ]
+    return found
+
+
+def answered(run: Path) -> list[list[dict[str, Any]]]:
+    """What each mean that a run saved says to the test prompts, greedily."""
+    folders, to = saved_folders(run), run / "eval.json"
+    sets = ["--set", "engine.device=cpu", "--set", "engine.threads=1"]
+    words = [sys.executable, "-m", "evoalign.cli", "eval", *map(str, folders), "--config", str(run / "config.yaml")]
+    subprocess.run(
+        [*words, *sets, "--output", str(to)], cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL
+    )
+    several = [to.with_name(f"eval_points_{i}.jsonl") for i in range(len(folders))]
+    return [read(file) for file in (several if len(folders) > 1 else [to.with_name("eval_points.jsonl")])]
+
+
+def placebos(run: Path, device: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """What the run says with its coefficients shuffled, each generation's over its members, with so many seeds."""
+    with open_run(run) as found:
+        task, examples = found.parts.task, found.parts.data.test
+        reached = [found.reach(parse("shuffle", found.log, seed)).evaluation for seed in range(PLACEBOS)]
+        return [
+            [dict(task.point(c.text, examples[c.example], c.rewards) or {}) for c in one.completions] for one in reached
+        ]
+
+
+def both(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `measured` says by the scorers of training, and by those who judge."""
+    prompts, responses = [row["prompt"] for row in answers], [row["response"] for row in answers]
+    found: dict[str, Any] = {}
+    for name, folder in SCORERS.items():
+        scorer = create(
+            ScorerConfig(name="local", reward=str(folder / "reward"), cost=str(folder / "cost"), device="cpu")
+        )
+        scores = scorer.score(prompts, responses)
+        scored = zip(prompts, responses, scores["reward"], scores["cost"], strict=True)
+        found[name] = measured(
+            [dict(zip(("prompt", "response", "reward", "cost"), row, strict=True)) for row in scored]
+        )
+    return found
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of at least one."""
     kept = list(values)
     return sum(kept) / len(kept)
 
 
 def main() -> None:
-    """Read the arguments; make one of the two."""
+    """Read the arguments; do one of the three."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "final"))
+    parser.add_argument("what", choices=("tune", "final", "rows"))
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seeds", default="0,1,2,3,4")
-    parser.add_argument("--best", type=int, default=1, help="cells of `final`, from the first of the ranking on")
-    parser.add_argument("--generations", type=int, default=60)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    if given.what == "tune":
-        tune(given.to.resolve(), given.jobs, given.generations)
-    else:
-        final(given.to.resolve(), given.jobs, [int(s) for s in given.seeds.split(",")], given.best, given.generations)
+    device = {"engine.device": given.device, "scorer.device": given.device}
+    device |= {} if given.device == "cpu" else {"scorer.batch_size": 512}
+    {"tune": tune, "final": final, "rows": rows}[given.what](given.to.resolve(), given.jobs, device)
 
 
 if __name__ == "__main__":

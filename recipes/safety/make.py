@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import corpus
 
-SIZES = {"train": 1000, "validation": 200, "test": 400}
+SIZES = {"train": 1000, "validation": 400, "test": 400}
 
 
 def data(to: Path, seed: int) -> None:
