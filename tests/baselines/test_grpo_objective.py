@@ -122,6 +122,8 @@ def test_lambda_follows_the_policys_own_cost_after_the_scores_of_each_step(strai
     assert_follows(straight)
     assert json.loads(state_file(straight).read_text()) == states(straight)[-1]
     assert (straight / "figures/objective.png").is_file()
+    for name in ("lambda", "cost_average"):
+        assert f"<figcaption>Kept by the objective: {name}, by step<" in (straight / "report.html").read_text()
 
 
 def test_the_evaluation_stays_the_weighted_sum_whatever_lambda_is(straight: Path) -> None:

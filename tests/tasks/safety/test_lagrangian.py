@@ -213,6 +213,8 @@ def test_lambda_is_in_journal_and_metrics(straight: Path) -> None:
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     assert [row["objective"] for row in rows] == states
     assert rebuilt_row(log.generations[2])["objective"] == states[2]
+    for name in ("lambda", "cost_average"):
+        assert f"<figcaption>Kept by the objective: {name}, by generation<" in (straight / "report.html").read_text()
 
 
 @pytest.mark.parametrize("kept", [3, 6])
