@@ -546,18 +546,32 @@ def test_scores_of_another_objective_are_not_held_against_the_best_reward(random
     assert not any("earns the maximum already" in warning for warning in found.warnings)
 
 
-def test_grpo_refuses_what_it_cannot_resume(questions: str, tmp_path: Path) -> None:
+def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    tree = config(tmp_path / "run", questions, **ADAPTIVE) | {"grpo": {"max_steps": 1, "num_generations": 2}}
-    with pytest.raises(ConfigError, match=r"objective adaptive has a state \(ln_lambda, average\)"):
-        evoalign.grpo(tree, console=Console(file=io.StringIO()))
-    tree["task"]["objective"] = f"{HERE}:Ranks"
+    tree = config(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
+    tree |= {"grpo": {"max_steps": 1, "num_generations": 2}}
     with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, and GRPO has none"):
         evoalign.grpo(tree, console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
     from evoalign.baselines import planning
 
     assert any("refused as it stands: objective ranks" in line for line in planning.dry_run(tree))
+
+
+@pytest.mark.parametrize("rollouts", ["engine", "es"])
+def test_grpo_moves_a_state_by_all_that_was_said(rollouts: str, questions: str, tmp_path: Path) -> None:
+    """By members too, where nobody asks for what the policy itself says; `cost` does not apply to each."""
+    pytest.importorskip("trl")
+    tree = config(tmp_path / "run", questions, batch_size=None, **ADAPTIVE)
+    tree |= {
+        "grpo": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "rollouts": rollouts},
+    }
+    evoalign.grpo(tree, console=Console(file=io.StringIO()))
+    price, average = 0.0, 0.0
+    for row in lines(tmp_path / "run/metrics.jsonl"):
+        average = 0.5 * average + 0.5 * float(np.float32(row["rewards"]["cost"]))
+        price = min(max(price + 3.0 * (average - 0.05), -2.0), 2.0)
+        assert row["objective"] == pytest.approx({"ln_lambda": price, "average": average})
 
 
 class Halved(WeightedSum):

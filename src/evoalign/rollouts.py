@@ -81,14 +81,16 @@ def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) ->
 
 
 def scores_of(objective: Objective, columns: Columns, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-    """What an objective makes of the completions of one policy, each alone, at its state of now.
+    """What an objective makes of the completions of one policy, each alone, at its state of now."""
+    return judge(objective, alone(objective, columns, texts, examples))[0].tolist() if texts else []
 
-    Where the objective `asks_mean`, these are its answers: nobody is perturbed.
-    """
-    if not texts:
-        return []
-    group = grouped(columns, texts, examples, 0)
-    return judge(objective, replace(group, mean=group) if objective.asks_mean else group)[0].tolist()
+
+def alone(
+    objective: Objective, columns: Columns, texts: Sequence[str], examples: Sequence[Example], generation: int = 0
+) -> Group:
+    """The completions of one policy that nobody perturbs, as a group of one member, whose `mean` is itself."""
+    group = grouped(columns, texts, examples, generation)
+    return replace(group, mean=group) if objective.asks_mean else group
 
 
 def batch(total: int, size: int | None, seed: int, generation: int) -> list[int]:

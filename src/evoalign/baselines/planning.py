@@ -242,7 +242,7 @@ def _refusals(config: Config, examples: int, objective: Objective) -> list[str]:
         partial(settings.check, config),
         partial(settings.trains_on_cpu, config),
         partial(settings.check_prompts, config, examples),
-        partial(settings.check_objective, objective),
+        partial(settings.check_objective, config, objective),
     )
     for refuse in refusing:
         try:

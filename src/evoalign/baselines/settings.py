@@ -114,13 +114,13 @@ def check_stopping(config: Config) -> None:
         raise ConfigError("es.sigma_schedule plateau is for ES: with grpo.rollouts: es set constant, linear or cosine")
 
 
-def check_objective(objective: Objective) -> None:
-    """Raise ConfigError for an objective that GRPO cannot serve: its trainer's state has no place for another."""
+def check_objective(config: Config, objective: Objective) -> None:
+    """Raise ConfigError for an objective that GRPO cannot serve."""
     refuse_whole_members(objective, "GRPO")
-    if objective.state:
+    if objective.asks_mean and config.grpo.rollouts == "es":
         raise ConfigError(
-            f"objective {objective.name} has a state ({', '.join(objective.state)}), which a run of GRPO cannot "
-            "resume; take another task.objective for it, such as weighted_sum"
+            f"objective {objective.name} follows what the policy itself says, and with grpo.rollouts: es only members "
+            "around it answer; take grpo.rollouts engine or trl"
         )
 
 

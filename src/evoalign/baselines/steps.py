@@ -15,12 +15,13 @@ from transformers import TrainerCallback
 
 from evoalign.baselines.policy import SAVE_EVERY, Policy
 from evoalign.baselines.settings import cycle
+from evoalign.baselines.trainer_state import keep_objective
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
 from evoalign.report import watching
 from evoalign.report.rows import WEIGHTS, Row, spread
-from evoalign.rewards.objective import means
-from evoalign.rollouts import columns_of, scores_of
+from evoalign.rewards.objective import Columns, means, move
+from evoalign.rollouts import alone, columns_of, scores_of
 from evoalign.rundir import parquet
 from evoalign.training.session import Session
 from evoalign.training.stop import Stop
@@ -114,6 +115,7 @@ class Steps(TrainerCallback):
             return
         start = time.perf_counter()
         fresh = self._gather()
+        self._move(int(state.global_step) - 1, fresh)
         row = self._row(int(state.global_step) - 1, logs, fresh)
         session = self.session
         if session is not None:
@@ -133,6 +135,7 @@ class Steps(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
         if self.session is not None:
             self.session.save()
+            keep_objective(self.session.run, int(state.global_step), self.objective.state)
             self.policy.mark_state(self.session.run, int(state.global_step))
 
     def _is_evaluated(self, session: Session) -> bool:
@@ -150,13 +153,23 @@ class Steps(TrainerCallback):
             self._round = fresh
         return fresh
 
+    def _move(self, step: int, fresh: Sequence[Answer]) -> None:
+        """The objective's state moves on after the scores of a step, by all that was newly said in it.
+
+        It stays in a step that trains on older completions. Every process has the same ones in the same order, and so
+        comes to the same state.
+        """
+        if fresh:
+            examples = [self.policy.data.train[a.row] for a in fresh]
+            move(self.objective, alone(self.objective, _columns(fresh), [a.text for a in fresh], examples, step))
+
     def _row(self, step: int, logs: Mapping[str, Any], fresh: Sequence[Answer]) -> Row:
         answers, group = self._round, self.config.grpo.num_generations
         rewards = np.asarray([a.reward for a in answers], dtype=np.float64)
         groups = rewards.reshape(-1, group)
         rollout, score = float(self.trainer.rollout_seconds), self._score_seconds
         weights = self.policy.task.weighted.by_name(list(answers[0].rewards))
-        by_column = means({name: [a.rewards[name] for a in answers] for name in answers[0].rewards})
+        by_column, kept = means(_columns(answers)), dict(self.objective.state)
         seconds = {"rollout": rollout, "score": score, "update": max(0.0, self._spent - rollout - score)}
         return {
             "generation": step,
@@ -173,6 +186,7 @@ class Steps(TrainerCallback):
             "budget": self._cost(fresh).as_dict(),
             "grpo": {name: _number(logs.get(key)) for key, name in LOGGED.items()},
             **({"rewards": by_column, WEIGHTS: weights} if by_column else {}),
+            **({"objective": kept} if kept else {}),
         }
 
     def _cost(self, fresh: Sequence[Answer]) -> Cost:
@@ -206,6 +220,10 @@ class Steps(TrainerCallback):
         ]
         session.run.check()
         parquet.write(session.run.completions(f"generation_{step:04d}"), rows)
+
+
+def _columns(answers: Sequence[Answer]) -> Columns:
+    return {name: [a.rewards[name] for a in answers] for name in answers[0].rewards}
 
 
 def _number(value: Any) -> float | None:

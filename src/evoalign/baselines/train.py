@@ -19,7 +19,7 @@ from evoalign.baselines import planning, settings
 from evoalign.baselines.assembling import make_trainer
 from evoalign.baselines.policy import Policy, died_early, finished, refuse_differences
 from evoalign.baselines.steps import Steps
-from evoalign.baselines.trainer_state import MEND, last_state, sound_state, states
+from evoalign.baselines.trainer_state import MEND, last_state, objective_of, sound_state, states
 from evoalign.checks.distance import Distance, distance_of
 from evoalign.checks.divergence import Divergence
 from evoalign.checks.fluency import Fluency
@@ -72,7 +72,7 @@ def grpo(
         with Stop() as stop, _without_deprecations():
             chosen, data = task_and_data(config, task, reward)
             with closing(chosen):
-                settings.check_objective(chosen.objective())
+                settings.check_objective(config, chosen.objective())
                 console = console or Console(quiet=not writes)
                 past = _Past(run, config, chosen, data, given)
                 done = past.result(console) if resume else None
@@ -165,6 +165,8 @@ class _Grpo:
         processes = self.trainer.accelerator.num_processes
         self.policy = Policy(config, tokens_, task, data, self.trainer.model, processes)
         self.steps = Steps(self.policy, self.trainer, stop)
+        if self.state is not None:
+            self.steps.objective.restore(objective_of(self.state))
         self.trainer.add_callback(self.steps)
         grpo = config.grpo
         self.labels = Labels(

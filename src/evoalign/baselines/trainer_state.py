@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from evoalign.config.reading import read_json
+from evoalign.config.reading import MissingError, read_json
 from evoalign.errors import DataError, ResumeError
-from evoalign.rundir.checkpoint import Hash
+from evoalign.rundir.checkpoint import Finite, Hash
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import digest_of, write_text
 
 STATE = "whole.json"
 """In a folder of the trainer's state: it was written to its end."""
+OBJECTIVE = "objective.json"
+"""Beside it, where the objective has a state: finite numbers by name, as they are after the step."""
 MEND = "put it back from a copy, or begin anew with --overwrite, which moves the run aside"
+
+_NUMBERS = TypeAdapter(dict[str, Finite], config=ConfigDict(strict=True))
 
 
 class _Marker(BaseModel):
@@ -38,6 +42,23 @@ class _Marker(BaseModel):
 def states(run: RunDir) -> Path:
     """Where the trainer keeps what it needs to resume."""
     return run.path / "trainer"
+
+
+def keep_objective(run: RunDir, done: int, state: Mapping[str, float]) -> None:
+    """What the objective goes on from after so many steps, beside what the trainer does. Without a state, nothing."""
+    if state:
+        write_text(states(run) / f"checkpoint-{done}" / OBJECTIVE, json.dumps(dict(state), indent=2) + "\n")
+
+
+def objective_of(folder: Path) -> dict[str, float]:
+    """The objective's state in a trainer's, bit for bit; empty where there is none. Raises ResumeError."""
+    file = folder / OBJECTIVE
+    try:
+        return _NUMBERS.validate_python(read_json(file))
+    except MissingError:
+        return {}
+    except (DataError, ValidationError):
+        raise ResumeError(f"{file} is damaged: {MEND}") from None
 
 
 def mark(run: RunDir, done: int) -> None:

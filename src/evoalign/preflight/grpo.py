@@ -51,8 +51,9 @@ def check_trl(case: Case) -> Finding:
 
 
 def check_round(case: Case) -> Finding:
-    """Whether prompts and completions of a step go into one another."""
+    """Whether prompts and completions of a step go into one another, and their rewards into scores."""
     data, grpo = need(case.data, "task"), case.config.grpo
+    settings.check_objective(case.config, need(case.task, "task").objective())
     settings.check_prompts(case.config, len(data.train))
     size = settings.round_size(grpo)
     return Finding("round", "ok", f"{size} completions of {size // grpo.num_generations} of {len(data.train)} prompts")

@@ -224,9 +224,14 @@ def judge(objective: Objective, group: Group) -> Scores:
 def score(objective: Objective, group: Group) -> Scores:
     """The scores of a generation; the objective's state moves on. Raises RewardError."""
     scores_MP = judge(objective, group)
+    move(objective, group)
+    return scores_MP
+
+
+def move(objective: Objective, group: Group) -> None:
+    """The objective's state moves on, by a group that it has scored. Raises RewardError."""
     _guarded(objective, lambda: objective.update(_handed(group)))
     objective.state = _state(objective)
-    return scores_MP
 
 
 def grouped(columns: Columns, texts: Sequence[str], examples: Sequence[Example], generation: int) -> Group:

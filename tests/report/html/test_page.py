@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.report.figures import Ends
+from evoalign.report.figures import ES_WORDS, GRPO_WORDS, Ends, Words
 from evoalign.report.html import charts, completions, curves, page
 from evoalign.report.html.charts import Chart, Series
 from evoalign.report.html.markup import table, tag, text
@@ -47,7 +47,7 @@ def view(name: str = "run", said: str = "plain", **more: Any) -> View:
     whole: dict[str, Any] = {
         "name": name, "path": said, "about": {"task": said}, "made": {"command": said}, "state": "done", "steps": 3,
         "total": 3, "headline": said, "beside": [said], "alarms": [said], "warnings": [said], "diagnosis": [said],
-        "rows": [row(i, rewards={said: 1.0, "b": None}, divergence={"exact": 0.1 * i},
+        "rows": [row(i, rewards={said: 1.0, "b": None}, objective={said: 0.5 * i}, divergence={"exact": 0.1 * i},
                      evaluation={"reward": 1.0}) for i in range(3)],
         "ends": {"test": Ends(Estimate(0.0, 9, -1.0, 1.0), Estimate(1.0, 9, 0.5, 1.5))},
         "measures": [Measure("reward", 0.0, 1.0, (1.0, 0.5, 1.5), 0.2), Measure(said, 0.1, 0.2)],
@@ -201,6 +201,47 @@ def test_runs_beside_each_other_share_an_axis_that_is_explained() -> None:
     assert "may take more completions than another" in said
 
 
+def path_of(source: str, title: str) -> list[tuple[float, float]]:
+    """Where the wide drawing with this title has its first line."""
+    wide = source.split(f'aria-label="{title}"', 1)[1].split("</svg>", 1)[0]
+    (found,) = re.findall(r'<path d="M([^"]+)" class="line c0"', wide)
+    return [(float(x), float(y)) for x, _, y in (place.partition(" ") for place in found.split("L"))]
+
+
+@pytest.mark.parametrize(("words", "unit"), [(ES_WORDS, "generation"), (GRPO_WORDS, "step")])
+def test_what_an_objective_keeps_has_a_chart_a_name(words: Words, unit: str) -> None:
+    """Of scales of their own: the price is around 1, the average around 0. A rebuilt row may have none."""
+    kept = [{"lambda": 1.0 + 0.25 * i, "cost_average": -0.001 * i} for i in range(5)]
+    rows = [row(i, objective=state) for i, state in enumerate(kept)] + [row(5), row(6, objective=None)]
+    said = part(page.render([view(rows=rows, words=words)]), "curves")
+    up = path_of(said, f"Kept by the objective: lambda, by {unit}")
+    down = path_of(said, f"Kept by the objective: cost_average, by {unit}")
+    assert len(up) == len(down) == 5
+    for one in (up, down):
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(one)]
+        assert all(step == pytest.approx(steps[0], abs=0.2) for step in steps)
+    assert up[0][1] - up[-1][1] == pytest.approx(down[-1][1] - down[0][1], abs=0.2) and up[0][1] > up[-1][1]
+    assert f"lambda, after the {unit}" in said
+    assert "Kept by the objective" not in page.render([view(rows=[row(i) for i in range(3)])])
+
+
+def test_what_the_objectives_of_several_runs_keep_is_drawn_together() -> None:
+    def one(name: str, words: Words = ES_WORDS, **kept: float) -> View:
+        return view(name, about={"task": "safety"}, rows=[row(i, objective=kept) for i in range(3)], words=words)
+
+    views = [one("first", price=1.0), one("second", GRPO_WORDS, price=2.0, own=0.0), one("third")]
+    said = part(page.render(views), "curves")
+    title = "Kept by the objective: price, run by run, of safety"
+    together = said.split(f"<figcaption>{title}", 1)[1].split("</figure>", 1)[0]
+    assert "generation or step" in together
+    legend = together.split('class="legend"', 1)[1]
+    assert re.findall(r'class="line (c\d)".*?</svg>(\w+)</li>', legend) == [("c0", "first"), ("c1", "second")]
+    assert said.count("<figcaption>Kept by the objective: price,") == 3, "together, and of each run that has it"
+    assert said.count("<figcaption>Kept by the objective: own,") == 1, "of one run alone"
+    other = View("other", "other", about={"task": "countdown"}, rows=[row(0, objective={"price": 1.0})])
+    assert "run by run, of" not in part(page.render([views[0], other]), "curves")
+
+
 def test_headings_go_down_by_one() -> None:
     for views in ([view()], [view("a"), view("b")]):
         levels = [int(t[1]) for t in Read(page.render(views)).tags if re.fullmatch(r"h[1-6]", t)]
@@ -251,7 +292,7 @@ def test_a_run_of_100000_generations_takes_seconds() -> None:
 
 def test_phases_and_rewards_without_end_are_not_all_drawn() -> None:
     many = {f"name{i}": 1.0 for i in range(5_000)}
-    source = page.render([view(rows=[row(i, rewards=many, seconds=many) for i in range(3)])])
+    source = page.render([view(rows=[row(i, rewards=many, seconds=many, objective=many) for i in range(3)])])
     assert len(source.encode()) < 1_000_000 and "name19" in source and "name20" not in source
 
 

@@ -188,6 +188,23 @@ def test_both_themes_on_a_phone_and_a_desktop(visit: Open, tmp_path: Path, schem
         is_quiet(tab)
 
 
+def test_charts_of_what_objectives_keep_fit_whatever_they_are_called(visit: Open, tmp_path: Path) -> None:
+    """One drawing of each is seen, in its size; lines of two runs in one chart have colours of their own."""
+    rows = [row(i, objective={"lambda": 1.0 + 0.1 * i, "a_name_without_any_space_" * 9: -1e-9 * i}) for i in range(30)]
+    tab = visit(page.render([view("one", rows=rows), view("two", rows=rows)]), tmp_path)
+    charts = tab.page.locator("figure.chart", has=tab.page.locator("figcaption", has_text="Kept by the objective"))
+    for size, kind in ((DESKTOP, "wide"), (PHONE, "narrow")):
+        tab.page.set_viewport_size(size)
+        seen = charts.locator("svg[role=img]:visible")
+        assert seen.evaluate_all("(all) => all.map((one) => one.getAttribute('class'))") == [
+            *[kind] * 2, *["narrow"] * 4,
+        ], "two names: together, and of each of two runs beside each other"  # fmt: skip
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    lines = charts.first.locator("svg[role=img]:visible path.line")
+    assert len(set(lines.evaluate_all("(all) => all.map((one) => getComputedStyle(one).stroke)"))) == 2
+    is_quiet(tab)
+
+
 def test_the_tables_of_four_runs_fit_a_desktop(visit: Open, tmp_path: Path) -> None:
     share, reward = (0.0812345, 0.0123456, 0.1512345), (0.0812345, -0.0001234, 0.1612345)
     found = [Measure("reward", 0.336123, 0.396123, reward, 0.330412), Measure("right", 0.236, 0.296, share, 0.23)]

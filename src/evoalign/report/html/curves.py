@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from evoalign.errors import cut
 from evoalign.report.figures import Ends
 from evoalign.report.html.charts import Chart, Point, Series, drawn, drawn_of
 from evoalign.report.html.markup import NOTHING, Markup, folded, joined, number, table
@@ -15,7 +16,9 @@ from evoalign.rewards.fitness import aim_of
 MOST_ROWS = 400
 """Of the table below a chart; of a longer run each second, third, ... is in it."""
 MOST_LINES = 20
-"""Phases, and rewards, that are drawn: those that come first. A run has a handful."""
+"""Phases, rewards and what an objective keeps: those that come first are drawn. A run has a handful."""
+LONGEST = 30
+"""Signs of a name beside an axis."""
 SMOOTHED = 20
 """Rows from which on means are drawn as moving means, over a tenth of them; of fewer, each is drawn."""
 OF_MEANS = f"Lines of {SMOOTHED} points and more are moving means over a tenth of them"
@@ -24,13 +27,14 @@ PHASES = {"rollout": 0, "score": 4, "update": 1, "other": 7}
 
 
 def curves(index: int, view: View) -> Markup:
-    """Reward, several rewards, and the divergence from the base model, as far as they are there."""
+    """Reward, several rewards, what the objective keeps, and the divergence from the base model, as far as there."""
     if not view.rows:
         return NOTHING
     words = view.words
     parts = [
         drawn(Chart(f"{words.aim.capitalize()} by {words.unit}", words.unit, words.aim, list(_evolution(view)))),
         drawn(Chart("Mean of each reward", words.unit, "mean reward", list(_rewards(view.rows)))),
+        *(drawn(kept_chart(name, f"by {words.unit}", [view])) for name in kept_names(view)),
         drawn(
             Chart("KL from the base model", f"{words.unit}s done", "nats a token", list(_divergence(view.rows)), True)
         ),
@@ -101,9 +105,34 @@ def _measured(rows: Sequence[Row], name: str, ends: Ends, label: str, colour: in
 
 
 def _rewards(rows: Sequence[Row]) -> Iterator[Series]:
-    names = dict.fromkeys(name for row in rows for name in row.get("rewards") or ())
-    for i, name in enumerate(list(names)[:MOST_LINES]):
-        yield Series(name, [(row["generation"], (row.get("rewards") or {}).get(name)) for row in rows], i)
+    for i, name in enumerate(_names(rows, "rewards")):
+        yield Series(name, _values(rows, "rewards", name), i)
+
+
+def kept_names(view: View) -> list[str]:
+    """What the run's objective keeps from one generation to the next."""
+    return _names(view.rows, "objective")
+
+
+def kept_chart(name: str, heading: str, views: Sequence[View]) -> Chart:
+    """What an objective keeps under a name, as it is after each generation: a line a run, each in its colour."""
+    unit = " or ".join(sorted({view.words.unit for view in views}))
+    labels = [view.name for view in views] if len(views) > 1 else [f"{name}, after the {unit}"]
+    lines = [
+        Series(label, _values(view.rows, "objective", name), i)
+        for i, (label, view) in enumerate(zip(labels, views, strict=True))
+    ]
+    return Chart(f"Kept by the objective: {name}, {heading}", unit, cut(name, LONGEST), lines)
+
+
+def _names(rows: Sequence[Row], field: str) -> list[str]:
+    """Of the values in a field of the rows, the first ones."""
+    return list(dict.fromkeys(name for row in rows for name in row.get(field) or ()))[:MOST_LINES]
+
+
+def _values(rows: Sequence[Row], field: str, name: str) -> list[Point]:
+    """One of them by row; a row without it leaves a gap."""
+    return [(float(row["generation"]), (row.get(field) or {}).get(name)) for row in rows]
 
 
 def _divergence(rows: Sequence[Row]) -> Iterator[Series]:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from evoalign.report.html import charts
 from evoalign.report.html.charts import Chart, Series
-from evoalign.report.html.curves import OF_MEANS, curves, moving, timings
+from evoalign.report.html.curves import OF_MEANS, curves, kept_chart, kept_names, moving, timings
 from evoalign.report.html.markup import NOTHING, Markup, bullets, folded, joined, number, short, table, tag, text
 from evoalign.report.html.view import Analysed, Measure, View
 from evoalign.report.tables import NAMES, is_share
@@ -112,11 +113,12 @@ def over_the_run(views: Sequence[View]) -> Markup:
 
 
 def _together(views: Sequence[View]) -> Markup:
-    """The means of all runs of a task in one chart."""
+    """The means of all runs of a task in one chart, and what their objectives keep, each in one."""
     tasks: dict[str, list[View]] = {}
     for view in views:
         tasks.setdefault(view.about.get("task", ""), []).append(view)
-    return joined(_means(task, found) for task, found in tasks.items() if len(found) > 1)
+    several = {task: found for task, found in tasks.items() if len(found) > 1}
+    return joined(joined((_means(task, found), *_kept(task, found))) for task, found in several.items())
 
 
 def _means(task: str, views: Sequence[View]) -> Markup:
@@ -125,6 +127,13 @@ def _means(task: str, views: Sequence[View]) -> Markup:
     aim = aims.pop() if len(aims) == 1 else "what each was trained for"
     chart = Chart(f"{task}: mean {aim} while training, run by run", across, aim, lines)
     return charts.drawn(chart, f"{OF_MEANS}. A {across} of one run may take more completions than another's. {AT_COST}")
+
+
+def _kept(task: str, views: Sequence[View]) -> Iterator[Markup]:
+    """Of what two runs or more keep under one name; that of one alone is among its own charts."""
+    for name, runs in Counter(name for view in views for name in kept_names(view)).items():
+        if runs > 1:
+            yield charts.drawn(kept_chart(name, f"run by run, of {task}" if task else "run by run", views))
 
 
 def placebo(views: Sequence[View]) -> Markup:

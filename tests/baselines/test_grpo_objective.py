@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An objective with a state under GRPO: lambda of the Lagrangian by hand, reused rounds, kills, two processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import evoalign
+from evoalign import preflight
+from evoalign.baselines import planning, trainer_state
+from evoalign.config import from_dict, to_yaml
+from evoalign.errors import ConfigError, ResumeError
+from evoalign.rundir import parquet
+from evoalign.rundir.checkpoint import verify
+from plain import UNCHECKED
+
+pytest.importorskip("trl")
+
+CLOCKS = ("seconds", "budget")
+RATE = 2.0
+REWARDS = """
+def reward(text, example):
+    return float(sum(c in "aeiou" for c in text))
+
+def cost(text, example):
+    return text.count(" ") / 5 - 0.1
+"""
+COMMAND = [sys.executable, "-m", "evoalign.cli", "grpo"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def cost(text: str) -> float:
+    """Of a completion as it is kept; rewards get it stripped."""
+    return text.strip().count(" ") / 5 - 0.1
+
+
+def config(folder: Path, name: str = "run", **grpo: Any) -> dict[str, Any]:
+    """A run in a folder that has its prompts and rewards."""
+    rows, rewards = folder / "rows.jsonl", folder / "rewards.py"
+    words = ("sea", "sky", "sun", "sand")
+    rows.write_text("".join(json.dumps({"prompt": f"Tell me about the {w}:"}) + "\n" for w in words))
+    rewards.write_text(REWARDS)
+    return {
+        "output_dir": str(folder / name), "seed": 5,
+        "task": {"name": "custom", "train_data": str(rows), "test_data": str(rows),
+                 "rewards": [f"{rewards}:reward", f"{rewards}:cost"], "reward_weights": [1.0, -1.0],
+                 "objective": {"name": "lagrangian", "rate": RATE}},
+        "evaluation": {"max_tokens": 8}, "checkpoint": {"every": 1}, "checks": UNCHECKED,
+        "tracking": {"completions_every": 1}, "grader": {"isolated": False}, "sampling": {"max_tokens": 8},
+        "grpo": {"max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3,
+                 "lr_scheduler_type": "constant", "rollouts": "engine", **grpo},
+    }  # fmt: skip
+
+
+def run(tree: dict[str, Any], *, resume: bool = False) -> evoalign.Result:
+    return evoalign.grpo(tree, resume=resume, console=Console(file=io.StringIO()))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    told = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in CLOCKS} for row in told]
+
+
+def kept(path: Path, step: int) -> list[dict[str, Any]]:
+    return parquet.read(path / f"results/completions/generation_{step:04d}.parquet")
+
+
+def by_hand(rounds: Sequence[Sequence[str]]) -> list[float]:
+    """lambda at first and after each round of texts."""
+    log, average, path = 0.0, 0.0, [1.0]
+    for texts in rounds:
+        average = 0.9 * average + 0.1 * math.fsum(map(cost, texts)) / len(texts)
+        log = min(max(log + RATE * average, math.log(1e-4)), math.log(5.0))
+        path.append(math.exp(log))
+    return path
+
+
+def states(path: Path) -> list[dict[str, float]]:
+    return [row["objective"] for row in rows(path)]
+
+
+def state_file(path: Path, step: int = 4) -> Path:
+    return path / f"trainer/checkpoint-{step}/objective.json"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that never stopped."""
+    return run(config(tmp_path_factory.mktemp("straight"))).path
+
+
+def assert_follows(path: Path, steps: int = 4) -> None:
+    """lambda is that by hand, and each completion's score is of lambda as it was before its step moved it."""
+    said = [kept(path, step) for step in range(steps)]
+    wanted = by_hand([[c["text"] for c in completions] for completions in said])
+    found = states(path)
+    assert [state["lambda"] for state in found] == pytest.approx(wanted[1:], rel=1e-9)
+    assert len({state["lambda"] for state in found}) == steps
+    for price, completions in zip([1.0, *(state["lambda"] for state in found)], said, strict=False):
+        assert len(completions) == 8
+        for c in completions:
+            vowels = sum(letter in "aeiou" for letter in c["text"])
+            assert c["score"] == pytest.approx(vowels - price * cost(c["text"]), rel=1e-12)
+
+
+def test_lambda_follows_the_policys_own_cost_after_the_scores_of_each_step(straight: Path) -> None:
+    assert_follows(straight)
+    assert json.loads(state_file(straight).read_text()) == states(straight)[-1]
+    assert (straight / "figures/objective.png").is_file()
+    for name in ("lambda", "cost_average"):
+        assert f"<figcaption>Kept by the objective: {name}, by step<" in (straight / "report.html").read_text()
+
+
+def test_the_evaluation_stays_the_weighted_sum_whatever_lambda_is(straight: Path) -> None:
+    told = json.loads((straight / "results/evaluation.json").read_text())["after"]
+    assert told["reward"] == pytest.approx(told["reward/reward"] - told["reward/cost"])
+    assert states(straight)[-1]["lambda"] != pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rollouts", ["engine", "trl"])
+def test_trained_on_from_its_state_it_goes_on_to_the_bit(rollouts: str, straight: Path, tmp_path: Path) -> None:
+    shorter, longer = (config(tmp_path, max_steps=steps, rollouts=rollouts) for steps in (2, 4))
+    run(shorter)
+    path = run(longer, resume=True).path
+    if rollouts == "trl":
+        straight = run(config(tmp_path, "whole", rollouts="trl")).path
+    assert states(path) == states(straight)
+    assert state_file(path).read_bytes() == state_file(straight).read_bytes()
+    assert verify(path / "checkpoints/generation_0004") == verify(straight / "checkpoints/generation_0004")
+
+
+@pytest.mark.slow
+def test_killed_in_mid_run_lambda_goes_on_to_the_bit(straight: Path, tmp_path: Path) -> None:
+    tree = config(tmp_path)
+    (tmp_path / "run.yaml").write_text(to_yaml(from_dict(tree)))
+    child = subprocess.Popen([*COMMAND, tmp_path / "run.yaml"], stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    while not state_file(tmp_path / "run", 2).is_file():
+        assert child.poll() is None
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (tmp_path / "run/results/evaluation.json").exists()
+    run(tree, resume=True)
+    assert rows(tmp_path / "run") == rows(straight)
+    assert state_file(tmp_path / "run").read_bytes() == state_file(straight).read_bytes()
+
+
+UNCHECKED_MARKER = '{"step": 4}'
+DAMAGES: dict[str, tuple[Callable[[Path], object], bool, str]] = {
+    "missing": (Path.unlink, True, r"objective.json is missing; no older state is whole"),
+    "altered": (lambda f: f.write_text(f.read_text().replace("0.", "0.1")), True, r"objective.json was altered"),
+    "a pipe": (lambda f: (f.unlink(), os.mkfifo(f)), True, r"objective.json is not a file"),
+    "missing and unchecked": (Path.unlink, False, r"keeps lambda, cost_average and the run recorded no state"),
+    "of another": (lambda f: f.write_text('{"price": 1.0}'), False, r"and the run recorded price"),
+    "cut off": (lambda f: f.write_text(f.read_text()[:9]), False, r"objective.json is damaged: put it back"),
+    "no number": (lambda f: f.write_text('{"lambda": "1"}'), False, r"objective.json is damaged: put it back"),
+    "not finite": (lambda f: f.write_text('{"lambda": 1e999}'), False, r"objective.json is damaged: put it back"),
+}
+"""What befalls the file, whether its digest is known, and what is told."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_state_of_the_objective_that_is_lost_is_told(name: str, straight: Path, tmp_path: Path) -> None:
+    damage, is_checked, told = DAMAGES[name]
+    path = Path(shutil.copytree(straight, tmp_path / "run"))
+    damage(state_file(path))
+    if not is_checked:
+        (state_file(path).parent / "whole.json").write_text(UNCHECKED_MARKER)
+    tree = config(straight.parent, max_steps=5) | {"output_dir": str(path)}
+    with pytest.raises(ResumeError, match=told) as refused:
+        run(tree, resume=True)
+    assert "\n" not in str(refused.value)
+    assert len(rows(path)) == 4
+
+
+def test_without_a_state_of_the_objective_no_file_is_left(tmp_path: Path) -> None:
+    tree = config(tmp_path, max_steps=1)
+    tree["task"]["objective"]["rate"] = 0.0
+    path = run(tree).path
+    assert (path / "trainer/checkpoint-1/whole.json").is_file() and not state_file(path, 1).exists()
+    assert trainer_state.objective_of(path / "trainer/checkpoint-1") == {}
+    assert "objective" not in rows(path)[0]
+
+
+@pytest.mark.parametrize("reuse", ["steps_per_generation", "num_iterations"])
+def test_it_stays_in_a_step_that_trains_on_older_completions(reuse: str, tmp_path: Path) -> None:
+    several: dict[str, Any] = {reuse: 2}
+    path = run(config(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=4, **several)).path
+    found = [state["lambda"] for state in states(path)]
+    wanted = by_hand([[c["text"] for c in kept(path, step)] for step in (0, 2)])
+    assert found == pytest.approx([wanted[1], wanted[1], wanted[2], wanted[2]], rel=1e-9)
+    assert len(set(found)) == 2
+    assert not (path / "results/completions/generation_0001.parquet").exists()
+
+
+def test_it_moves_once_in_a_step_of_several_rounds(tmp_path: Path) -> None:
+    """By the completions of both rounds, which are scored with the same lambda."""
+    several: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 1,
+        "per_device_train_batch_size": 4,
+    }
+    assert_follows(run(config(tmp_path, max_steps=2, **several)).path, steps=2)
+
+
+def test_members_do_not_tell_what_the_policy_says(tmp_path: Path) -> None:
+    tree = config(tmp_path, rollouts="es")
+    tree |= {"es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 4, "population_size": 4}}
+    tree |= {"space": {"name": "lora"}}
+    told = "objective lagrangian follows what the policy itself says, and with grpo.rollouts: es only members"
+    with pytest.raises(ConfigError, match=told):
+        run(tree)
+    assert not (tmp_path / "run").exists()
+    assert any(line.startswith(f"refused as it stands: {told}") for line in planning.dry_run(tree))
+    tree["task"]["objective"]["rate"] = 0.0
+    assert not [line for line in planning.dry_run(tree) if "refused" in line]
+
+
+def test_dry_run_and_doctor_take_a_moving_price(tmp_path: Path) -> None:
+    assert not [line for line in planning.dry_run(config(tmp_path)) if "refused" in line]
+    tree = config(tmp_path)
+    assert {f.name: f.status for f in preflight.doctor(from_dict(tree))}["round"] == "ok"
+    tree["task"]["objective"]["standardize"] = True
+    (found,) = [f for f in preflight.doctor(from_dict(tree)) if f.name == "round"]
+    assert found.status == "failed" and "lagrangian scores a whole population at once" in found.detail
+
+
+@pytest.mark.long
+def test_two_processes_come_to_the_same_lambda_and_resume_with_it(tmp_path: Path) -> None:
+    """Each scores one of the two prompts with a lambda of its own, which has to be that of the other."""
+    for name, steps in (("straight", 3), ("run", 2), ("run", 3)):
+        launched(tmp_path, config(tmp_path, name, per_device_train_batch_size=4, max_steps=steps))
+    assert_follows(tmp_path / "straight", steps=3)
+    assert_follows(tmp_path / "run", steps=3)
+    assert states(tmp_path / "run") == states(tmp_path / "straight")
+
+
+def launched(folder: Path, tree: dict[str, Any]) -> None:
+    """By two processes, gone on with where there is one."""
+    (folder / "run.yaml").write_text(to_yaml(from_dict(tree)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    command = [sys.executable, *launcher, *COMMAND[1:], str(folder / "run.yaml"), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
