@@ -34,6 +34,7 @@ SHAPES: dict[str, tuple[str, int, int, int, int, int, int]] = {
     "7b": ("qwen2", 3584, 18_944, 28, 28, 4, 152_064),
     "llama_1b": ("llama", 2048, 8192, 16, 32, 8, 128_256),
     "llama_3b": ("llama", 3072, 8192, 28, 24, 8, 128_256),
+    "alpaca_7b": ("llama", 4096, 11_008, 32, 32, 32, 32_001),
 }
 """Of the published models: kind, width, inner width, layers, heads, heads of keys and values, vocabulary."""
 
@@ -87,6 +88,8 @@ def test_its_step_is_no_surprise(path: Path) -> None:
 def test_its_data_ships_with_the_repository(path: Path) -> None:
     task = load([path]).task
     for name in filter(None, (task.train_data, task.test_data)):
+        if task.name == "safety" and name.startswith("hub:PKU-Alignment/PKU-SafeRLHF:"):
+            continue  # 27,393 rows that are not ours to hand on
         assert (REPOSITORY / name).is_file(), f"{path.name} names {name}"
 
 
@@ -192,7 +195,7 @@ def shape(folder: Path, size: str) -> Path:
     tree = {
         "model_type": kind, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": pairs, "vocab_size": words,
-        "tie_word_embeddings": size != "7b",
+        "tie_word_embeddings": not size.endswith("7b"),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(tree))
     return folder
@@ -203,7 +206,8 @@ GRPO = [p for p in EXPERIMENTS if "_grpo_" in p.stem]
 
 @pytest.mark.parametrize("path", GRPO, ids=lambda p: p.stem)
 def test_the_header_of_a_baseline_says_the_memory_of_its_dry_run(path: Path, tmp_path: Path) -> None:
-    model, said = f"model.name={shape(tmp_path, path.stem.split('_grpo_')[1])}", header(path)
+    size = re.sub(r"_beta\d+$", "", path.stem.split("_grpo_")[1])
+    model, said = f"model.name={shape(tmp_path, size)}", header(path)
 
     def need(*words: str) -> float:
         config = load([path], [model, *words])
@@ -211,7 +215,7 @@ def test_the_header_of_a_baseline_says_the_memory_of_its_dry_run(path: Path, tmp
 
     assert f"Memory, without activations: {need():.1f} GiB" in said
     assert (need() > 131) == ("a GPU of 141 GB (131 GiB) does not hold" in said)
-    if need() > 131:
+    if need() > 80:
         adapter = re.search(r"([0-9.]+) GiB with ((--set \S+ )+)", said)
         assert adapter and adapter[1] == f"{need(*adapter[2].replace('--set ', '').split()):.1f}"
 

@@ -62,6 +62,8 @@ def test_models_of_this_process_have_no_address(key: str) -> None:
         ({**LOCAL, "template": "{prompt}"}, r"scorer\.template: write chat, or"),
         ({**LOCAL, "max_tokens": 3}, r"scorer\.max_tokens"),
         ({**LOCAL, "device": "tpu"}, r"scorer\.device"),
+        ({"name": "local", "reward": "a/b", "cost_revision": "v1"}, r"scorer\.cost_revision is of scorer\.cost, which"),
+        ({**SERVICE, "reward_revision": "v1"}, r"scorer\.reward_revision 'v1' is of scorer\.name local"),
         ("local", "scorer: "),
     ],
 )
@@ -76,3 +78,11 @@ def test_where_a_service_is_does_not_make_another_run_and_its_models_do() -> Non
     assert other == [] and len(free) == 2
     other, free = differences(made({**LOCAL, "cost": "models/other", "batch_size": 4}), made(LOCAL))
     assert len(other) == 1 and "scorer.cost" in other[0] and len(free) == 1
+
+
+def test_a_revision_makes_another_run_and_none_is_written_down() -> None:
+    assert not {"reward_revision", "cost_revision"} & made(LOCAL).model_dump(mode="json")["scorer"].keys()
+    other, free = differences(made({**LOCAL, "reward_revision": "v1"}), made(LOCAL))
+    assert (
+        len(other) == 1 and other[0].startswith("scorer.reward_revision is None in the run and 'v1' now") and not free
+    )

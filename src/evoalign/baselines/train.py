@@ -213,6 +213,7 @@ class _Grpo:
             "data_hash": saving.data_hash(self.data),
             "engine": {"engine": "trl", "device": str(self.policy.device), "dtype": dtype},
             **origin.record(self.config.model),
+            **saving.scored_by(self.task),
         }
 
     def begin(self, session: Session) -> None:
@@ -220,8 +221,10 @@ class _Grpo:
         shutil.rmtree(states(session.run), ignore_errors=True)
 
     def check_resume(self, session: Session) -> None:
-        """Raise ResumeError where rows or the evaluation of the start are lost: nothing makes them again."""
+        """Raise ResumeError where rows or the evaluation of the start are lost, which nothing makes again, or where
+        other models score."""
         run = session.run
+        saving.check_scorer(run, self.task, _manifest(run).get("scorer_digest"))
         if not run.read_metrics().keys() >= set(range(session.done)):
             raise ResumeError(f"{run.metrics} lacks rows before step {session.done}: put it back, or begin another run")
         if read_completions(run, "before", self.task, self.data) is None:

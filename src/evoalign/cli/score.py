@@ -13,6 +13,8 @@ from evoalign.cli.options import Debug, quiet
 def serve(
     reward: Annotated[str, typer.Option(help="Folder or hub name of the model whose score is the reward.")],
     cost: Annotated[str | None, typer.Option(help="The same of the cost.")] = None,
+    reward_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model of the hub.")] = None,
+    cost_revision: Annotated[str | None, typer.Option(help="The same of the cost.")] = None,
     host: Annotated[
         str, typer.Option(help="Address to answer on; others than loopback need --token-env.")
     ] = "127.0.0.1",
@@ -38,6 +40,7 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve reward and cost models over HTTP, for runs with `scorer: {name: service}`. Ctrl-C or SIGTERM ends it."""
+    import re
     from importlib.util import find_spec
 
     from pydantic import ValidationError
@@ -48,14 +51,15 @@ def serve(
 
     given: dict[str, Any] = {
         "reward": reward, "cost": cost, "max_tokens": max_tokens, "batch_size": batch_size, "dtype": dtype,
-        "device": device, **({} if template is None else {"template": template}),
+        "device": device, "reward_revision": reward_revision, "cost_revision": cost_revision,
+        **({} if template is None else {"template": template}),
     }  # fmt: skip
     try:
         config = ScorerConfig.model_validate({"name": "local", **given})
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
-        raise ConfigError(f"{option}: {first['msg'].removeprefix('Value error, ')}") from None
+        said = ": ".join([*(f"scorer.{part}" for part in first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
+        raise ConfigError(re.sub(r"scorer\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", said)) from None
     if queue < batch_size:
         raise ConfigError(
             f"--queue {queue} holds less than one batch: set at least --batch-size, which is {batch_size}"

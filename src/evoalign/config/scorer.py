@@ -34,7 +34,19 @@ BatchSize = Annotated[int, Field(ge=1, le=10**5)]
 Seconds = Annotated[float, Field(ge=0.1, le=10**6, allow_inf_nan=False)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
-_LOCAL = ("reward", "cost", "template", "max_tokens", "batch_size", "dtype", "device")
+Revision = Annotated[str, Field(min_length=1)]
+
+_LOCAL = (
+    "reward",
+    "cost",
+    "reward_revision",
+    "cost_revision",
+    "template",
+    "max_tokens",
+    "batch_size",
+    "dtype",
+    "device",
+)
 _SERVICE = ("url", "token_env", "timeout", "deadline", "concurrency")
 
 
@@ -46,11 +58,15 @@ class ScorerConfig(Section):
     """
 
     name: Literal["local", "service"]
-    """`local`: `scorer.reward` and the six after it are read. `service`: `scorer.url` and those after it."""
+    """`local`: `scorer.reward` and those up to `scorer.device` are read. `service`: `scorer.url` and those after it."""
     reward: Place | None = None
     """Folder or hub name of the model whose score is the reward."""
     cost: Place | None = None
     """Folder or hub name of the model whose score is the cost, where there is one: more is worse, above 0 is unsafe."""
+    reward_revision: Revision | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Branch, tag or commit of a reward model of the hub; None: its newest. Written down only where it is set."""
+    cost_revision: Revision | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The same of the cost model."""
     template: Template = SAFE_RLHF
     """How a pair becomes text: with `{prompt}` and `{response}` in it, to which the end token is added; the default is
     that of Safe RLHF. `chat` takes the scoring model's own chat template."""
@@ -100,6 +116,8 @@ class ScorerConfig(Section):
         needed = "reward" if self.name == "local" else "url"
         if getattr(self, needed) is None:
             raise ValueError(f"set scorer.{needed}, which scorer.name {self.name} needs")
+        if self.cost_revision is not None and self.cost is None:
+            raise ValueError("scorer.cost_revision is of scorer.cost, which is not set; set it, or leave this out")
         return self
 
     @model_serializer(mode="wrap")

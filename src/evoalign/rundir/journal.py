@@ -24,6 +24,7 @@ by name. So the format is still version 1. Weights do not depend on it.
 
 `summation` is how products of factors are added in an update (`evoalign.types.Summation`), `machine` what a library's
 product may depend on: the CPU's instructions, the threads. A journal of before has neither: see `Header.sums`.
+`scorer_digest` is there only where models score.
 
 A line is canonical JSON: keys sorted, no white space, ASCII, floats as Python's `repr` has them.
 """

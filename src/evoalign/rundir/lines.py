@@ -54,6 +54,8 @@ class Header(Line):
     machine: dict[str, str] | None = None
     """What the last bits of a library's results may depend on, beside the versions: `capability` and `threads`."""
     summation: Summation | None = None
+    scorer_digest: Hash | None = None
+    """Of the models that score, where some do: files, template, tokens, dtype."""
 
     @property
     def sums(self) -> Summation:

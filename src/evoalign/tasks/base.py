@@ -299,5 +299,10 @@ class Task(ABC):
                 f"{first}{more}; fix the rows or the reward"
             )
 
+    def scorer_digest(self) -> str | None:
+        """Of all that the scores of the models depend on that it asks, which are made for it; None: it asks none, or
+        they have none. A run is not resumed with others."""
+        return None
+
     def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Give back what the task holds, such as a worker process. Nothing here."""

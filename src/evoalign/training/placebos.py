@@ -366,6 +366,7 @@ def open_run(
         saving.check_start(parts, log.header)
         folder = RunDir(path if path.is_dir() else path.parent)
         saving.check_data(folder, parts.task, parts.data, log.header.data_hash)
+        saving.check_scorer(folder, parts.task, log.header.scorer_digest)
         yield Counterfactuals(parts, log, count, off)
 
 

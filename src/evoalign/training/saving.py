@@ -45,7 +45,14 @@ def header(parts: Parts, given_as: str | None) -> dict[str, Any]:
         "evolved_parameters": parts.layout.parameters,
         "machine": machine() | ({"library": parts.facts.library} if parts.facts.library else {}),
         "summation": parts.space.summation,
+        **scored_by(parts.task),
     }
+
+
+def scored_by(task: Task) -> dict[str, str]:
+    """The digest of the models that score, where there is one: they are loaded, or asked."""
+    digest = task.scorer_digest()
+    return {} if digest is None else {"scorer_digest": digest}
 
 
 def machine() -> dict[str, str]:
@@ -156,6 +163,20 @@ def check_data(run: RunDir, task: Task, data: Data, recorded: str | None) -> Non
         raise ResumeError(
             f"{run.path} was trained on other data than task {task.name} has now; put the files back as they were, or "
             "begin another run"
+        )
+
+
+def check_scorer(run: RunDir, task: Task, recorded: str | None) -> None:
+    """Raise ResumeError where other models score than when a run began, or in another form; unknown before."""
+    if recorded is None:
+        return
+    found = task.scorer_digest()
+    if found != recorded:
+        now = "none" if found is None else f"{found[:12]}..."
+        raise ResumeError(
+            f"{run.path} was scored by other models than its scorer has now, or with another template, max_tokens or "
+            f"dtype (digest {recorded[:12]}..., and now {now}); put the files back or start the service with those of "
+            "then, or begin another run"
         )
 
 

@@ -172,7 +172,8 @@ class _EvolutionStrategies:
 
     def facts(self) -> dict[str, Any]:
         task = {"name": self.task.name, "given_as": self.given}
-        return {"engine": dataclasses.asdict(self.parts.facts), "task": task, **origin.record(self.config.model)}
+        start = origin.record(self.config.model)
+        return {"engine": dataclasses.asdict(self.parts.facts), "task": task, **start, **saving.scored_by(self.task)}
 
     def begin(self, session: Session) -> None:
         self._journal = Journal(session.run.journal, saving.header(self.parts, self.given))
@@ -184,6 +185,7 @@ class _EvolutionStrategies:
             session.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
+        saving.check_scorer(session.run, self.task, header.scorer_digest)
         if header.sums != "ordered" and saving.machine_differs(header):
             session.tell(
                 f"warning: {saving.elsewhere(header)}; updates from here on may have other bits than there, and the "

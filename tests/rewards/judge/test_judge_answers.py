@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from tournaments import written
 
+from calling import caller
 from evoalign.errors import ConfigError, DataError
 from evoalign.models import tiny
 from evoalign.rewards.judge.answers import Answers, asked, read
@@ -90,16 +93,42 @@ def test_what_is_no_answers_says_what_to_do(tmp_path: Path) -> None:
     (begun / "results/completions/after.parquet").unlink()
     for target, said in (
         (f"{tmp_path}/none", "does not exist; give a finished run, or a file of answers"),
+        ("our org/a-1.5b", "`evoalign eval 'our org/a-1.5b' --config CONFIG --output a-1.5b.json` write its answers"),
         (f"a={tmp_path}/none", f"{tmp_path}/none does not exist"),
-        (str(tiny()), "is a folder and no run; of a model or an adapter, let `evoalign eval"),
+        (str(tiny()), f"is a folder and no run; of a model or an adapter, let `evoalign eval {tiny()} --config CONFIG"),
+        (f"base={tiny()}", "--output base.json` write its answers, and give base.json in its place"),
         (f"{tmp_path}/empty.jsonl", "has no answers"),
         (f"{tmp_path}/eval.json", "has no completions"),
-        (str(begun), "has no results/completions/after.parquet; let it end"),
+        (
+            str(begun),
+            f"after.parquet; let it end, or let `evoalign eval {begun} --output begun.json` write its answers",
+        ),
         (f"a\x1b[1m={tmp_path}/eval.json", "is no name of a model"),
     ):
         with pytest.raises((ConfigError, DataError)) as error:
             read(target)
         assert said in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        read("answers.jsonl")
+    assert "hub" not in str(error.value)
+
+
+def test_a_model_is_judged_by_the_command_that_the_error_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = caller(monkeypatch, capsys)
+    data = str(written(tmp_path / "asked.jsonl", [{"prompt": f"Spell {i}", "target": "x"} for i in range(4)]))
+    task = {"name": "conciseness", "train_data": data, "test_data": data}
+    (tmp_path / "CONFIG").write_text(json.dumps({"task": task, "evaluation": {"max_tokens": 4}}))
+    rows = [{"prompt": f"Spell {i}", "response": "no"} for i in range(4)]
+    judged = ["--judge-model", "none", "--dry-run"]
+    refused = run("judge", f"start={tiny()}", written(tmp_path / "other.jsonl", rows), *judged)
+    assert refused.code == 2
+    command = shlex.split(re.findall("`evoalign (.*?)`", refused.err)[0])
+    assert run(*command).code == 0
+    done = run("judge", command[-1], tmp_path / "other.jsonl", *judged)
+    assert done.code == 0 and "none judges start, other on 4 prompts, each pair in both orders" in done.out
 
 
 def test_prompts_that_not_all_answered_are_counted_and_left_out() -> None:

@@ -306,3 +306,39 @@ def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | N
 def test_half_a_pair_of_surrogates_scores_as_the_sign_for_what_cannot_be_read(reward: Path) -> None:
     broken, marked = local(reward).score(["a", "a"], [json.loads('"\\ud83d"'), "?"])["reward"]
     assert broken == marked
+
+
+def test_models_of_the_hub_are_of_the_revision_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with two revisions of a model of Safe RLHF and of a classifier, each of other weights."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    homes = {name: tmp_path / f"models--our--{name}" for name in ("reward", "cost")}
+    for home in homes.values():
+        (home / "refs").mkdir(parents=True)
+    for seed, (name, commit) in enumerate((("main", "a" * 40), ("v1", "b" * 40))):
+        for home, make in zip(homes.values(), (safe_rlhf, classifier), strict=True):
+            (home / "snapshots" / commit).mkdir(parents=True)
+            make(home / "snapshots" / commit, seed=seed)
+            (home / "refs" / name).write_text(commit)
+
+    def hub(**revisions: str) -> Local:
+        made = create(ScorerConfig(name="local", reward="our/reward", cost="our/cost", device="cpu", **revisions))  # pyright: ignore[reportArgumentType]
+        assert isinstance(made, Local)
+        return made
+
+    asked = pairs(3)
+    for revisions, commits in (({}, "aa"), ({"reward_revision": "v1"}, "ba"), ({"cost_revision": "b" * 40}, "ab")):
+        folders = [home / "snapshots" / (commit * 40) for home, commit in zip(homes.values(), commits, strict=True)]
+        wanted, found = local(folders[0], folders[1]), hub(**revisions)
+        assert found.score(*asked) == wanted.score(*asked) and found.digest == wanted.digest
+    with pytest.raises(ModelError, match=r"model our/cost"):
+        hub(cost_revision="v2")
+
+
+def test_a_folder_has_no_revisions(reward: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"scorer.reward_revision 'v1': scorer.reward .* is a folder, which has no rev"
+    ):
+        local(reward, reward_revision="v1")

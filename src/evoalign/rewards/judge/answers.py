@@ -7,6 +7,7 @@ that a run keeps.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from evoalign.rundir import parquet
 from evoalign.rundir.method import is_run
 from evoalign.types import text_of
 
+FORMS = (".jsonl", ".json", ".parquet")
 AFTER = "after"
 """Of a run, the completions of the test split that its trained model gave."""
 
@@ -50,11 +52,8 @@ def read(target: str) -> Answers:
     name, path = _named(target)
     if path.is_dir():
         if not is_run(path):
-            raise ConfigError(
-                f"{path} is a folder and no run; of a model or an adapter, let `evoalign eval {path} --config FILE "
-                "--output answers.json` write answers, and give that file"
-            )
-        return _answers(name, _of_run(path), str(path), scorers=_scorers(path))
+            raise ConfigError(f"{path} is a folder and no run; of a model or an adapter, {_answered_by(name, path)}")
+        return _answers(name, _of_run(name, path), str(path), scorers=_scorers(path))
     rows = _of_parquet(path) if path.suffix == ".parquet" else _of_eval(path) if path.suffix == ".json" else None
     return _answers(name, _of_lines(path) if rows is None else rows, str(path))
 
@@ -75,13 +74,22 @@ def asked(models: Sequence[Answers], most: int | None = None) -> Asked:
     return Asked(tuple(shared[:most]), tuple(models), alone)
 
 
+def _answered_by(name: str, model: Path, asked: Sequence[str] = ("--config", "CONFIG")) -> str:
+    """How a model is asked, whose answers are then judged: its prompts and decoding are those of a config."""
+    command = shlex.join(["evoalign", "eval", str(model), *asked, "--output", f"{name}.json"])
+    return f"let `{command}` write its answers, and give {name}.json in its place"
+
+
 def _named(target: str) -> tuple[str, Path]:
     head, sign, tail = target.partition("=")
     whole = Path(target)
     name, path = (head, Path(tail)) if sign and head and not whole.exists() else ("", whole)
-    name = name or (path.resolve().name if path.is_dir() else path.stem)
+    name = name or (path.stem if path.is_file() or path.suffix in FORMS else path.resolve().name)
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a finished run, or a file of answers, as PATH or NAME=PATH")
+        hub = "" if path.suffix in FORMS else f"; of a model of the hub, {_answered_by(name, path)}"
+        raise ConfigError(
+            f"{path} does not exist; give a finished run, or a file of answers, as PATH or NAME=PATH{hub}"
+        )
     if not name.strip() or not name.isprintable():
         raise ConfigError(f"{shown(target)}: {shown(name)} is no name of a model; name it: NAME=PATH")
     return name, path
@@ -124,13 +132,15 @@ def _of_eval(path: Path) -> Iterable[tuple[str, str]]:
     ]
 
 
-def _of_run(path: Path) -> Iterable[tuple[str, str]]:
+def _of_run(name: str, path: Path) -> Iterable[tuple[str, str]]:
     from evoalign.rundir.directory import RunDir  # these two bring torch, which files of answers do without
     from evoalign.rundir.sealing import is_sealed
 
     found = RunDir(path).completions(AFTER)
     if not found.is_file():
-        raise ConfigError(f"{path} has no {found.relative_to(found.parents[2])}; let it end, or give a file of answers")
+        raise ConfigError(
+            f"{path} has no {found.relative_to(found.parents[2])}; let it end, or {_answered_by(name, path, ())}"
+        )
     is_sealed(path, found.relative_to(found.parents[2]).as_posix())
     return _of_parquet(found)
 

@@ -53,6 +53,30 @@ class Head:
         return (raw - self.mean) / self.deviation
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a model's files are: a folder, or a name of the hub and its revision. `name` is for messages."""
+
+    name: str
+    path: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, name: str, revision: str | None, key: str) -> _Source:
+        """Raises ModelError."""
+        path = place(name)
+        if revision is not None and Path(path).is_dir():
+            raise ModelError(
+                f"scorer.{key}_revision {shown(revision)}: scorer.{key} {name} is a folder, which has no revisions; "
+                "leave it out"
+            )
+        return cls(name, path, revision)
+
+    def find(self, file: str) -> Path | None:
+        """A file; None where there is none of that name."""
+        return find(self.path, file, self.revision)
+
+
 class ScoreModel:
     """One model: `ids` of pairs to scores. `digest` is the SHA-256 of what its files come to."""
 
@@ -60,21 +84,20 @@ class ScoreModel:
         """The model of `scorer.<key>`, which is reward or cost. Raises ModelError, ConfigError."""
         self.name = str(getattr(config, key))
         try:
-            self._load(config)
+            self._load(_Source.of(self.name, getattr(config, f"{key}_revision"), key), config)
         except ModelError as error:
             raise ModelError(str(error).replace("model.name", f"scorer.{key}")) from error
 
-    def _load(self, config: ScorerConfig) -> None:
-        path = place(self.name)
+    def _load(self, source: _Source, config: ScorerConfig) -> None:
         self.device = _device(config.device)
         dtype = _dtype(config.dtype, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
-        refuse_pickles(path, None, writes=False)
-        said = _config_of(path, self.name)
+        refuse_pickles(source.path, source.revision, writes=False)
+        said = _config_of(source)
         self.kind = _kind(said, self.name)
-        self.digest = _digest(path, self.name)
-        tokenizer = _tokenizer(path, self.name)
-        self._model, self._head = (_scoring if self.kind == "score" else _classifying)(path, self.name, dtype, said)
+        self.digest = _digest(source)
+        tokenizer = _tokenizer(source)
+        self._model, self._head = (_scoring if self.kind == "score" else _classifying)(source, dtype, said)
         self._model.eval().requires_grad_(False).to(self.device)
         if self._head is not None:
             parts = (self._head.weight, self._head.bias)
@@ -129,9 +152,10 @@ def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, wanted))
 
 
-def _config_of(path: str, name: str) -> dict[str, Any]:
+def _config_of(source: _Source) -> dict[str, Any]:
+    name = source.name
     try:
-        found = find(path, "config.json", None)
+        found = source.find("config.json")
         if found is None:
             raise ModelError(f"model {name} has no config.json; give model.name the folder of a model")
         return read_object(found, mend="fetch it again")
@@ -154,25 +178,26 @@ def _kind(config: Mapping[str, Any], name: str) -> Literal["score", "classifier"
     )
 
 
-def _scoring(path: str, name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
+def _scoring(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
     from transformers import AutoModel
 
-    head = _head(path, name, config)
-    model = _loaded(AutoModel, path, name, dtype)
+    head = _head(source, config)
+    model = _loaded(AutoModel, source, dtype)
     hidden = int(model.config.get_text_config().hidden_size)
     if head.weight.shape != (1, hidden):
         raise ModelError(
-            f"model {name}: score_head.weight is {tuple(head.weight.shape)}, and scores take (1, {hidden})"
+            f"model {source.name}: score_head.weight is {tuple(head.weight.shape)}, and scores take (1, {hidden})"
         )
     return model, head
 
 
-def _classifying(path: str, name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
+def _classifying(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
     from transformers import AutoModelForSequenceClassification
 
-    model = _loaded(AutoModelForSequenceClassification, path, name, dtype)
-    if model.config.num_labels not in (1, 2):
-        raise ModelError(f"model {name} has {model.config.num_labels} labels; a score takes a model of one or two")
+    model = _loaded(AutoModelForSequenceClassification, source, dtype)
+    labels = model.config.num_labels
+    if labels not in (1, 2):
+        raise ModelError(f"model {source.name} has {labels} labels; a score takes a model of one or two")
     score = getattr(model, "score", None)
     if isinstance(score, torch.nn.Linear):
         score.float().register_forward_pre_hook(lambda _, given: (given[0].float(),))
@@ -192,12 +217,13 @@ def _quiet() -> Generator[None]:
         logging.set_verbosity(before)
 
 
-def _loaded(kind: Any, path: str, name: str, dtype: torch.dtype) -> Any:
+def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
+    name = source.name
     try:
-        with without_bar(path), _quiet():
+        with without_bar(source.path), _quiet():
             model, info = kind.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=True,
+                source.path, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+                output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except EvoalignError:
         raise
@@ -207,9 +233,10 @@ def _loaded(kind: Any, path: str, name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _head(path: str, name: str, config: Mapping[str, Any]) -> Head:
+def _head(source: _Source, config: Mapping[str, Any]) -> Head:
     """Of the files' tensors; mean and variance of old ones are in the config."""
-    found = _tensors(path, name, {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"})
+    name = source.name
+    found = _tensors(source, {"score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"})
     if "score_head.weight" not in found:
         raise ModelError(f"model {name} does not load: its files lack score_head.weight; fetch it again")
     weight, bias = found["score_head.weight"], found.get("score_head.bias")
@@ -241,47 +268,48 @@ def _number(tensor: torch.Tensor | None, listed: Any, otherwise: float, name: st
     return found
 
 
-def _tensors(path: str, name: str, wanted: set[str]) -> dict[str, torch.Tensor]:
+def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
     """Those of a model's tensors that are there, in float32."""
     found: dict[str, torch.Tensor] = {}
     try:
-        for file in _weights(path, name):
+        for file in _weights(source):
             with safe_open(file, framework="pt") as opened:
                 found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
+        raise ModelError(f"model {source.name} does not load: {why_not(error)}") from error
     return found
 
 
-def _weights(path: str, name: str) -> Iterator[Path]:
+def _weights(source: _Source) -> Iterator[Path]:
     """The model's safetensors files. Raises ModelError."""
-    index = None if find(path, MODEL, None) is not None else find(path, INDEX, None)
+    index = None if source.find(MODEL) is not None else source.find(INDEX)
     files = [MODEL] if index is None else sorted({str(file) for file in read_object(index)["weight_map"].values()})
     for file in files:
-        found = find(path, file, None)
+        found = source.find(file)
         if found is None:
             raise ModelError(
-                f"model {name} has no {file}, and weights in any other form are not read (a pickle can run code); "
-                "convert it to safetensors, or fetch it again"
+                f"model {source.name} has no {file}, and weights in any other form are not read (a pickle can run "
+                "code); convert it to safetensors, or fetch it again"
             )
         yield found
 
 
-def _digest(path: str, name: str) -> str:
+def _digest(source: _Source) -> str:
     """Of weights, config and tokenizer: two models of the same digest give the same scores."""
-    kept = (found for file in ("config.json", *_OF_TOKENIZER) if (found := find(path, file, None)) is not None)
+    kept = (found for file in ("config.json", *_OF_TOKENIZER) if (found := source.find(file)) is not None)
     try:
-        listed = [(file.name, digest_of(file)) for file in (*kept, *_weights(path, name))]
+        listed = [(file.name, digest_of(file)) for file in (*kept, *_weights(source))]
     except DataError as error:
-        raise ModelError(f"model {name}: {error}") from error
+        raise ModelError(f"model {source.name}: {error}") from error
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-def _tokenizer(path: str, name: str) -> Any:
+def _tokenizer(source: _Source) -> Any:
     from transformers import AutoTokenizer
 
+    name = source.name
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # the library raises a score of kinds, bare Exception among them
         raise ModelError(f"model {name} has no tokenizer that loads: {why_not(error)}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):  # what the library makes of no files at all

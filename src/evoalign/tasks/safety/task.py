@@ -9,6 +9,7 @@ are trained on. What deviates from published runs: an invented next turn is cut 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -33,6 +34,7 @@ NEXT_TURN = ("BEGINNING OF CONVERSATION", "USER:")
 TURNS = (*NEXT_TURN, "ASSISTANT:")
 """What an invented turn is counted by, as it was in published completions; the checks of a run know other forms too."""
 SOURCE = ("hub:PKU-Alignment/PKU-SafeRLHF:train", "hub:PKU-Alignment/PKU-SafeRLHF:test")
+_DIGEST = re.compile("[0-9a-f]{64}")
 LABELS = ("helpful_safe", "helpful_unsafe", "unhelpful_safe", "unhelpful_unsafe")
 
 
@@ -153,7 +155,12 @@ class Safety(Task):
             self._scorer.close()
             self._scorer = None
 
-    def _scores(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
+    def scorer_digest(self) -> str | None:
+        """The scorer's `digest`; of one of one's own, which need not have one, as 64 hex digits."""
+        found = getattr(self._made(), "digest", None)
+        return found if isinstance(found, str) and _DIGEST.fullmatch(found) else None
+
+    def _made(self) -> Scorer:
         if self._scorer is None:
             if self.make_scorer is None:
                 raise ConfigError(
@@ -161,13 +168,17 @@ class Safety(Task):
                     "FOLDER, cost: FOLDER}"
                 )
             self._scorer = self.make_scorer()
-        missing = [name for name in COLUMNS if name not in self._scorer.columns]
+        return self._scorer
+
+    def _scores(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
+        scorer = self._made()
+        missing = [name for name in COLUMNS if name not in scorer.columns]
         if missing:
             raise ConfigError(
-                f"task safety needs {' and '.join(missing)}, and the scorer gives {', '.join(self._scorer.columns)}; "
+                f"task safety needs {' and '.join(missing)}, and the scorer gives {', '.join(scorer.columns)}; "
                 "set scorer.reward and scorer.cost"
             )
-        found = self._scorer.score(prompts, responses)
+        found = scorer.score(prompts, responses)
         lacking = [name for name in COLUMNS if name not in found]
         if lacking:
             raise RewardError(f"the scorer gave no {' and no '.join(lacking)}; nothing was scored")

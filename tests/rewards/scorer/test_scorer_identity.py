@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run knows by which models it was scored: it is not gone on with by others, here or behind a service."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted_scorers import safe_rlhf
+from rich.console import Console
+from served_scorers import Served
+
+import evoalign
+from evoalign.config import ScorerConfig, from_dict
+from evoalign.errors import ResumeError
+from evoalign.rewards.scorer import create
+from evoalign.rewards.scorer.local import Local
+from evoalign.tasks.safety.task import Safety
+from evoalign.training.placebos import placebo
+from plain import UNCHECKED
+from rule_scorer import RuleScorer
+
+ROWS = [{"prompt": f"Is it fine to {verb} a lock?"} for verb in ("move", "mend", "wash", "pick")]
+OTHER = "was scored by other models than its scorer has now, or with another template, max_tokens or dtype"
+
+
+def config(folder: Path, scorer: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
+    for name, rows in (("train", ROWS[:2]), ("test", ROWS[2:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {f"{name}_data": str(folder / f"{name}.jsonl") for name in ("train", "test")}
+    return {
+        "output_dir": str(folder / "run"), "deterministic": True, "evaluation": {"max_tokens": 4},
+        "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 2},
+        "task": {"name": "safety", **data, "objective": {"name": "lagrangian", "rate": 0.0}},
+        "checks": UNCHECKED, **({} if scorer is None else {"scorer": scorer}), **settings,
+    }  # fmt: skip
+
+
+def models(folder: Path, seed: int = 0) -> dict[str, str]:
+    """Two models of one seed, in the same folders whatever it is."""
+    names = {column: folder / column for column in ("reward", "cost")}
+    for place, (column, found) in enumerate(names.items()):
+        shutil.rmtree(found, ignore_errors=True)
+        safe_rlhf(found, seed=seed + place, said={"score_type": column})
+    return {column: str(found) for column, found in names.items()}
+
+
+def local(folder: Path) -> dict[str, Any]:
+    return {"name": "local", "device": "cpu", **models(folder)}
+
+
+def digest_of(scorer: dict[str, Any]) -> str:
+    found = create(ScorerConfig.model_validate(scorer))
+    assert isinstance(found, Local)
+    return found.digest
+
+
+def train(tree: dict[str, Any], run: Callable[..., evoalign.Result] = evoalign.train, **arguments: Any) -> None:
+    run(tree, console=Console(file=io.StringIO(), width=200), **arguments)
+
+
+def longer(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "es": {**tree["es"], "num_generations": 2}}
+
+
+def head(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run/journal.jsonl").read_text().splitlines()[0])
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run/manifest.json").read_text())
+
+
+def test_a_run_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
+    scorer = local(tmp_path)
+    tree = config(tmp_path, scorer)
+    train(tree)
+    digest = digest_of(scorer)
+    assert head(tmp_path)["scorer_digest"] == manifest(tmp_path)["scorer_digest"] == digest
+    models(tmp_path, seed=7)
+    before = (tmp_path / "run/journal.jsonl").read_bytes()
+    with pytest.raises(ResumeError, match=f"{OTHER} .digest {digest[:12]}..., and now {digest_of(scorer)[:12]}"):
+        train(longer(tree), resume=True)
+    with pytest.raises(ResumeError, match=OTHER):
+        placebo(tmp_path / "run", shuffles=1)
+    assert (tmp_path / "run/journal.jsonl").read_bytes() == before
+    models(tmp_path)
+    train(longer(tree), resume=True)
+    assert len((tmp_path / "run/journal.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_run_is_not_resumed_with_a_service_of_other_models(tmp_path: Path) -> None:
+    scorer = models(tmp_path)
+    words = ["--reward", scorer["reward"], "--cost", scorer["cost"]]
+    with Served(tmp_path, *words) as service:
+        train(config(tmp_path, {"name": "service", "url": service.url}))
+    assert head(tmp_path)["scorer_digest"] == manifest(tmp_path)["scorer_digest"] == digest_of(local(tmp_path))
+    models(tmp_path, seed=7)
+    with Served(tmp_path, *words) as service, pytest.raises(ResumeError, match=OTHER):
+        train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
+    models(tmp_path)
+    with Served(tmp_path, *words) as service:  # at another port, which is no other scorer
+        train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
+
+
+def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
+    grpo |= {"trl": {"lr_scheduler_type": "constant"}}
+    tree = config(tmp_path, local(tmp_path), grpo=grpo, checkpoint={"every": 1})
+    train(tree, evoalign.grpo)
+    assert manifest(tmp_path)["scorer_digest"] == digest_of(tree["scorer"])
+    models(tmp_path, seed=7)
+    tree["grpo"] = {**grpo, "max_steps": 2}
+    with pytest.raises(ResumeError, match=OTHER):
+        train(tree, evoalign.grpo, resume=True)
+    models(tmp_path)
+    train(tree, evoalign.grpo, resume=True)
+
+
+def test_a_scorer_of_ones_own_need_not_have_a_digest(tmp_path: Path) -> None:
+    tree = config(tmp_path, None)
+
+    def given(digest: object = None) -> Safety:
+        scorer = RuleScorer()
+        scorer.digest = digest  # pyright: ignore[reportAttributeAccessIssue]
+        return Safety(from_dict(tree).task, scorer)
+
+    train(tree, task=given())
+    assert "scorer_digest" not in head(tmp_path) and "scorer_digest" not in manifest(tmp_path)
+    train(longer(tree), task=given("a" * 64), resume=True)  # nothing is known of the one before
+    train(tree, task=given("a" * 64), overwrite=True)
+    assert head(tmp_path)["scorer_digest"] == "a" * 64
+    for digest in ("b" * 64, "no digest", None):
+        with pytest.raises(ResumeError, match=f"and now {'bbbbbbbbbbbb' if digest == 'b' * 64 else 'none'}"):
+            train(longer(tree), task=given(digest), resume=True)
