@@ -6,8 +6,8 @@
 
 Two services of one model, with random weights and the form of Safe RLHF's, run side by side, one with `--batch-size 16`
 and one with 1. They take turns: each is sent the same requests of one pair, 64 at once, in `--rounds` rounds. The row
-has the requests a second of both in each round and the median of the ratios; a round in which other work slows this
-machine slows both.
+has the requests a second of both in each round, and the median, the least and the largest of the rounds' ratios; a
+round in which other work slows this machine slows both.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ async def rate(url: str, items: Sequence[dict[str, str]]) -> tuple[float, list[f
         return len(items) / (time.perf_counter() - begun), scores
 
 
+def measured(args: argparse.Namespace, weights: int, rounds: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
+    """The row: of each round the requests a second of both services, and how far their scores were apart."""
+    ratios = [fast / slow for fast, slow, _ in rounds]
+    return {
+        "weights": weights, "hidden": args.hidden, "layers": args.layers,
+        "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine(),
+        "cores": os.cpu_count(), "threads": args.threads, "dtype": args.dtype, "python": platform.python_version(),
+        "torch": torch.__version__, **{name: version(name) for name in ("transformers", "fastapi", "uvicorn")},
+        "requests": args.requests, "at_once": AT_ONCE, "batch_size": args.batch_size,
+        "batched_per_s": [round(fast, 1) for fast, _, _ in rounds],
+        "single_per_s": [round(slow, 1) for _, slow, _ in rounds],
+        "batched_per_s_median": round(statistics.median(fast for fast, _, _ in rounds), 1),
+        "single_per_s_median": round(statistics.median(slow for _, slow, _ in rounds), 1),
+        "ratio": round(statistics.median(ratios), 2), "ratio_min": round(min(ratios), 2),
+        "ratio_max": round(max(ratios), 2), "largest_difference_of_scores": max(far for _, _, far in rounds),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -127,15 +146,7 @@ def main() -> None:
         for _ in range(args.rounds):
             (fast, ours), (slow, theirs) = (asyncio.run(rate(url, items)) for url in (batched, single))
             rounds.append((fast, slow, max(abs(a - b) for a, b in zip(ours, theirs, strict=True))))
-    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
-    row: dict[str, Any] = {
-        "weights": weights, "device": device, "cores": os.cpu_count(), "threads": args.threads, "dtype": args.dtype,
-        "torch": torch.__version__, "requests": args.requests, "at_once": AT_ONCE, "batch_size": args.batch_size,
-        "batched_per_s": [round(fast, 1) for fast, _, _ in rounds],
-        "single_per_s": [round(slow, 1) for _, slow, _ in rounds],
-        "ratio": round(statistics.median(fast / slow for fast, slow, _ in rounds), 2),
-        "largest_difference_of_scores": max(far for _, _, far in rounds),
-    }  # fmt: skip
+    row = measured(args, weights, rounds)
     print(json.dumps(row))
     with args.json.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

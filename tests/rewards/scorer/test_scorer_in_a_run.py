@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of `evoalign train` in a process of their own whose service is killed, comes back, stays away or is another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from planted_scorers import safe_rlhf
+from served_scorers import SECONDS, Served, count, until
+
+import killing
+import warm
+from evoalign.config import ScorerConfig
+from evoalign.rewards.scorer.local import Local
+
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.slow
+SHIPPED = Path(__file__).parents[3] / "data" / "tasks" / "safety"
+MODELS = {name: str(SHIPPED / "models" / name) for name in ("reward", "cost")}
+WORDS = ("--reward", MODELS["reward"], "--cost", MODELS["cost"])
+BITS = (*WORDS, "--batch-size", "1")
+"""Of which the scores are the same bits, whatever is asked beside them."""
+HOLDS = (*WORDS, "--batch-size", "512", "--max-wait", "600")
+"""Takes what it is asked, and answers nothing."""
+GENERATIONS, SEAL = 4, b'"weights_hash"'
+"""SEAL is in the header's line, too."""
+
+
+class Run:
+    """`evoalign train` on task safety, asking the service at `url`."""
+
+    def __init__(self, folder: Path, url: str, *more: str, deadline: float = SECONDS) -> None:
+        self.path, self._log = folder / "run", folder / "train.log"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config(folder, url, deadline)))
+        command = [sys.executable, "-m", "evoalign.cli", "train", str(folder / "config.yaml"), *more]
+        with self._log.open("wb") as log:
+            self.process = warm.Popen(command, stdout=log)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def journal(self) -> bytes:
+        file = self.path / "journal.jsonl"
+        return file.read_bytes() if file.exists() else b""
+
+    def sealed(self, generations: int) -> None:
+        """Wait until it has so many."""
+        until(lambda: self.journal.count(SEAL) > generations or self.process.poll() is not None, self.said)
+        assert self.process.poll() is None, self.said
+
+    def end(self) -> int:
+        """Its exit code."""
+        return self.process.wait(SECONDS)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(SECONDS)
+
+
+def config(folder: Path, url: str, deadline: float) -> dict[str, Any]:
+    for name, rows in (("train", 8), ("test", 4)):
+        lines = (SHIPPED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
+    return {
+        "output_dir": str(folder / "run"), "seed": 5, "deterministic": True, "space": "lowrank", "lowrank": {"rank": 1},
+        "model": {"name": str(SHIPPED / "models" / "base")}, "engine": {"threads": 1},
+        "task": {"name": "safety", "train_data": str(folder / "train.jsonl"), "test_data": str(folder / "test.jsonl"),
+                 "batch_size": 4},
+        "scorer": {"name": "service", "url": url, "deadline": deadline},
+        "es": {"sigma": 0.01, "learning_rate": 0.01, "num_generations": GENERATIONS, "population_size": 4},
+        "checkpoint": {"every": 1, "keep_last": GENERATIONS}, "evaluation": {"max_tokens": 12, "every": 2},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run leaves whose service was always there."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    with Served(folder, *BITS) as service, Run(folder / "own", service.url) as run:
+        assert run.end() == 0, run.said
+    found = traces(run)
+    assert len(found["journal"]) == 1 + 2 * GENERATIONS
+    return found
+
+
+def traces(run: Run) -> dict[str, Any]:
+    """What has to be the same wherever the run and the service are."""
+    return killing.traces(run.path) | {"journal": lines(run.journal)}
+
+
+def lines(journal: bytes) -> list[dict[str, Any]]:
+    """Those of a journal, without the config and the hashes that hold it."""
+    where = ("config", "config_hash", "hash", "previous")
+    return [{k: v for k, v in json.loads(line).items() if k not in where} for line in journal.splitlines()]
+
+
+def broken_off(run: Run, unbroken: dict[str, Any]) -> None:
+    """Its journal ends early, and has no score that the other has not."""
+    found = lines(run.journal)
+    assert len(found) < 1 + 2 * GENERATIONS and found == unbroken["journal"][: len(found)]
+
+
+def same(run: Run, unbroken: dict[str, Any]) -> None:
+    found = traces(run)
+    assert sorted(name for name in {*found, *unbroken} if found.get(name) != unbroken.get(name)) == []
+
+
+def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    with Served(tmp_path, *BITS) as first, Run(tmp_path / "own", first.url) as run:
+        run.sealed(1)
+        first.stop(signal.SIGKILL)
+        with Served(tmp_path, *HOLDS, port=first.port) as second:
+            until(lambda: count(second.url, "queue_length") > 0, "the run does not ask again")
+        before = run.journal  # the second was killed with what it had been asked
+        assert run.process.poll() is None and before.count(SEAL) < 1 + GENERATIONS
+        with Served(tmp_path, *BITS, port=first.port):
+            assert run.end() == 0, run.said
+    assert run.journal.startswith(before)
+    same(run, unbroken)
+
+
+def test_a_service_that_stays_away_ends_the_run_which_can_be_resumed(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=5.0) as run:
+        run.sealed(1)
+        service.stop(signal.SIGKILL)
+        assert run.end() == 2, run.said
+    *_, last = run.said.splitlines()
+    assert last.startswith(f"error: the scorer at {service.url} has given no scores for 5 s (")
+    assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
+    broken_off(run, unbroken)
+    with (
+        Served(tmp_path, *BITS, port=service.port),
+        Run(tmp_path / "own", service.url, "--resume") as resumed,
+    ):
+        assert resumed.end() == 0, resumed.said
+    same(resumed, unbroken)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Of a service with the same cost model and another reward model."""
+    folder = tmp_path_factory.mktemp("others")
+    safe_rlhf(folder, seed=11)
+    return "--reward", str(folder), "--cost", MODELS["cost"], "--batch-size", "1"
+
+
+def test_a_service_that_comes_back_with_other_weights_scores_nothing(
+    tmp_path: Path, unbroken: dict[str, Any], others: tuple[str, ...]
+) -> None:
+    with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
+        run.sealed(1)
+        service.stop(signal.SIGKILL)
+        with Served(tmp_path, *others, port=service.port):
+            assert run.end() == 2, run.said
+            *_, last = run.said.splitlines()
+            assert last.startswith(f"error: the scorer at {service.url} has other models, or another template, than ")
+            assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
+            broken_off(run, unbroken)
+    with Served(tmp_path, *BITS, port=service.port), Run(tmp_path / "own", service.url, "--resume") as resumed:
+        assert resumed.end() == 0, resumed.said
+    same(resumed, unbroken)
+
+
+def ask(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, list[float]]]:
+    """The answers to requests of one pair each, 64 at once. In a process of its own."""
+
+    async def asked() -> list[dict[str, list[float]]]:
+        room = asyncio.Semaphore(64)
+        async with httpx.AsyncClient(timeout=SECONDS) as http:
+
+            async def one(prompt: str, response: str) -> dict[str, list[float]]:
+                async with room:
+                    body = {"items": [{"prompt": prompt, "response": response}]}
+                    answer = await http.post(f"{url}/score", json=body)
+                return answer.raise_for_status().json()
+
+            return await asyncio.gather(*map(one, prompts, responses))
+
+    return asyncio.run(asked())
+
+
+def test_a_thousand_requests_of_another_process_beside_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    rows = [json.loads(line) for line in (SHIPPED / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
+    responses = [f"{rows[i * 7 % len(rows)]['prompt']} {i}" for i in range(1000)]
+    wanted = Local(ScorerConfig(name="local", device="cpu", **MODELS)).score(prompts, responses)
+    with (
+        Served(tmp_path, *BITS, "--queue", "4096") as service,
+        ProcessPoolExecutor(1, killing.PROCESSES) as pool,
+        Run(tmp_path / "own", service.url) as run,
+    ):
+        pool.submit(ask, service.url, [], []).result(SECONDS)
+        run.sealed(0)
+        found = pool.submit(ask, service.url, prompts, responses)
+        until(lambda: count(service.url, "queue_length") > 32, "the requests do not arrive")
+        before = run.journal
+        assert run.process.poll() is None
+        answers = found.result(SECONDS)
+        assert len(run.journal) > len(before)  # both were scored for at once
+        assert run.end() == 0, run.said
+    for column, scores in wanted.items():
+        assert [answer[column] for answer in answers] == [pytest.approx([score], abs=1e-3) for score in scores]
+        assert len({round(score, 4) for score in scores}) > 500
+    same(run, unbroken)
