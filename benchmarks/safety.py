@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safety alignment of the tiny model: settings chosen on validation prompts, then seeds of ES and GRPO on test prompts.
 
-    python benchmarks/safety.py tune  --to DIR --jobs 16      each cell of ES and GRPO with two seeds, on validation.jsonl
-    python benchmarks/safety.py final --to DIR --jobs 16      the chosen cells with five other seeds, on test.jsonl
-    python benchmarks/safety.py rows  --to DIR --jobs 16      what they said, scored by both sets of scorers, and placebos
+    python benchmarks/safety.py tune  --to DIR --jobs 16     each cell of ES and GRPO with two seeds, on validation.jsonl
+    python benchmarks/safety.py final --to DIR --jobs 16     the chosen cells with five other seeds, on test.jsonl
+    python benchmarks/safety.py rows  --to DIR --jobs 16     what they said, by both sets of scorers, and placebos
 
-`tune` ranks the cells of a method by their worse seed: first those whose mean reward did not fall, then the safe share
-less twice the share of harmless prompts, look-alikes among them, that are refused. All three go on where they were;
-`--device cuda` trains on a GPU. `rows` writes benchmarks/results/safety.jsonl, which benchmarks/safety_page.py shows.
+`tune` ranks the cells of a method by their worse seed: the safe share, less twice the share of harmless prompts, look-
+alikes among them, that are refused, less what the mean reward lost. All three go on where they were; `--device cuda`
+trains on a GPU. `rows` writes benchmarks/results/safety.jsonl, which benchmarks/safety_page.py shows.
 """
 
 from __future__ import annotations
@@ -38,20 +38,47 @@ ROWS = ROOT / "benchmarks" / "results" / "safety.jsonl"
 SCORERS = {"train": DATA / "models", "judge": DATA / "models" / "judge"}
 TUNE_SEEDS, SEEDS = (90, 91), (0, 1, 2, 3, 4)
 EVERY, PLACEBOS = 10, 20
-HALF = {"TT": 250, "FF": 150, "FT": 50, "TF": 50}
-"""Training rows of which half ask for no harm, or were answered without any."""
+MILD = {"TT": 400, "FF": 50, "FT": 25, "TF": 25}
+"""Training rows of which half ask for no harm."""
+LONG = {"es.num_generations": 80, "es.population_size": 64, "es.learning_rate": 0.02, "task.shares": MILD}
 
 
 def cells() -> dict[str, dict[str, dict[str, Any]]]:
     """Settings by method and name."""
-    es: dict[str, dict[str, Any]] = {}
-    for rows in ("all", "half"):
-        for members, batch, rate in ((64, 16, 0.02), (128, 32, 0.02), (128, 32, 0.04), (256, 16, 0.04)):
-            sets: dict[str, Any] = {"es.population_size": members, "task.batch_size": batch, "es.learning_rate": rate}
-            es[f"{rows}_{members}x{batch}_{rate:g}"] = sets | ({"task.shares": HALF} if rows == "half" else {})
-    grpo = {f"{rate:g}_beta{beta:g}": {"grpo.learning_rate": rate, "grpo.beta": beta}
-            for rate in (1e-4, 3e-4) for beta in (0.0, 0.05)}  # fmt: skip
+    es = {
+        f"{rows}_{members}_{rate:g}": {
+            "es.population_size": members,
+            "es.learning_rate": rate,
+            **({"task.shares": MILD} if rows == "mild" else {}),
+        }
+        for rows in ("all", "mild")
+        for members in (64, 128)
+        for rate in (0.01, 0.02)
+    } | {f"long_{name}": {**LONG, **sets} for name, sets in longer().items()}
+    grpo = {
+        f"{rows}_{rate:g}_{beta:g}": {
+            "grpo.learning_rate": rate,
+            "grpo.beta": beta,
+            **({"task.shares": MILD} if rows == "mild" else {}),
+        }
+        for rows in ("all", "mild")
+        for rate in (1e-4, 3e-4)
+        for beta in (0.0, 0.05)
+    }
     return {"es": es, "grpo": grpo}
+
+
+def longer() -> dict[str, dict[str, Any]]:
+    """Cells of ES that were added after those of 40 generations had been seen on the validation prompts."""
+    plain = {"name": "lagrangian", "rate": 0.05, "safe_first": "product"}
+    return {
+        "64_0.02": {},
+        "64_0.015": {"es.learning_rate": 0.015},
+        "128_0.02": {"es.population_size": 128},
+        "64_0.02_slow": {"task.objective": {**plain, "rate": 0.02}},
+        "64_0.02_half": {"task.objective": {**plain, "start": 0.5}},
+        "64_0.02_milder": {"task.shares": {"TT": 450, "FF": 30, "FT": 10, "TF": 10}},
+    }
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -91,7 +118,7 @@ def train(number: int, to: Path, method: str, sets: Mapping[str, Any]) -> float:
     env = environment(gpu=sets["engine.device"] != "cpu")
     if "GPUS" in os.environ:  # so many, taken in turn
         env["CUDA_VISIBLE_DEVICES"] = str(number % int(os.environ["GPUS"]))
-    with to.with_suffix(".log").open("ab") as log:
+    with to.with_name(f"{to.name}.log").open("ab") as log:
         subprocess.run(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
     return time.monotonic() - began
 
@@ -104,7 +131,7 @@ def all_of(runs: Mapping[Path, tuple[str, Mapping[str, Any]]], jobs: int) -> Non
             print(f"{to.name}: {seconds:.0f} s", flush=True)
 
 
-def tune(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
+def tune(to: Path, jobs: int, device: Mapping[str, Any], begin: str) -> None:
     """See the module."""
     common = {"task.test_data": str(DATA / "validation.jsonl"), "evaluation.every": 0, **device}
     runs = {
@@ -112,6 +139,7 @@ def tune(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
         for seed in TUNE_SEEDS
         for method, named in cells().items()
         for name, cell in named.items()
+        if f"{method}_{name}".startswith(begin)
     }
     all_of(runs, jobs)
     ranked: dict[str, list[dict[str, Any]]] = {}
@@ -142,10 +170,10 @@ def ends(run: Path) -> tuple[dict[str, float], dict[str, float]] | None:
     return before, after
 
 
-def rank(row: Mapping[str, Any]) -> tuple[bool, float]:
-    """See the module; of the worse seed."""
+def rank(row: Mapping[str, Any]) -> float:
+    """See the module."""
     return min(
-        (after["reward"] >= before["reward"], after["safe"] - 2 * after["refused_needlessly"])
+        after["safe"] - 2 * after["refused_needlessly"] - max(0.0, before["reward"] - after["reward"])
         for before, after in row["seeds"]
     )
 
@@ -252,10 +280,15 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--begin", default="", help="of `tune`: train the cells alone whose names begin so, as es_long")
     given = parser.parse_args()
     device = {"engine.device": given.device, "scorer.device": given.device}
     device |= {} if given.device == "cpu" else {"scorer.batch_size": 512}
-    {"tune": tune, "final": final, "rows": rows}[given.what](given.to.resolve(), given.jobs, device)
+    to = given.to.resolve()
+    if given.what == "tune":
+        tune(to, given.jobs, device, given.begin)
+    else:
+        {"final": final, "rows": rows}[given.what](to, given.jobs, device)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def encoded(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> dict[str, torch
 
 def scores(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
     """One a pair."""
-    return model(**encoded(tokenizer, pairs)).logits[:, 0]
+    given = {name: tensor.to(model.device) for name, tensor in encoded(tokenizer, pairs).items()}
+    return model(**given).logits[:, 0].cpu()
 
 
 def both(row: dict[str, Any]) -> list[tuple[str, str]]:
@@ -117,7 +118,7 @@ def both(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(row["prompt"], row[f"response_{i}"]) for i in range(2)]
 
 
-def scorers(start: Path, to: Path, half: int, seed: int, steps: int, batch: int = 48) -> None:
+def scorers(start: Path, to: Path, half: int, seed: int, steps: int, device: str, batch: int = 48) -> None:
     """A reward model of what people found better, and a cost model of what they found safer, and safe.
 
     The losses are those of Safe-RLHF (Dai et al., arXiv 2310.12773): of pairs for both, and for costs the sign, too,
@@ -132,6 +133,7 @@ def scorers(start: Path, to: Path, half: int, seed: int, steps: int, batch: int 
         body = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
         model = LlamaForSequenceClassification(settings(len(tokenizer), num_labels=1))
         model.model.load_state_dict(body.model.state_dict())
+        model.to(device)
 
         def loss_at(step: int, model: Any = model, column: str = column) -> torch.Tensor:
             part = rows[step * batch : (step + 1) * batch]
@@ -144,7 +146,7 @@ def scorers(start: Path, to: Path, half: int, seed: int, steps: int, batch: int 
             return -logsigmoid(lost - won).mean() - logsigmoid(unsafe * found).mean() + 0.001 * found.square().mean()
 
         optimized(model.parameters(), loss_at, steps, 5e-4)
-        model.eval().to(torch.bfloat16).save_pretrained(to / name)
+        model.eval().to("cpu", torch.bfloat16).save_pretrained(to / name)
         tokenizer.save_pretrained(to / name)
         report = {"steps": steps, "half": half, "deeds": len(train), **measured(model.float(), tokenizer, held, name)}
         (to / name / "measured.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -7,8 +7,9 @@ R is what a reward model gives a completion, C what a cost model does (above 0: 
 cost of the unperturbed model over a generation's prompts. This is the Lagrangian of Safe RLHF (Dai et al., arXiv
 2310.12773, equations 9 to 11) with lambda moved once a generation, as the published alignment runs of ES do.
 
-Choices where the published code leaves one: J_ema begins at 0, so that lambda moves a tenth as fast at first; lambda
-moves after the scores of its generation; standard deviations are of R and C as they come, before `safe_first`.
+What differs from published code: J_ema begins at 0 and not with the first J, so that lambda moves a tenth as fast at
+first; lambda moves after the scores of its generation; standard deviations are of R and C as they come, before
+`safe_first`.
 """
 
 from __future__ import annotations
