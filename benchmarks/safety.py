@@ -47,6 +47,7 @@ def cells() -> dict[str, dict[str, dict[str, Any]]]:
     """Settings by method and name."""
     es = {
         f"{rows}_{members}_{rate:g}": {
+            "es.num_generations": 40,
             "es.population_size": members,
             "es.learning_rate": rate,
             **({"task.shares": MILD} if rows == "mild" else {}),

@@ -31,7 +31,7 @@ BITS = (*WORDS, "--batch-size", "1")
 """Of which the scores are the same bits, whatever is asked beside them."""
 HOLDS = (*WORDS, "--batch-size", "512", "--max-wait", "600")
 """Takes what it is asked, and answers nothing."""
-GENERATIONS, SEAL = 4, b'"weights_hash"'
+GENERATIONS, SEAL = 8, b'"weights_hash"'
 """SEAL is in the header's line, too."""
 
 
@@ -172,6 +172,10 @@ def test_a_service_that_comes_back_with_other_weights_scores_nothing(
             assert last.startswith(f"error: the scorer at {service.url} has other models, or another template, than ")
             assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
             broken_off(run, unbroken)
+            broken = run.journal
+            with Run(tmp_path / "own", service.url, "--resume") as refused:
+                assert refused.end() == 2, refused.said
+            assert "was scored by other models" in refused.said and run.journal == broken
     with Served(tmp_path, *BITS, port=service.port), Run(tmp_path / "own", service.url, "--resume") as resumed:
         assert resumed.end() == 0, resumed.said
     same(resumed, unbroken)
