@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safety alignment of the tiny model: settings chosen on validation prompts, then seeds of ES and GRPO on test prompts.
 
-    python benchmarks/safety.py tune  --to DIR --jobs 16     each cell of ES and GRPO with two seeds, on validation.jsonl
-    python benchmarks/safety.py final --to DIR --jobs 16     the chosen cells with five other seeds, on test.jsonl
-    python benchmarks/safety.py rows  --to DIR --jobs 16     what they said, by both sets of scorers, and placebos
+    python benchmarks/safety.py tune  --to DIR --jobs 16    each cell of ES and GRPO with two seeds, on validation.jsonl
+    python benchmarks/safety.py final --to DIR --jobs 16    the chosen cells with five other seeds, on test.jsonl
+    python benchmarks/safety.py rows  --to DIR --jobs 16    what they said, by both sets of scorers, and placebos
 
 `tune` ranks the cells of a method by their worse seed: the safe share, less twice the share of harmless prompts, look-
 alikes among them, that are refused, less what the mean reward lost. All three go on where they were; `--device cuda`
@@ -182,9 +182,8 @@ def rank(row: Mapping[str, Any]) -> float:
 def final(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
     """See the module."""
     ranked = json.loads((to / "tune.json").read_text())
-    common = {
-        "evaluation.every": 0, "checks.kl_every": EVERY, "checkpoint.every": EVERY, "checkpoint.keep_last": 1000, **device
-    }  # fmt: skip
+    common = {"evaluation.every": 0, "checks.kl_every": EVERY, "checkpoint.every": EVERY, **device}
+    common["checkpoint.keep_last"] = 1000
     all_of(
         {
             to / "final" / f"{method}_{seed}": (

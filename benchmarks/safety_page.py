@@ -182,7 +182,8 @@ def written(page: str, runs: Runs) -> str:
     for name, lines in tables.items():
         start, end = f"<!-- table of {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(start)
-        page = f"{before}{start}\n{''.join(f'{line}\n' for line in lines)}\n{end}{rest.partition(end)[2]}"
+        listed = "".join(f"{line}\n" for line in lines)
+        page = f"{before}{start}\n{listed}\n{end}{rest.partition(end)[2]}"
     return page
 
 

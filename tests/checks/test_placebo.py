@@ -409,6 +409,8 @@ def test_the_public_result(run: Path) -> None:
     found = evoalign.placebo(run, shuffles=1, generation=1)
     assert isinstance(found, Placebos) and isinstance(found.reward, Split)
     assert (found.generation, found.seeds) == (1, (0,)) and "reward" in found.measures
+    assert found.each["reward"] == pytest.approx(found.reward.placebos)
+    assert found.as_dict()["each"].keys() == found.measures.keys()
 
 
 # --- at the end of a training ----------------------------------------------------------------------------------------

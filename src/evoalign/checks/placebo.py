@@ -141,7 +141,8 @@ class Placebos:
     """A run beside its placebos. `reward` is of the test split, `off_task` of another task's, where one was asked, and
     `fitness` of `task.fitness`, where there is one.
 
-    `seeds` are those of the shuffles. `measures` are means over the placebos, by the names of an evaluation.
+    `seeds` are those of the shuffles. `measures` are means over the placebos, by the names of an evaluation, and `each`
+    has those of every placebo, in the order of the seeds.
     """
 
     generation: int
@@ -151,6 +152,7 @@ class Placebos:
     measures: Mapping[str, float]
     off_task: Split | None = None
     fitness: Whole | None = None
+    each: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
 
     @property
     def reached(self) -> int:
@@ -164,7 +166,7 @@ class Placebos:
         return {
             "generation": self.generation, "seeds": list(self.seeds), "reward": self.reward.as_dict(),
             "distance": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.distance).items()},
-            "measures": dict(self.measures), **off,
+            "measures": dict(self.measures), "each": {name: list(v) for name, v in self.each.items()}, **off,
         }  # fmt: skip
 
     def lines(self) -> list[str]:

@@ -320,10 +320,8 @@ def of_evaluations(
     off_task: Sequence[Evaluation] = (),
 ) -> Placebos:
     """From all that was evaluated; `off_task` in the order before, real, placebos, flip, or nothing."""
-
-    def mean(name: str) -> float:
-        return float(np.mean([p.measures[name] for p in placebos]))
-
+    known = [name for name in real.measures if all(name in p.measures for p in placebos)]
+    each = {name: tuple(p.measures[name] for p in placebos) for name in known}
     rewards, trained = [e.measures_E["reward"] for e in off_task], aim_of(real.measures)
     whole = [e.measures[trained] for e in (before, real, *placebos)]
     return Placebos(
@@ -336,9 +334,10 @@ def of_evaluations(
             None if flip is None else flip.measures_E["reward"],
         ),
         distance=distances,
-        measures={name: mean(name) for name in real.measures if all(name in p.measures for p in placebos)},
+        measures={name: float(np.mean(values)) for name, values in each.items()},
         off_task=split(rewards[0], rewards[1], rewards[2:-1], rewards[-1]) if rewards else None,
         fitness=None if trained == "reward" else Whole(whole[0], whole[1], tuple(whole[2:]), trained),
+        each=each,
     )
 
 
