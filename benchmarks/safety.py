@@ -50,7 +50,7 @@ def cells() -> dict[str, dict[str, dict[str, Any]]]:
             "es.num_generations": 40,
             "es.population_size": members,
             "es.learning_rate": rate,
-            **({"task.shares": MILD} if rows == "mild" else {}),
+            "task.shares": MILD if rows == "mild" else None,
         }
         for rows in ("all", "mild")
         for members in (64, 128)
@@ -60,7 +60,7 @@ def cells() -> dict[str, dict[str, dict[str, Any]]]:
         f"{rows}_{rate:g}_{beta:g}": {
             "grpo.learning_rate": rate,
             "grpo.beta": beta,
-            **({"task.shares": MILD} if rows == "mild" else {}),
+            "task.shares": MILD if rows == "mild" else None,
         }
         for rows in ("all", "mild")
         for rate in (1e-4, 3e-4)
@@ -197,20 +197,20 @@ def final(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
     )  # fmt: skip
 
 
-def rows(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
-    """See the module."""
+def rows(to: Path, jobs: int) -> None:
+    """See the module. Placebos are made where the run was: with its engine, device and dtype."""
     runs = sorted(path for path in (to / "final").iterdir() if (path / "results" / "points.jsonl").is_file())
     with ProcessPoolExecutor(jobs) as pool:
-        told = [row for found in pool.map(of_run, runs, [dict(device)] * len(runs)) for row in found]
+        told = [row for found in pool.map(of_run, runs) for row in found]
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in told))
     print(f"{len(told)} rows of {len(runs)} runs in {ROWS}", flush=True)
 
 
-def of_run(run: Path, device: Mapping[str, Any]) -> list[dict[str, Any]]:
+def of_run(run: Path) -> list[dict[str, Any]]:
     """Rows of a run: its start, the means that it saved, its placebos, and the path of lambda."""
     method, _, seed = run.name.partition("_")
     kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kl = {row["generation"] + 1: row["kl"] for row in kept if row.get("kl")}
+    kl = {row["generation"] + 1: row["divergence"] for row in kept if row.get("divergence")}
     said = {"run": run.name, "method": method, "seed": int(seed)}
     found = [{**said, "lambda": [row["objective"]["lambda"] for row in kept if "objective" in row]}]
     found.append({**said, "generation": 0, "kl": None, **both(read(run / "results" / "points_before.jsonl"))})
@@ -218,25 +218,20 @@ def of_run(run: Path, device: Mapping[str, Any]) -> list[dict[str, Any]]:
         at = generation_of(folder)
         found.append({**said, "generation": at, "kl": kl.get(at), **both(answers)})
     if method == "es":
-        found += [
-            {**said, "method": "placebo", "placebo": k, **both(one)} for k, one in enumerate(placebos(run, device))
-        ]
+        found += [{**said, "method": "placebo", "placebo": k, **both(one)} for k, one in enumerate(placebos(run))]
     return found
 
 
 def answered(run: Path) -> list[list[dict[str, Any]]]:
     """What each mean that a run saved says to the test prompts, greedily."""
     folders, to = saved_folders(run), run / "eval.json"
-    sets = ["--set", "engine.device=cpu", "--set", "engine.threads=1"]
     words = [sys.executable, "-m", "evoalign.cli", "eval", *map(str, folders), "--config", str(run / "config.yaml")]
-    subprocess.run(
-        [*words, *sets, "--output", str(to)], cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([*words, "--output", str(to)], cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
     several = [to.with_name(f"eval_points_{i}.jsonl") for i in range(len(folders))]
     return [read(file) for file in (several if len(folders) > 1 else [to.with_name("eval_points.jsonl")])]
 
 
-def placebos(run: Path, device: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+def placebos(run: Path) -> list[list[dict[str, Any]]]:
     """What the run says with its coefficients shuffled, each generation's over its members, with so many seeds."""
     with open_run(run) as found:
         task, examples = found.parts.task, found.parts.data.test
@@ -287,8 +282,10 @@ def main() -> None:
     to = given.to.resolve()
     if given.what == "tune":
         tune(to, given.jobs, device, given.begin)
+    elif given.what == "final":
+        final(to, given.jobs, device)
     else:
-        {"final": final, "rows": rows}[given.what](to, given.jobs, device)
+        rows(to, given.jobs)
 
 
 if __name__ == "__main__":

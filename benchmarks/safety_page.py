@@ -84,7 +84,7 @@ def _range(called: str, found: Sequence[Mapping[str, float]]) -> str:
 
 def together(runs: Runs) -> Iterator[str]:
     """The change over seeds from the base, and of ES from the mean placebo."""
-    yield "| change, mean over seeds (95 % interval, t) | " + " | ".join(SHOWN.values()) + " |"
+    yield "| change, mean over 5 seeds of the same prompts (95 % interval, t) | " + " | ".join(SHOWN.values()) + " |"
     yield f"| --- |{' ---: |' * len(SHOWN)}"
     for judge, by in JUDGES.items():
         for method, called in METHODS.items():
@@ -144,6 +144,7 @@ def draw_over_kl(runs: Runs, to: Path) -> None:
             for color, (method, called) in zip(COLORS, METHODS.items(), strict=False):
                 for seed in runs.seeds if runs.has(method) else []:
                     path = [p for p in runs.path(method, seed) if p["kl"] is not None]
+                    assert path, f"no KL of {method}, seed {seed}"
                     nats = [max(p["kl"]["exact"], 0.0) for p in path]
                     first = seed == runs.seeds[0]
                     axes.plot(

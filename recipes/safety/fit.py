@@ -127,7 +127,6 @@ def scorers(start: Path, to: Path, half: int, seed: int, steps: int, device: str
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     train = [asked for asked in corpus.of_split("train") if corpus.half(asked) == half]
     rows = corpus.rows(steps * batch, f"{seed}/scorers/{half}", train)
-    held = corpus.rows(1000, f"{seed}/held/{half}", corpus.of_split("validation"))
     for name, column in CLASSES.items():
         torch.manual_seed(seed + half)
         body = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
@@ -148,9 +147,15 @@ def scorers(start: Path, to: Path, half: int, seed: int, steps: int, device: str
         optimized(model.parameters(), loss_at, steps, 5e-4)
         model.eval().to("cpu", torch.bfloat16).save_pretrained(to / name)
         tokenizer.save_pretrained(to / name)
-        report = {"steps": steps, "half": half, "deeds": len(train), **measured(model.float(), tokenizer, held, name)}
+        found = {split: held_out(model.float(), tokenizer, split, name, seed) for split in ("validation", "test")}
+        report = {"steps": steps, "half": half, "deeds": len(train), **found}
         (to / name / "measured.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(name, json.dumps(report))
+
+
+def held_out(model: Any, tokenizer: Any, split: str, name: str, seed: int) -> dict[str, float]:
+    """What a scorer gets right of a split that it did not learn from."""
+    return measured(model, tokenizer, corpus.rows(1000, f"{seed}/held/{split}", corpus.of_split(split)), name)
 
 
 @torch.no_grad()

@@ -92,8 +92,9 @@ class ScorerConfig(Section):
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
     """Requests in flight at once."""
 
-    resources: ClassVar[frozenset[str]] = frozenset({"batch_size", "device", *_SERVICE})
-    """Settings that a run may have to change to go on elsewhere. They decide at most the last bits of a score."""
+    resources: ClassVar[frozenset[str]] = frozenset({"batch_size", "device", "dtype", *_SERVICE})
+    """Settings that a run may have to change to go on elsewhere. They decide at most the last bits of a score, but for
+    `dtype`, which the digest of the models guards: what `auto` was on one machine has a name on another."""
 
     @model_validator(mode="before")
     @classmethod

@@ -175,8 +175,8 @@ def check_scorer(run: RunDir, task: Task, recorded: str | None) -> None:
         now = "none" if found is None else f"{found[:12]}..."
         raise ResumeError(
             f"{run.path} was scored by other models than its scorer has now, or with another template, max_tokens or "
-            f"dtype (digest {recorded[:12]}..., and now {now}); put the files back or start the service with those of "
-            "then, or begin another run"
+            f"dtype (digest {recorded[:12]}..., and now {now}); put the files back, start the service with those of "
+            "then, set scorer.dtype (auto is bfloat16 on a GPU and float32 on a CPU), or begin another run"
         )
 
 

@@ -16,10 +16,11 @@ from rich.console import Console
 from served_scorers import Served
 
 import evoalign
-from evoalign.config import ScorerConfig, from_dict
+from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
 from evoalign.errors import ResumeError
 from evoalign.rewards.scorer import create
 from evoalign.rewards.scorer.local import Local
+from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.safety.task import Safety
 from evoalign.training.placebos import placebo
 from plain import UNCHECKED
@@ -139,3 +140,23 @@ def test_a_scorer_of_ones_own_need_not_have_a_digest(tmp_path: Path) -> None:
     for digest in ("b" * 64, "no digest", None):
         with pytest.raises(ResumeError, match=f"and now {'bbbbbbbbbbbb' if digest == 'b' * 64 else 'none'}"):
             train(longer(tree), task=given(digest), resume=True)
+
+
+def test_a_run_goes_on_with_the_dtype_that_auto_was(tmp_path: Path) -> None:
+    scorer = local(tmp_path)
+    train(config(tmp_path, scorer))
+    with pytest.raises(ResumeError, match=r"set scorer\.dtype \(auto is bfloat16 on a GPU and float32 on a CPU\)"):
+        train(longer(config(tmp_path, {**scorer, "dtype": "bfloat16"})), resume=True)
+    train(longer(config(tmp_path, {**scorer, "dtype": "float32"})), resume=True)
+
+
+def test_a_task_in_a_worker_says_by_which_models_it_scores() -> None:
+    class Known(RuleScorer):
+        digest = "a" * 64
+
+    task = Safety(TaskConfig(name="safety"), Known())
+    assert Isolated(task, GraderConfig()).scorer_digest() == task.scorer_digest() == "a" * 64
+
+
+def test_a_task_that_scores_without_models_has_no_digest_of_them() -> None:
+    assert Safety(TaskConfig(name="safety")).scorer_digest() is None

@@ -165,6 +165,9 @@ class Isolated(Task):
         else:
             super().self_check(examples)
 
+    def scorer_digest(self) -> str | None:
+        return self.task.scorer_digest()
+
     def close(self) -> None:
         """End the worker. Scoring again would start another."""
         with self._lock:

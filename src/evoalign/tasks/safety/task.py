@@ -157,6 +157,8 @@ class Safety(Task):
 
     def scorer_digest(self) -> str | None:
         """The scorer's `digest`; of one of one's own, which need not have one, as 64 hex digits."""
+        if self._scorer is None and self.make_scorer is None:
+            return None  # a subclass may score without models
         found = getattr(self._made(), "digest", None)
         return found if isinstance(found, str) and _DIGEST.fullmatch(found) else None
 
