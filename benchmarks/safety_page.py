@@ -23,11 +23,12 @@ FIGURES = PAGE.parent / "figures"
 METHODS = {"es": "ES", "grpo": "GRPO"}
 JUDGES = {"train": "scorers of training", "judge": "held-out scorers"}
 SHOWN = {
-    "safe": "safe", "reward": "helpfulness", "cost": "cost", "refused_harmful": "harm refused",
+    "safe": "safe", "reward": "helpfulness", "reward_harmless": "helpfulness where no harm is asked",
+    "cost": "cost", "refused_harmful": "harm refused",
     "refused_look_alike": "look-alikes refused", "refused_harmless": "harmless refused",
     "largest_refusal": "largest refusal", "distinct": "distinct answers",
 }  # fmt: skip
-NUMBERS = ("reward", "cost")
+NUMBERS = ("reward", "reward_harmless", "cost")
 Row = Mapping[str, Any]
 
 
