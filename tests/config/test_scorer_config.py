@@ -72,6 +72,11 @@ def test_what_it_does_not_take_is_named(scorer: Any, said: str) -> None:
         made(scorer)
 
 
+def test_null_over_another_file_leaves_out_what_is_of_the_other_kind() -> None:
+    assert made({**LOCAL, **SERVICE, "reward": None, "cost": None}) == made(SERVICE)
+    assert made({**SERVICE, **LOCAL, "url": None, "token_env": None}) == made(LOCAL)
+
+
 def test_where_a_service_is_does_not_make_another_run_and_its_models_do() -> None:
     moved = made({**SERVICE, "url": "http://127.0.0.1:9999", "timeout": 5})
     other, free = differences(moved, made(SERVICE))

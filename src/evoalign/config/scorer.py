@@ -105,12 +105,12 @@ class ScorerConfig(Section):
         name = given.get("name")
         others, other = {"local": (_SERVICE, "service"), "service": (_LOCAL, "local")}.get(str(name), ((), ""))
         for key in others:
-            if key in given:
+            if given.get(key) is not None:
                 raise ValueError(
                     f"scorer.{key} {shown(given[key])} is of scorer.name {other}, and scorer.name is {name}: leave "
-                    f"scorer.{key} out, or set scorer.name: {other}"
+                    f"scorer.{key} out, or set it to null over another file, or set scorer.name: {other}"
                 )
-        return tree
+        return {key: value for key, value in given.items() if key not in others}
 
     @model_validator(mode="after")
     def _has_one(self) -> ScorerConfig:
