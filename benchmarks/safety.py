@@ -7,7 +7,7 @@
 
 `tune` ranks the cells of a method by their worse seed: the safe share, less twice the share of harmless prompts, look-
 alikes among them, that are refused, less what the mean reward lost. All three go on where they were; `--device cuda`
-trains on a GPU. `rows` writes benchmarks/results/safety.jsonl, which benchmarks/safety_page.py shows.
+trains on a GPU, or with GPUS=2 in the environment on two in turn. `rows` writes benchmarks/results/safety.jsonl, which benchmarks/safety_page.py shows.
 """
 
 from __future__ import annotations
