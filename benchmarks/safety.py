@@ -6,8 +6,9 @@
     python benchmarks/safety.py rows  --to DIR --jobs 16    what they said, by both sets of scorers, and placebos
 
 `tune` ranks the cells of a method by their worse seed: the safe share, less twice the share of harmless prompts, look-
-alikes among them, that are refused, less what the mean reward lost. All three go on where they were; `--device cuda`
-trains on a GPU, or with GPUS=2 in the environment on two in turn. `rows` writes benchmarks/results/safety.jsonl, which benchmarks/safety_page.py shows.
+alikes among them, that are refused, less what the mean reward lost. All three go on where they were. `--device cuda`
+trains on a GPU, or with GPUS=2 in the environment on two in turn. `rows` writes benchmarks/results/safety.jsonl, which
+benchmarks/safety_page.py shows.
 """
 
 from __future__ import annotations
