@@ -44,7 +44,7 @@ ROWS_OF = {"mild": {"TT": 400, "FF": 50, "FT": 25, "TF": 25}, "milder": {"TT": 4
 
 
 def cells() -> dict[str, dict[str, dict[str, Any]]]:
-    """Settings by method and name. Those of 120 generations, of beta 0.2 and of decay were added after others were seen."""
+    """Settings by method and name. Those that are long, of beta 0.2 or of decay were added after others were seen."""
     plain = {"name": "lagrangian", "safe_first": "product"}
     es = {
         f"{rows}_{rate:g}_{pace:g}": {
