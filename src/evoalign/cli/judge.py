@@ -101,7 +101,7 @@ def judge(
         raise ConfigError("no judge; give --judge-model FOLDER, or --endpoint URL with --judge-model NAME")
     if to is None and not dry_run:
         raise ConfigError("give --to FOLDER: what the judge says is kept there, and the same command goes on with it")
-    from evoalign.rewards.judge.asking import cost_of, same_as_scorer
+    from evoalign.rewards.judge.asking import check_any, cost_of, same_as_scorer, unanswered
     from evoalign.rewards.judge.transcript import Transcript, planned
 
     found = _answers(targets or [], questions, anchor)
@@ -122,6 +122,9 @@ def judge(
     if asked is not None and left:
         _ask(asked, transcript)
     _show(transcript.judgments, settings, to)
+    check_any(transcript)
+    if (silent := unanswered(transcript)) is not None:
+        say(f"warning: {silent}; with --again the same command asks them once more")
 
 
 def _answers(targets: list[str], questions: int | None, anchor: str | None) -> Asked:

@@ -159,7 +159,9 @@ def test_what_gives_no_reply_is_unparsed_with_the_reason_and_never_a_tie(name: s
     say, why, attempts = FAULTS[name]
     with serving(say) as server:
         done = judged(run, server, "--retries", 2)
-    assert done.code == 0 and len(server.prompts) == 16 * attempts
+    assert done.code == 2 and len(server.prompts) == 16 * attempts
+    assert "no judgment has scores: 16 of 16 judgments got no reply; the last: " in done.err and why in done.err
+    assert "kept in out/judgments.jsonl" in done.err and "--again" in done.err
     assert len(lines()) == 16
     for row in lines():
         assert row["scores"] is None and why in row["raw"] and row["why"] == "no reply"
@@ -171,7 +173,8 @@ def test_what_gives_no_reply_is_unparsed_with_the_reason_and_never_a_tie(name: s
 def test_a_reply_without_a_verdict_is_kept_as_it_is(run: Run) -> None:
     with serving(lambda p, n: (200, completion("Both are fine: 7 out of 10 for either."))) as server:
         done = judged(run, server)
-    assert done.code == 0 and len(server.prompts) == 16, "what was said is not asked for again"
+    assert done.code == 2 and len(server.prompts) == 16, "what was said is not asked for again"
+    assert "no judgment has scores: the judge replied, and no reply ends with a verdict" in done.err
     assert {(row["raw"], row["why"]) for row in lines()} == {
         ("Both are fine: 7 out of 10 for either.", "its last line is no verdict")
     }
@@ -219,7 +222,23 @@ def test_no_server_is_unparsed_too(run: Run) -> None:
     with serving(by_length) as server:
         pass
     done = judged(run, server, "--retries", 0, "--questions", 1)
-    assert done.code == 0 and all("ConnectError" in row["raw"] and row["scores"] is None for row in lines())
+    assert done.code == 2 and all("ConnectError" in row["raw"] and row["scores"] is None for row in lines())
+    assert "4 of 4 judgments got no reply; the last: no reply in 1 attempts; the last: ConnectError" in done.err
+    with serving(by_length) as server:
+        assert judged(run, server, "--questions", 1).code == 2 and server.prompts == []
+        done = judged(run, server, "--questions", 1, "--again", "--prior", "1")
+    assert done.code == 0 and len(lines()) == 4 and "no reply" not in done.err
+
+
+def test_some_without_a_reply_are_a_warning(run: Run) -> None:
+    def half(prompt: str, before: int) -> Answer:
+        return (500, b"broken") if parts(prompt)["question"] == "P1" else by_length(prompt, before)
+
+    with serving(half) as server:
+        done = judged(run, server, "--retries", 0, "--questions", 2)
+    assert done.code == 0, done.err
+    assert "warning: 4 of 8 judgments got no reply; the last: no reply in 1 attempts; the last: status 500" in done.err
+    assert "with --again the same command asks them once more" in done.err
 
 
 def test_waits_double_and_heed_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +463,7 @@ def test_a_folder_judges_and_what_it_says_is_read_as_strictly(run: Run) -> None:
     """The tiny model does not know what a verdict is: its words are kept, without scores."""
     done = run("judge", "short.jsonl", "long.jsonl", "--judge-model", "tiny", "--to", "out", "--questions", 1,
                "--max-tokens", 12)  # fmt: skip
-    assert done.code == 0, done.err
+    assert done.code == 2, done.err
     assert len(lines()) == 4 and all(row["scores"] is None and row["raw"] and row["judge"] == "tiny" for row in lines())
     assert {row["why"] for row in lines()} <= {"its last line is no verdict", "the reply was cut off"}
     assert "no ratings: no judgment has scores" in done.out
@@ -483,7 +502,8 @@ def test_a_question_that_has_no_room_is_unparsed(run: Run, tmp_path: Path) -> No
         rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(IN_A_ROW)]
         written(tmp_path / f"{name}.jsonl", rows)
     done = run("judge", "short.jsonl", "long.jsonl", "--judge-model", "tiny", "--to", "out", "--questions", 6)
-    assert done.code == 0 and len(lines()) == 24 > IN_A_ROW
+    assert done.code == 2 and len(lines()) == 24 > IN_A_ROW
+    assert "24 of 24 judgments got no reply; the last: the question has" in done.err
     assert all("the judge has room for 2048" in row["raw"] and row["why"] == "no reply" for row in lines())
 
 
