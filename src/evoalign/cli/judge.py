@@ -118,6 +118,8 @@ def judge(
         judge_model, endpoint, key_env, max_tokens, timeout, retries, concurrency, load=bool(left) and not dry_run
     )
     if dry_run or transcript is None:
+        if endpoint is None and left:
+            _check_folder(judge_model)
         return
     if asked is not None and left:
         _ask(asked, transcript)
@@ -180,6 +182,13 @@ def _judge(
     if key_env is not None and not key:
         raise ConfigError(f"--key-env: there is no {key_env} in the environment; set it to the endpoint's key")
     return Endpoint(url, model, key, max_tokens=max_tokens, timeout=timeout, retries=retries, concurrency=concurrency)
+
+
+def _check_folder(model: str) -> None:
+    quiet()
+    from evoalign.rewards.judge.local import check
+
+    check(model)
 
 
 def _ask(judge_: Judge, transcript: Transcript) -> None:

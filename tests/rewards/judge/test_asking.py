@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tournaments import written
 
 from calling import Run, caller
 from evoalign.errors import ConfigError
+from evoalign.models import tiny
 from evoalign.rewards.judge import endpoint
 from evoalign.rewards.judge.asking import IN_A_ROW
 from evoalign.rewards.judge.endpoint import Endpoint, checked
@@ -137,6 +139,21 @@ def test_a_dry_run_tells_the_cost_and_asks_nothing(run: Run) -> None:
     assert f"16 requests: about {letters // 4:,} tokens to read" in done.out
     again = judged(run, server, "--dry-run")
     assert "0 requests, 16 are there: about 0 tokens" in again.out
+
+
+def test_a_dry_run_refuses_a_folder_that_would_not_load(run: Run, tmp_path: Path) -> None:
+    """With the error that the command itself gives, and not where nothing is left to ask."""
+    (tmp_path / "empty").mkdir()
+    words = ("judge", "short.jsonl", "long.jsonl", "--questions", 1, "--max-tokens", 8, "--to", "out")
+    for name in ("./nowhere", "empty"):
+        dry, real = (run(*words, "--judge-model", name, *more) for more in (["--dry-run"], []))
+        assert dry.code == real.code == 2 and dry.err == real.err and "Traceback" not in dry.err
+        assert dry.err.startswith("error: ") and name in dry.err
+    shutil.copytree(tiny(), tmp_path / "model")
+    assert run(*words, "--judge-model", "model", "--dry-run").code == 0 and not Path("out").exists()
+    run(*words, "--judge-model", "model")
+    shutil.rmtree(tmp_path / "model")
+    assert run(*words, "--judge-model", "model", "--dry-run").code == 0
 
 
 # --- a judge that is not ----------------------------------------------------------------------------------------------

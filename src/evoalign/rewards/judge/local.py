@@ -11,10 +11,18 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import ModelConfig
+from evoalign.config import ModelConfig, from_dict
+from evoalign.engines.specs import empty_model
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path
 from evoalign.rewards.judge.base import NoRoomError, Reply
+
+
+def check(name: str) -> None:
+    """Raise ModelError where a model would not load, as far as that is known without its weights."""
+    config = from_dict({"model": {"name": name}}, needs_es=False)
+    tokens.load(config.model)
+    empty_model(config)
 
 
 class Local:
@@ -25,6 +33,7 @@ class Local:
     def __init__(self, name: str, *, max_tokens: int) -> None:
         from transformers import GenerationConfig
 
+        check(name)
         config = ModelConfig(name=name)
         self.name, self._max_tokens = name, max_tokens
         self._tokens = tokens.load(config)
