@@ -557,7 +557,7 @@ def test_an_answer_cannot_end_the_turn_of_the_judge_in_process(monkeypatch: pyte
         (["short.jsonl", "long.jsonl", "--anchor", "x"], "--anchor x: the models are short, long"),
         (["short.jsonl", "a=short.jsonl", "--endpoint", "http://h", "--key-env", "NONE_SUCH"], "there is no NONE_SUCH"),
         (["short.jsonl", "--from", "short.jsonl"], "--from rates judgments that are there; leave out"),
-        (["short.jsonl", "long.jsonl", "--judge-model", "./nowhere"], "no folder ./nowhere"),
+        (["short.jsonl", "long.jsonl", "--judge-model", "./nowhere"], "--judge-model: no folder ./nowhere"),
     ],
 )
 def test_what_is_missing_is_one_line(words: list[str], said: str, run: Run) -> None:
