@@ -55,7 +55,7 @@ class Isolated(Task):
         self.config, self.name = task.config, task.name
         self.from_config = task.from_config
         self.task = task
-        self.weighted, self.fitness = task.weighted, task.fitness
+        self.weighted, self.fitness, self.commands = task.weighted, task.fitness, task.commands
         self._grader = grader
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()

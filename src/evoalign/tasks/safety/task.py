@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel
@@ -69,6 +70,9 @@ class Safety(Task):
     asks_scorer = True
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
+    commands = MappingProxyType(
+        {"analyze safety {run}/results/points_before.jsonl {run}": "helpfulness and safety, before beside after"}
+    )
     options: Settings
 
     def __init__(self, config: TaskConfig, scorer: Scorer | None = None) -> None:
