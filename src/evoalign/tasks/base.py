@@ -116,6 +116,8 @@ class Task(ABC):
     """Whether models score its completions: those of the section `scorer`."""
     make_scorer: Callable[[], Any] | None = None
     """Makes what scores, where `asks_scorer`; None: nobody has said which."""
+    text_form: str = "raw text"
+    """What its prompts are called where they are texts and no messages."""
     commands: Mapping[str, str] = MappingProxyType({})
     """Commands of evoalign that look at a run of it, `{run}` being the run's folder, and what each is for: told as a
     run ends."""

@@ -55,7 +55,8 @@ class Isolated(Task):
         self.config, self.name = task.config, task.name
         self.from_config = task.from_config
         self.task = task
-        self.weighted, self.fitness, self.commands = task.weighted, task.fitness, task.commands
+        self.weighted, self.fitness = task.weighted, task.fitness
+        self.text_form, self.commands = task.text_form, task.commands
         self._grader = grader
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()

@@ -86,7 +86,10 @@ class Safety(Task):
         rows.counts(config, self.options)
         self.make_scorer: Callable[[], Scorer] | None = None if scorer is None else lambda: scorer
         self._scorer: Scorer | None = None
-        default = NEXT_TURN if config.prompt in (None, "conversation") else ()
+        is_conversation = config.prompt in (None, "conversation")
+        if is_conversation:
+            self.text_form = f"text of the form conversation ({CONVERSATION})"
+        default = NEXT_TURN if is_conversation else ()
         self.cut = default if self.options.cut is None else tuple(self.options.cut)
 
     def load_data(self, seed: int) -> Data:
