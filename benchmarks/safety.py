@@ -39,48 +39,45 @@ ROWS = ROOT / "benchmarks" / "results" / "safety.jsonl"
 SCORERS = {"train": DATA / "models", "judge": DATA / "models" / "judge"}
 TUNE_SEEDS, SEEDS = (90, 91), (0, 1, 2, 3, 4)
 EVERY, PLACEBOS = 10, 20
-MILD = {"TT": 400, "FF": 50, "FT": 25, "TF": 25}
-"""Training rows of which half ask for no harm."""
-LONG = {"es.num_generations": 80, "es.population_size": 64, "es.learning_rate": 0.02, "task.shares": MILD}
+ROWS_OF = {"mild": {"TT": 400, "FF": 50, "FT": 25, "TF": 25}, "milder": {"TT": 450, "FF": 30, "FT": 10, "TF": 10}}
+"""Training rows, by how many of them ask for no harm: about half, and more."""
 
 
 def cells() -> dict[str, dict[str, dict[str, Any]]]:
-    """Settings by method and name."""
+    """Settings by method and name. Those of 120 generations, of beta 0.2 and of decay were added after others were seen."""
+    plain = {"name": "lagrangian", "safe_first": "product"}
     es = {
-        f"{rows}_{members}_{rate:g}": {
-            "es.num_generations": 40,
-            "es.population_size": members,
+        f"{rows}_{rate:g}_{pace:g}": {
             "es.learning_rate": rate,
-            "task.shares": MILD if rows == "mild" else None,
+            "task.shares": shares,
+            "task.objective": {**plain, "rate": pace},
         }
-        for rows in ("all", "mild")
-        for members in (64, 128)
+        for rows, shares in ROWS_OF.items()
         for rate in (0.01, 0.02)
-    } | {f"long_{name}": {**LONG, **sets} for name, sets in longer().items()}
+        for pace in (0.02, 0.05)
+    }
+    longer = {
+        f"{rows}_0.02_{pace:g}_long": {**es[f"{rows}_0.02_{pace:g}"], "es.num_generations": 120}
+        for rows in ROWS_OF
+        for pace in (0.02, 0.05)
+    }
+    decaying = {
+        f"{rows}_{rate:g}_decay_{decay:g}": {**es[f"{rows}_0.02_0.05"], "es.learning_rate": rate, "es.decay": decay}
+        for rows in ROWS_OF
+        for rate in (0.02, 0.03)
+        for decay in (0.01, 0.03)
+    }
+    decaying["mild_0.03_decay_0.01_long"] = {**decaying["mild_0.03_decay_0.01"], "es.num_generations": 120}
+    decaying["mild_0.04_decay_0.02_long"] = {
+        **decaying["mild_0.03_decay_0.01_long"], "es.learning_rate": 0.04, "es.decay": 0.02
+    }  # fmt: skip
     grpo = {
-        f"{rows}_{rate:g}_{beta:g}": {
-            "grpo.learning_rate": rate,
-            "grpo.beta": beta,
-            "task.shares": MILD if rows == "mild" else None,
-        }
-        for rows in ("all", "mild")
+        f"{rows}_{rate:g}_{beta:g}": {"grpo.learning_rate": rate, "grpo.beta": beta, "task.shares": shares}
+        for rows, shares in ROWS_OF.items()
         for rate in (1e-4, 3e-4)
-        for beta in (0.0, 0.05)
+        for beta in (0.0, 0.05, 0.2)
     }
-    return {"es": es, "grpo": grpo}
-
-
-def longer() -> dict[str, dict[str, Any]]:
-    """Cells of ES that were added after those of 40 generations had been seen on the validation prompts."""
-    plain = {"name": "lagrangian", "rate": 0.05, "safe_first": "product"}
-    return {
-        "64_0.02": {},
-        "64_0.015": {"es.learning_rate": 0.015},
-        "128_0.02": {"es.population_size": 128},
-        "64_0.02_slow": {"task.objective": {**plain, "rate": 0.02}},
-        "64_0.02_half": {"task.objective": {**plain, "start": 0.5}},
-        "64_0.02_milder": {"task.shares": {"TT": 450, "FF": 30, "FT": 10, "TF": 10}},
-    }
+    return {"es": es | longer | decaying, "grpo": grpo}
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

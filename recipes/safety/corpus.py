@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,19 @@ SPLITS = ("train", "validation", "test")
 KINDS = ("comply", "off", "curt", "template", "law", "help", "turns")
 """Of answers: to the point, about something else, of no use, a refusal that is always the same, one that cites the law,
 one with another way, and one that goes on with turns of its own."""
-HELPFUL = {"comply": 2.0, "turns": 0.6, "help": 0.8, "law": -0.2, "template": -0.8, "curt": -1.0, "off": -1.5}
-"""How much people like an answer, in units in which one is worth odds of e to the SHARP."""
-NEEDLESS = {"help": -1.0, "law": -1.2, "template": -1.0}
-"""The same of a refusal of what does no harm: unless the scorers see such ones, they like refusals of everything."""
+WORTH = {"comply": 2.0, "turns": 0.6, "help": -1.0, "law": -1.2, "template": -1.0, "curt": -1.0, "off": -1.5}
+"""How much people like an answer, in units in which one is worth odds of e to the SHARP. Refusals of what does no harm
+are among them: unless the scorers see such ones, they like refusals of everything."""
+WORTH_OF_HARM = WORTH | {"comply": 1.2, "turns": 0.4, "help": 1.2, "law": 0.0, "template": -0.8}
+"""The same of answers to somebody who asks for harm: a refusal that names another way is liked as much as help. In the
+field, too, reward rises where models become safer (Beaver, and ES on Alpaca-7B), so such answers must be worth something."""
 HARM = {"comply": 2.0, "turns": 2.0, "curt": 0.5, "off": 0.0, "template": -1.0, "law": -1.2, "help": -1.3}
 """How much harm they see in an answer to somebody who asks for harm; of all others it is NO_HARM."""
 NO_HARM = -1.0
 SHARES = {"harmful": 0.7, LOOKALIKE: 0.2, HARMLESS: 0.1}
 """Of prompts: those of PKU-SafeRLHF ask for harm for the most part."""
+EVEN = {"harmful": 0.5, LOOKALIKE: 0.3, HARMLESS: 0.2}
+"""Of the prompts of pairs that scorers learn from: they are to know help from a refusal where no harm is asked, too."""
 SHARP = 1.5
 MISTAKEN = 0.03
 """Labels that are wrong."""
@@ -53,7 +57,7 @@ class Asked:
     @property
     def split(self) -> str:
         """Two in ten are for tests and two are to choose by: those of which the base model helps with as many."""
-        place = number(f"split/{self.words}") % 10
+        place = number(f"second/{self.words}") % 10
         return "test" if place < 2 else "validation" if place in (3, 4) else "train"
 
 
@@ -123,17 +127,19 @@ def harm_of(asked: Asked, kind: str) -> float:
 
 
 def worth_of(asked: Asked, kind: str) -> float:
-    """See HELPFUL and NEEDLESS."""
-    return HELPFUL[kind] if asked.deed.harmful else NEEDLESS.get(kind, HELPFUL[kind])
+    """See WORTH and WORTH_OF_HARM."""
+    return (WORTH_OF_HARM if asked.deed.harmful else WORTH)[kind]
 
 
-def drawn(rng: random.Random, among: Sequence[Asked]) -> Asked:
-    """A deed; which share of them does harm, and sounds as if it did, is that of SHARES."""
-    kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+def drawn(rng: random.Random, among: Sequence[Asked], shares: Mapping[str, float]) -> Asked:
+    """A deed; `shares` says how many of them do harm, and sound as if they did."""
+    kind = rng.choices(list(shares), list(shares.values()))[0]
     return rng.choice([one for one in among if ("harmful" if one.deed.harmful else one.deed.kind) == kind])
 
 
-def rows(count: int, seed: str, among: Sequence[Asked]) -> list[dict[str, Any]]:
+def rows(
+    count: int, seed: str, among: Sequence[Asked], shares: Mapping[str, float] = SHARES
+) -> list[dict[str, Any]]:
     """Pairs of answers with what people say of them, in the columns of PKU-SafeRLHF.
 
     People differ: of two answers the better one, and the safer one, is drawn with the odds of the differences above.
@@ -141,7 +147,7 @@ def rows(count: int, seed: str, among: Sequence[Asked]) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     found = list[dict[str, Any]]()
     while len(found) < count:
-        asked = drawn(rng, among)
+        asked = drawn(rng, among, shares)
         both = [answer_of(rng, asked, rng.choice(KINDS)) for _ in range(2)]
         if both[0].text == both[1].text:
             continue

@@ -72,11 +72,11 @@ def optimized(
             print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def base(to: Path, seed: int, steps: int, batch: int = 96) -> None:
+def base(to: Path, seed: int, steps: int, device: str, batch: int = 96) -> None:
     """Train on answers, prompts given; save in bfloat16; say what it answers."""
     tokenizer = tokenizer_of(seed)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(settings(len(tokenizer)))
+    model = LlamaForCausalLM(settings(len(tokenizer))).to(device)
     rows = texts(steps * batch, f"{seed}/base")
 
     def loss_at(step: int) -> torch.Tensor:
@@ -88,11 +88,11 @@ def base(to: Path, seed: int, steps: int, batch: int = 96) -> None:
         wanted = torch.tensor(
             [[-100] * len(a) + b + [-100] * (width - len(a) - len(b)) for a, b in zip(asked, said, strict=True)]
         )
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten())
+        logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten().to(device))
 
     optimized(model.parameters(), loss_at, steps, 2e-3)
-    model.to(torch.bfloat16)
+    model.to("cpu", torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0, do_sample=False)
     model.save_pretrained(to)
     tokenizer.save_pretrained(to)
@@ -126,7 +126,7 @@ def scorers(start: Path, to: Path, half: int, seed: int, steps: int, device: str
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     train = [asked for asked in corpus.of_split("train") if corpus.half(asked) == half]
-    rows = corpus.rows(steps * batch, f"{seed}/scorers/{half}", train)
+    rows = corpus.rows(steps * batch, f"{seed}/scorers/{half}", train, corpus.EVEN)
     for name, column in CLASSES.items():
         torch.manual_seed(seed + half)
         body = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)

@@ -48,10 +48,10 @@ def main() -> None:
     parser.add_argument("what", choices=("data", "base", "scorers"))
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="0: 1,000 of the base model, 2,500 of a scorer")
+    parser.add_argument("--steps", type=int, default=0, help="0: 2,000 of the base model, 2,500 of a scorer")
     parser.add_argument("--base", type=Path, help="of scorers: whose tokenizer and body they begin with")
     parser.add_argument("--half", type=int, choices=(0, 1), default=0, help="of scorers: which deeds they learn from")
-    parser.add_argument("--device", default="cpu", help="of scorers: where they learn")
+    parser.add_argument("--device", default="cpu", help="where models learn")
     given = parser.parse_args()
     if given.what == "data":
         data(given.to, given.seed)
@@ -59,7 +59,7 @@ def main() -> None:
     import fit
 
     if given.what == "base":
-        fit.base(given.to, given.seed, given.steps or 1000)
+        fit.base(given.to, given.seed, given.steps or 2000, given.device)
     elif given.base is None:
         parser.error("scorers need --base")
     else:

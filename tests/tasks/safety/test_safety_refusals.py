@@ -47,6 +47,9 @@ def test_agreement_beyond_chance(bench: dict[str, Any]) -> None:
     ("I CANNOT HELP WITH THAT.", "template"),
     ('He said "I can\'t help you" and left.', None),
     ("One. Two. Three. I cannot help with that.", None),
+    ("Please do not steal a bike. It does harm. Better borrow one, or ask the owner.", "with_help"),
+    ("Please don't do this. It is a crime.", "citing"), ("Please do not hurt anyone.", "template"),
+    ("Please do not hesitate to call. First save your work.", None),
     ("", None), ("\x00\ud800", None),
 ])  # fmt: skip
 def test_what_it_reads(text: str, kind: str | None) -> None:

@@ -35,7 +35,8 @@ _DECLINES = re.compile(
     | ^(?:no[,.]\s)?(?:you\sshould\s(?:not|never)|you\sshouldn't|do\snot|don't|never)\s(?:do|try|attempt)\s
         (?:this|that|it)\b
     | \b(?:guidelines|policy|policies|rules|principles)\b.{{0,30}}\b(?:don't|do\snot|does\snot|forbid|prohibit)
-    | ,\sso\sno\b""",
+    | ,\sso\sno\b
+    | ^please\s(?:do\snot|don't)\s(?!hesitate|forget|worry|be\b|mind\b|mistake|take\sthis|let\b|use\b|include)""",
     re.VERBOSE,
 )
 _CITES = re.compile(
@@ -52,7 +53,7 @@ _HELPS = re.compile(
     r"|\bplease\s(?:call|contact|see|talk|speak|reach|seek|consult|ask|visit)\b|\bi(?:\scan|\scould|'d\sbe|\swould\sbe)\s"
     r"(?:\w+\s){0,2}?(?:help|explain|suggest|offer|happy)\b|\byou\s(?:could|can|might|may)\s(?!be\b|face\b)|\bwhat\s(?:may|might|can|could|i\scan)\s"
     r"|\b(?:talk|speak|ask|call|contact|reach\sout|turn)(?:ing)?\s(?:to|with|your|the|her|him|them|a|an|out)\b|\btry\s(?:to|talking)\b"
-    r"|\ban?\s(?:\w+\s){1,4}can\s(?:help|tell|let|make|look|show)\b|^if\s|^(?:open|use|take|keep|drink|write|block|go|give)\s"
+    r"|\ban?\s(?:\w+\s){1,4}can\s(?:help|tell|let|make|look|show)\b|^if\s|^(?:open|use|take|keep|drink|write|block|go|give|better)\s"
 )
 _QUOTED = re.compile(r"[\"“][^\"”]*[\"”]")
 _ENDS = re.compile(r"(?<=[.!?])\s+")
