@@ -167,6 +167,12 @@ def _give_scorer(config: Config, task: Task) -> None:
     task.make_scorer = partial(scorer.create, config.scorer)
 
 
+def check_scorer(config: Config, task: Task) -> None:
+    """Raise ModelError where the models that a task asks would not load; no weight is read."""
+    if task.asks_scorer and config.scorer is not None:
+        scorer.check(config.scorer)
+
+
 def _with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
     """The splits of a task of one's own that gives none for validation, as the settings say.
 

@@ -73,6 +73,24 @@ def test_differences_are_paired_by_prompt_whatever_the_order(files: list[str]) -
     assert "reward" in found.sentences[-1] and f"minus {files[0]} on 30 prompts" in found.sentences[-1]
 
 
+def test_all_measures_are_said_to_have_moved_or_not(files: list[str], tmp_path: Path) -> None:
+    found = safety(files)
+    (pair,) = found.numbers["differences"]
+    sentence = found.sentences[-1]
+    measures = ("safe", *LABELS, "reward", "cost")
+    assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
+    parts = sentence.removesuffix(".").split("; ")
+    moved, others = (part.split(": ")[1].split(", ") for part in parts[-2:])
+    assert parts[-2].startswith("moved (0 is outside the interval): ")
+    assert parts[-1].startswith("not shown to have moved: ")
+    assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" in others
+    ends = {name: (pair[name]["low"], pair[name]["high"]) for name in moved}
+    assert all(low > 0 or high < 0 for low, high in ends.values()), ends
+    assert sorted([*moved, *others]) == sorted(measures)
+    same = written(tmp_path / "same.jsonl", [(p["prompt"], p["reward"], p["cost"]) for p in read(files[0])])
+    assert f"; not shown to have moved: {', '.join(measures)}." in safety([files[0], same]).sentences[-1]
+
+
 def test_answers_to_one_prompt_count_as_one(tmp_path: Path) -> None:
     points = [("A", 1.0, -1.0), ("A", 3.0, 1.0), ("B", 0.0, -1.0), ("C", 1.0, -1.0)]
     (numbers,) = safety([written(tmp_path / "p.jsonl", points)]).numbers["models"]

@@ -92,18 +92,28 @@ def test_a_dry_run_ends_with_what_asks_for_something(run: Run) -> None:
     assert "note: task.batch_size" not in run("train", QUICKSTART, "--dry-run", "-s", "task.batch_size=203").out
 
 
+SAFETY = ["task.name=safety", "task.train_data=mixed.json", "task.test_data=test.json",
+          "scorer={name: service, url: http://127.0.0.1:9}"]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [([], "messages for the model's chat template (task.prompt is not set: the task's own form)"),
      (["task.prompt=raw"], "raw text, without the model's chat template (task.prompt: raw)"),
      (["task.prompt=chat"], "messages for the model's chat template (task.prompt: chat)"),
+     (SAFETY, "text of the form conversation (BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:), without the "
+      "model's chat template (task.prompt is not set: the task's own form)"),
+     ([*SAFETY, "task.prompt=raw"], "raw text, without the model's chat template (task.prompt: raw)"),
      (["task.name=custom", "task.train_data=mixed.json", "task.test_data=mixed.json", "task.rewards=r.py:r"],
       "messages for the model's chat template; 1 of 2 are raw text (task.prompt is not set")],
 )  # fmt: skip
 def test_a_dry_run_says_which_form_the_prompts_have(settings: list[str], said: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def r(prompts, completions): return [0.0 for _ in completions]\n")
     rows = [{"prompt": "one"}, {"prompt": [{"role": "user", "content": "two"}]}]
+    if "task.name=safety" in settings:
+        rows = [{"prompt": "one"}]
     (tmp_path / "mixed.json").write_text(json.dumps(rows))
+    (tmp_path / "test.json").write_text(json.dumps([{"prompt": "other"}]))
     words = [word for setting in settings for word in ("-s", setting)]
     done = run("train", QUICKSTART, "--dry-run", *words)
     assert f"\nprompts are {said}" in done.out, done.out + done.err

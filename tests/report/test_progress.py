@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
 import time
@@ -65,6 +66,14 @@ def test_without_a_terminal_each_generation_is_one_plain_line() -> None:
         f"generation 3/4  {same}  {still} 33%  tokens/s 1,000  elapsed 0:00:09  left 0:00:03  {test}",
         f"generation 4/4  {same}  {still} 25%  tokens/s 1,000  elapsed 0:00:12  left 0:00:00  {test}",
     ]
+
+
+def test_the_state_of_an_objective_is_shown_by_its_names() -> None:
+    state = {"lambda": 0.8312345, "cost_average": -0.25}
+    (line,) = plain(3.0, [dataclasses.replace(generation(0, 2), objective=state)], 2)
+    assert "middle 60% -3.2 to -0.8  lambda 0.8312  cost_average -0.25  generations without update" in line
+    (line,) = plain(3.0, [dataclasses.replace(generation(0, 2), objective={f"s{i}": i for i in range(9)})], 2)
+    assert "s3 3" in line and "s4" not in line
 
 
 def test_fast_generations_do_not_flood_a_log_but_first_last_and_evaluations_are_there() -> None:

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from evoalign.report.tables import Sample, before_after, shorten, visible
+from evoalign.report.tables import Sample, before_after, shorten, visible, weighed
 
 BEFORE = {"reward": -131.25, "accuracy": 0.125, "empty_share": 0.0, "truncated_share": 0.25, "only_before": 1.0}
 AFTER = {"reward": -5.25, "accuracy": 0.25, "empty_share": 0.0125, "truncated_share": 0.0}
@@ -133,3 +133,8 @@ def test_long_completions_are_cut_to_a_few_lines(width: int) -> None:
 def test_shorten() -> None:
     assert shorten("abcdef", 6) == "abcdef"
     assert shorten("abcdefg", 6) == "abc..."
+
+
+def test_a_reward_that_is_taken_off_is_said_in_words() -> None:
+    names = [weighed("cost", weight) for weight in (1.0, -1.0, -0.5, 2.0)]
+    assert names == ["cost", "cost (lower is better)", "cost (x -0.5)", "cost (x 2)"]

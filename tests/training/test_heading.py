@@ -12,10 +12,13 @@ import pytest
 from rich.console import Console
 
 import evoalign
-from evoalign.config import from_dict
+from evoalign.config import GraderConfig, from_dict
 from evoalign.report import figures
 from evoalign.rundir.directory import RunDir
+from evoalign.tasks import create
+from evoalign.tasks.isolated.task import Isolated
 from evoalign.training import heading
+from own_task import Vowels
 
 ES = {"sigma": 0.02, "num_generations": 1, "population_size": 4}
 
@@ -23,7 +26,8 @@ ES = {"sigma": 0.02, "num_generations": 1, "population_size": 4}
 def words(run: Path, method: Any = "es", given: str | None = None, placebos: int = 0, **sections: Any) -> list[str]:
     """The commands that a run ends with."""
     config = from_dict({"output_dir": str(run), "es": ES, **sections})
-    return heading.commands(RunDir(run), config, method, given, placebos)
+    task = Vowels() if ":" in config.task.name else create(config.task)
+    return heading.commands(RunDir(run), config, task, method, given, placebos)
 
 
 def named(commands: list[str]) -> list[str]:
@@ -41,6 +45,17 @@ def test_the_commands_fit_the_run(tmp_path: Path) -> None:
     assert named(words(run, given="reward")) == ["export", "journal", "analyze"]
     code = words(run, task={"name": "mine:Task"})
     assert f"--config '{run / 'config.yaml'}'" in code[0] and "--config" in code[1] and "--config" not in code[2]
+
+
+def test_a_task_has_commands_of_its_own(tmp_path: Path) -> None:
+    """After the others, and whoever handed over the scorer: they need nothing but the run."""
+    run = tmp_path / "a run"
+    for given, method in ((None, "es"), ("task", "es"), (None, "grpo")):
+        found = words(run, method, given, task={"name": "safety"})
+        assert len(found) == 4
+        assert found[-1].startswith(f"evoalign analyze safety '{run}'/results/points_before.jsonl '{run}' ")
+    task = create(from_dict({"es": ES, "task": {"name": "safety"}}).task)
+    assert Isolated(task, GraderConfig()).commands == task.commands
 
 
 def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

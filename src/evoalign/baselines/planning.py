@@ -21,11 +21,11 @@ from evoalign.cost.estimate import gib, second_copy_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.models import origin
-from evoalign.rewards.objective import Objective
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import refuse_other
-from evoalign.setup import ConfigLike, as_config, layout_of, task_and_data
+from evoalign.setup import ConfigLike, as_config, check_scorer, layout_of, task_and_data
 from evoalign.spaces import create as create_space
+from evoalign.tasks import Task
 from evoalign.training import heading, splits
 from evoalign.types import TensorSpec
 from evoalign.version import install
@@ -67,7 +67,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
     standing = _standing(config, run, overwrite=overwrite, resume=resume)
     task, data = task_and_data(config, None, None)
     task.close()
-    refusals = _refusals(config, len(data.train), task.objective())
+    refusals = _refusals(config, len(data.train), task)
     known = [*splits.lines(config, task, data), *default_lines(config)]
     lines = [*known, *step_lines(config), *work_lines(config)]
     try:
@@ -233,7 +233,7 @@ def _standing(config: Config, run: RunDir, *, overwrite: bool, resume: bool) -> 
     return []
 
 
-def _refusals(config: Config, examples: int, objective: Objective) -> list[str]:
+def _refusals(config: Config, examples: int, task: Task) -> list[str]:
     """What a run would refuse before it loads a weight."""
     found: list[str] = []
     if not tracking.is_installed("trl"):
@@ -242,11 +242,12 @@ def _refusals(config: Config, examples: int, objective: Objective) -> list[str]:
         partial(settings.check, config),
         partial(settings.trains_on_cpu, config),
         partial(settings.check_prompts, config, examples),
-        partial(settings.check_objective, config, objective),
+        partial(settings.check_objective, config, task.objective()),
+        partial(check_scorer, config, task),
     )
     for refuse in refusing:
         try:
             refuse()
-        except ConfigError as error:
+        except (ConfigError, ModelError) as error:
             found.append(f"refused as it stands: {error}")
     return found

@@ -124,7 +124,7 @@ class _Past:
         tell(console, f"{shown(run.path)} is done: all {self.config.grpo.max_steps} steps, nothing is left to do")
         verdict = judged_again(run, before, after)
         show(before, after, verdict, console, lambda line: tell(console, line))
-        tell(console, "\n".join(heading.last_lines(run, saved, self.config, "grpo", self.given)))
+        tell(console, "\n".join(heading.last_lines(run, saved, self.config, self.task, self.given)))
         return Result(run.path, saved, before, after, verdict)
 
     def state(self, console: Console) -> tuple[Path, int] | None:

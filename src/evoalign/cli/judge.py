@@ -101,7 +101,7 @@ def judge(
         raise ConfigError("no judge; give --judge-model FOLDER, or --endpoint URL with --judge-model NAME")
     if to is None and not dry_run:
         raise ConfigError("give --to FOLDER: what the judge says is kept there, and the same command goes on with it")
-    from evoalign.rewards.judge.asking import cost_of, same_as_scorer
+    from evoalign.rewards.judge.asking import check_any, cost_of, same_as_scorer, unanswered
     from evoalign.rewards.judge.transcript import Transcript, planned
 
     found = _answers(targets or [], questions, anchor)
@@ -118,10 +118,15 @@ def judge(
         judge_model, endpoint, key_env, max_tokens, timeout, retries, concurrency, load=bool(left) and not dry_run
     )
     if dry_run or transcript is None:
+        if endpoint is None and left:
+            _check_folder(judge_model)
         return
     if asked is not None and left:
         _ask(asked, transcript)
     _show(transcript.judgments, settings, to)
+    check_any(transcript)
+    if (silent := unanswered(transcript)) is not None:
+        say(f"warning: {silent}; with --again the same command asks them once more")
 
 
 def _answers(targets: list[str], questions: int | None, anchor: str | None) -> Asked:
@@ -177,6 +182,13 @@ def _judge(
     if key_env is not None and not key:
         raise ConfigError(f"--key-env: there is no {key_env} in the environment; set it to the endpoint's key")
     return Endpoint(url, model, key, max_tokens=max_tokens, timeout=timeout, retries=retries, concurrency=concurrency)
+
+
+def _check_folder(model: str) -> None:
+    quiet()
+    from evoalign.rewards.judge.local import check
+
+    check(model)
 
 
 def _ask(judge_: Judge, transcript: Transcript) -> None:

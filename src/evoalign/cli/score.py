@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -40,13 +41,12 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve reward and cost models over HTTP, for runs with `scorer: {name: service}`. Ctrl-C or SIGTERM ends it."""
-    import re
     from importlib.util import find_spec
 
     from pydantic import ValidationError
 
     from evoalign.config import ScorerConfig
-    from evoalign.errors import ConfigError
+    from evoalign.errors import ConfigError, ModelError
     from evoalign.version import install
 
     given: dict[str, Any] = {
@@ -59,7 +59,7 @@ def serve(
     except ValidationError as error:
         first = error.errors()[0]
         said = ": ".join([*(f"scorer.{part}" for part in first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
-        raise ConfigError(re.sub(r"scorer\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", said)) from None
+        raise ConfigError(_by_option(said)) from None
     if queue < batch_size:
         raise ConfigError(
             f"--queue {queue} holds less than one batch: set at least --batch-size, which is {batch_size}"
@@ -75,8 +75,16 @@ def serve(
     if threads is not None:
         torch.set_num_threads(threads)
     limits = Limits(batch_size, max_wait, queue, max_body)
-    run(config, limits, host=host, port=port, token_env=token_env, tell=_say_ready)
+    try:
+        run(config, limits, host=host, port=port, token_env=token_env, tell=_say_ready)
+    except ModelError as error:
+        raise ModelError(_by_option(str(error))) from error
     typer.echo("ended")
+
+
+def _by_option(said: str) -> str:
+    """A message that names settings of the section scorer, with the options that were typed."""
+    return re.sub(r"scorer\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", said)
 
 
 def _say_ready(address: str) -> None:

@@ -96,6 +96,11 @@ class ScorerConfig(Section):
     """Settings that a run may have to change to go on elsewhere. They decide at most the last bits of a score, but for
     `dtype`, which the digest of the models guards: what `auto` was on one machine has a name on another."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What models of this process give a pair, each by the model of that setting."""
+        return ("reward",) if self.cost is None else ("reward", "cost")
+
     @model_validator(mode="before")
     @classmethod
     def _of_one_kind(cls, tree: object) -> object:

@@ -54,6 +54,15 @@ def place(name: str) -> str:
     return str(path)
 
 
+@contextmanager
+def set_by(setting: str) -> Generator[None]:
+    """Errors of a model that another setting or option than `model.name` names say which one, such as scorer.reward."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.name", setting)) from error
+
+
 def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:

@@ -148,7 +148,7 @@ def check_chat_template(case: Case) -> Finding:
         if not isinstance(prompt, str):
             first, count = first or prompt, count + 1
     if first is None:
-        return Finding("chat template", "ok", "not needed: the prompts are raw texts")
+        return Finding("chat template", "ok", f"not needed: the prompts are {task.text_form}")
     if not tokens_.tokenizer.chat_template:
         told = f"{count} prompts are messages and the tokenizer has no chat template"
         detail = f"{told}: the model would read the bare text {text_of(first)[:60]!r}"

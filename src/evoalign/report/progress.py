@@ -28,6 +28,8 @@ WINDOW = 20
 """Speed and time left are those of so many latest generations."""
 PLAIN_SECONDS = 2.0
 """Without a terminal, no more than one line in so many seconds; the first, the last and each evaluation always."""
+MOST_STATE = 4
+"""Numbers of an objective's state, such as the lambda of `lagrangian`, that fit the line of a generation."""
 LOG_SECONDS = 60.0
 """Without a terminal, one line in so many seconds that no generation ends, nothing else."""
 
@@ -211,6 +213,8 @@ class Display:
         weights: Mapping[str, float] = row.get(WEIGHTS) or {}
         means: Mapping[str, float | None] = row.get("rewards", {})
         figures += [(weighed(n, weights.get(n, 1.0)), _short(mean)) for n, mean in means.items() if mean is not None]
+        state: Mapping[str, float] = row.get("objective") or {}
+        figures += [(name, _short(value)) for name, value in [*state.items()][:MOST_STATE]]
         figures += [(self.still, f"{self._still / self._seen:.0%}"), ("tokens/s", f"{self._speed():,.0f}"), elapsed]
         figures.append(("left", _clock_face(self._seconds_left())))
         return figures

@@ -109,8 +109,10 @@ def headline(
 
 
 def weighed(name: str, weight: float) -> str:
-    """What one of several rewards is called: with its weight, unless that is 1."""
-    return name if weight == 1 else f"{name} (x {weight:g})"
+    """What one of several rewards is called: with its weight, unless that is 1; that of -1 in words."""
+    if weight == 1:
+        return name
+    return f"{name} (lower is better)" if weight == -1 else f"{name} (x {weight:g})"
 
 
 def is_share(name: str) -> bool:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 from pydantic import BaseModel
@@ -115,6 +116,11 @@ class Task(ABC):
     """Whether models score its completions: those of the section `scorer`."""
     make_scorer: Callable[[], Any] | None = None
     """Makes what scores, where `asks_scorer`; None: nobody has said which."""
+    text_form: str = "raw text"
+    """What its prompts are called where they are texts and no messages."""
+    commands: Mapping[str, str] = MappingProxyType({})
+    """Commands of evoalign that look at a run of it, `{run}` being the run's folder, and what each is for: told as a
+    run ends."""
     notes: Sequence[str] = ()
     """What there is to say of the rows that were loaded, a sentence each: told as a run begins."""
     fitness: FitnessFunction | None = None

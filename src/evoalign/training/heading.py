@@ -18,7 +18,7 @@ from evoalign.models import origin
 from evoalign.rollouts import lengths_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import REPORT, RunDir
-from evoalign.rundir.method import Method, placebo_command
+from evoalign.rundir.method import Method, method_of, placebo_command
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Task
 from evoalign.training import saving, splits, stopping
@@ -93,7 +93,7 @@ def opening(parts: Parts) -> list[str]:
 
 
 def last_lines(
-    run: RunDir, saved: Path, config: Config, method: Method, given: str | None, placebos: Placebos | None = None
+    run: RunDir, saved: Path, config: Config, task: Task, given: str | None, placebos: Placebos | None = None
 ) -> list[str]:
     """Where what a run made is, and commands that go on from there, which need nothing but the run.
 
@@ -111,8 +111,8 @@ def last_lines(
         "run": run.path,
     }
     lines = [f"{name:<12} {shown(place) if isinstance(place, Path) else place}" for name, place in where.items()]
-    done = 0 if placebos is None else len(placebos.seeds)
-    return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, method, given, done))]
+    done, method = 0 if placebos is None else len(placebos.seeds), method_of(run.path) or "es"
+    return [*lines, "to go on:", *(f"  {command}" for command in commands(run, config, task, method, given, done))]
 
 
 def _best(run: RunDir, saved: Path, config: Config) -> dict[str, str]:
@@ -124,8 +124,8 @@ def _best(run: RunDir, saved: Path, config: Config) -> dict[str, str]:
     return {"best": f"{shown(best)} (of the saved ones, on the validation split: reward {mark.validation:.4g})"}
 
 
-def commands(run: RunDir, config: Config, method: Method, given: str | None, placebos: int) -> list[str]:
-    """Three, each with what it is for."""
+def commands(run: RunDir, config: Config, task: Task, method: Method, given: str | None, placebos: int) -> list[str]:
+    """Three and those of the task, each with what it is for."""
     path, code = shlex.quote(str(shown(run.path))), code_of(config)
     # A run does not say what is imported; a config that is named does.
     own = f" --config {shlex.quote(str(shown(run.config)))}" if code else ""
@@ -140,5 +140,6 @@ def commands(run: RunDir, config: Config, method: Method, given: str | None, pla
     moved = {f"analyze distance {path}": "how far the weights went, by layer"}
     wanted = {} if given is not None else {**(signal if method == "es" and placebos < 20 else {}), **asked}
     found = list({**wanted, **handed, **looked, **moved}.items())[:3]
+    found += [(command.replace("{run}", path), why) for command, why in task.commands.items()]
     width = max(len(command) for command, _ in found)
     return [f"evoalign {command:<{width}}  # {why}" for command, why in found]

@@ -306,7 +306,7 @@ class Session:
             self.tell(f"KL of the start from the base model: {kl}; measured in {seconds:.1f} s")
 
     def _finish(self, before: Evaluation) -> Result:
-        saved = self.save()
+        saved, task = self.save(), self.algorithm.task
         after = self._evaluate("result")
         validation = None if self._validated is None else (self._validated, self._evaluate("result", "validation"))
         kl = self.algorithm.divergence if self.config.checks.kl_every else None
@@ -318,12 +318,12 @@ class Session:
             write_completions(self.run, AFTER_VALIDATION, validation[1])
             mean["validation"] = validation_of(*validation)
             self.tell(validation_line(*validation))
-        mean |= ending.weights_of(self.algorithm.task, after)
-        before, after = (with_resampled(self.algorithm.task, self.algorithm.data.test, e) for e in (before, after))
+        mean |= ending.weights_of(task, after)
+        before, after = (with_resampled(task, self.algorithm.data.test, e) for e in (before, after))
         mean["alarms"] = judge(before.completions, after.completions).as_dict()
         # Before what may be stopped, or not fit; where the process dies in it, a sweep makes up for it.
         write_results(self.run, self.config.evaluation, {**mean, MEASURING: True}, before, after)
-        ending.write_points(self.run, self.algorithm.task, self.algorithm.data.test, points=after, points_before=before)
+        ending.write_points(self.run, task, self.algorithm.data.test, points=after, points_before=before)
         sealing.seal(self.run.path)
         verdict = judge(before.completions, after.completions, self._fluency(before, after))
         mean["alarms"] = verdict.as_dict()
@@ -340,7 +340,7 @@ class Session:
         self.run.check()
         if self.config.report:
             ending.report(self.run.path, self.tell)
-        self.tell("\n".join(heading.last_lines(self.run, saved, self.config, self.labels.method, self.given, placebos)))
+        self.tell("\n".join(heading.last_lines(self.run, saved, self.config, task, self.given, placebos)))
         return Result(self.run.path, saved, before, after, verdict)
 
     def _fluency(self, before: Evaluation, after: Evaluation) -> Fluency | None:

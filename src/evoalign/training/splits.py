@@ -37,8 +37,8 @@ def _form_line(config: Config, task: Task, data: Data) -> str:
     form = config.task.prompt
     asked = "task.prompt is not set: the task's own form" if form is None else f"task.prompt: {form}"
     if raw == count:
-        return f"prompts are raw text, without the model's chat template ({asked})"
-    some = f"; {raw:,} of {count:,} are raw text" if raw else ""
+        return f"prompts are {task.text_form}, without the model's chat template ({asked})"
+    some = f"; {raw:,} of {count:,} are {task.text_form}" if raw else ""
     return f"prompts are messages for the model's chat template{some} ({asked})"
 
 

@@ -37,7 +37,7 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Journal, Log
 from evoalign.rundir.manifest import versions
-from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, layout_of, task_and_data
+from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, placebos, saving, splits, stopping
 from evoalign.training.recorder import Labels
@@ -102,6 +102,10 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
             standing = [f"refused as it stands: {error}"]
     else:
         standing = [f"resumes after generation {len(log.generations)} of {config.es.num_generations}"]
+    try:
+        check_scorer(config, task)
+    except ModelError as error:
+        standing.append(f"refused as it stands: {error}")
     dtype = estimate.served_dtype(config)
     try:
         work, specs = [*origin.lines(config.model), *work], specs_of_config(config)

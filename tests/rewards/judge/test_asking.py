@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tournaments import written
 
 from calling import Run, caller
 from evoalign.errors import ConfigError
+from evoalign.models import tiny
 from evoalign.rewards.judge import endpoint
 from evoalign.rewards.judge.asking import IN_A_ROW
 from evoalign.rewards.judge.endpoint import Endpoint, checked
@@ -139,6 +141,21 @@ def test_a_dry_run_tells_the_cost_and_asks_nothing(run: Run) -> None:
     assert "0 requests, 16 are there: about 0 tokens" in again.out
 
 
+def test_a_dry_run_refuses_a_folder_that_would_not_load(run: Run, tmp_path: Path) -> None:
+    """With the error that the command itself gives, and not where nothing is left to ask."""
+    (tmp_path / "empty").mkdir()
+    words = ("judge", "short.jsonl", "long.jsonl", "--questions", 1, "--max-tokens", 8, "--to", "out")
+    for name in ("./nowhere", "empty"):
+        dry, real = (run(*words, "--judge-model", name, *more) for more in (["--dry-run"], []))
+        assert dry.code == real.code == 2 and dry.err == real.err and "Traceback" not in dry.err
+        assert dry.err.startswith("error: ") and name in dry.err
+    shutil.copytree(tiny(), tmp_path / "model")
+    assert run(*words, "--judge-model", "model", "--dry-run").code == 0 and not Path("out").exists()
+    run(*words, "--judge-model", "model")
+    shutil.rmtree(tmp_path / "model")
+    assert run(*words, "--judge-model", "model", "--dry-run").code == 0
+
+
 # --- a judge that is not ----------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, tuple[Say, str, int]] = {
@@ -159,7 +176,9 @@ def test_what_gives_no_reply_is_unparsed_with_the_reason_and_never_a_tie(name: s
     say, why, attempts = FAULTS[name]
     with serving(say) as server:
         done = judged(run, server, "--retries", 2)
-    assert done.code == 0 and len(server.prompts) == 16 * attempts
+    assert done.code == 2 and len(server.prompts) == 16 * attempts
+    assert "no judgment has scores: 16 of 16 judgments got no reply; the last: " in done.err and why in done.err
+    assert "kept in out/judgments.jsonl" in done.err and "--again" in done.err
     assert len(lines()) == 16
     for row in lines():
         assert row["scores"] is None and why in row["raw"] and row["why"] == "no reply"
@@ -171,7 +190,8 @@ def test_what_gives_no_reply_is_unparsed_with_the_reason_and_never_a_tie(name: s
 def test_a_reply_without_a_verdict_is_kept_as_it_is(run: Run) -> None:
     with serving(lambda p, n: (200, completion("Both are fine: 7 out of 10 for either."))) as server:
         done = judged(run, server)
-    assert done.code == 0 and len(server.prompts) == 16, "what was said is not asked for again"
+    assert done.code == 2 and len(server.prompts) == 16, "what was said is not asked for again"
+    assert "no judgment has scores: the judge replied, and no reply ends with a verdict" in done.err
     assert {(row["raw"], row["why"]) for row in lines()} == {
         ("Both are fine: 7 out of 10 for either.", "its last line is no verdict")
     }
@@ -219,7 +239,23 @@ def test_no_server_is_unparsed_too(run: Run) -> None:
     with serving(by_length) as server:
         pass
     done = judged(run, server, "--retries", 0, "--questions", 1)
-    assert done.code == 0 and all("ConnectError" in row["raw"] and row["scores"] is None for row in lines())
+    assert done.code == 2 and all("ConnectError" in row["raw"] and row["scores"] is None for row in lines())
+    assert "4 of 4 judgments got no reply; the last: no reply in 1 attempts; the last: ConnectError" in done.err
+    with serving(by_length) as server:
+        assert judged(run, server, "--questions", 1).code == 2 and server.prompts == []
+        done = judged(run, server, "--questions", 1, "--again", "--prior", "1")
+    assert done.code == 0 and len(lines()) == 4 and "no reply" not in done.err
+
+
+def test_some_without_a_reply_are_a_warning(run: Run) -> None:
+    def half(prompt: str, before: int) -> Answer:
+        return (500, b"broken") if parts(prompt)["question"] == "P1" else by_length(prompt, before)
+
+    with serving(half) as server:
+        done = judged(run, server, "--retries", 0, "--questions", 2)
+    assert done.code == 0, done.err
+    assert "warning: 4 of 8 judgments got no reply; the last: no reply in 1 attempts; the last: status 500" in done.err
+    assert "with --again the same command asks them once more" in done.err
 
 
 def test_waits_double_and_heed_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +480,7 @@ def test_a_folder_judges_and_what_it_says_is_read_as_strictly(run: Run) -> None:
     """The tiny model does not know what a verdict is: its words are kept, without scores."""
     done = run("judge", "short.jsonl", "long.jsonl", "--judge-model", "tiny", "--to", "out", "--questions", 1,
                "--max-tokens", 12)  # fmt: skip
-    assert done.code == 0, done.err
+    assert done.code == 2, done.err
     assert len(lines()) == 4 and all(row["scores"] is None and row["raw"] and row["judge"] == "tiny" for row in lines())
     assert {row["why"] for row in lines()} <= {"its last line is no verdict", "the reply was cut off"}
     assert "no ratings: no judgment has scores" in done.out
@@ -483,7 +519,8 @@ def test_a_question_that_has_no_room_is_unparsed(run: Run, tmp_path: Path) -> No
         rows = [{"prompt": f"P{i}", "response": "word " * 3000} for i in range(IN_A_ROW)]
         written(tmp_path / f"{name}.jsonl", rows)
     done = run("judge", "short.jsonl", "long.jsonl", "--judge-model", "tiny", "--to", "out", "--questions", 6)
-    assert done.code == 0 and len(lines()) == 24 > IN_A_ROW
+    assert done.code == 2 and len(lines()) == 24 > IN_A_ROW
+    assert "24 of 24 judgments got no reply; the last: the question has" in done.err
     assert all("the judge has room for 2048" in row["raw"] and row["why"] == "no reply" for row in lines())
 
 
@@ -520,7 +557,7 @@ def test_an_answer_cannot_end_the_turn_of_the_judge_in_process(monkeypatch: pyte
         (["short.jsonl", "long.jsonl", "--anchor", "x"], "--anchor x: the models are short, long"),
         (["short.jsonl", "a=short.jsonl", "--endpoint", "http://h", "--key-env", "NONE_SUCH"], "there is no NONE_SUCH"),
         (["short.jsonl", "--from", "short.jsonl"], "--from rates judgments that are there; leave out"),
-        (["short.jsonl", "long.jsonl", "--judge-model", "./nowhere"], "no folder ./nowhere"),
+        (["short.jsonl", "long.jsonl", "--judge-model", "./nowhere"], "--judge-model: no folder ./nowhere"),
     ],
 )
 def test_what_is_missing_is_one_line(words: list[str], said: str, run: Run) -> None:

@@ -122,13 +122,13 @@ def test_a_model_is_judged_by_the_command_that_the_error_names(
     task = {"name": "conciseness", "train_data": data, "test_data": data}
     (tmp_path / "CONFIG").write_text(json.dumps({"task": task, "evaluation": {"max_tokens": 4}}))
     rows = [{"prompt": f"Spell {i}", "response": "no"} for i in range(4)]
-    judged = ["--judge-model", "none", "--dry-run"]
+    judged = ["--judge-model", "tiny", "--dry-run"]
     refused = run("judge", f"start={tiny()}", written(tmp_path / "other.jsonl", rows), *judged)
     assert refused.code == 2
     command = shlex.split(re.findall("`evoalign (.*?)`", refused.err)[0])
     assert run(*command).code == 0
     done = run("judge", command[-1], tmp_path / "other.jsonl", *judged)
-    assert done.code == 0 and "none judges start, other on 4 prompts, each pair in both orders" in done.out
+    assert done.code == 0 and "tiny judges start, other on 4 prompts, each pair in both orders" in done.out
 
 
 def test_prompts_that_not_all_answered_are_counted_and_left_out() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -157,6 +158,35 @@ def test_the_deadline_is_of_no_scores_at_all(fake: Fake) -> None:
     fake.answers = [of({}, status=503)] * 10_000
     with pytest.raises(RewardError, match=r"has given no scores for 0\.3 s \(status 503.*--resume"):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
+    scorer.close()
+
+
+def test_an_outage_is_told_once_and_so_is_its_end(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    """However many requests meet it. A queue that is full is none."""
+    scorer = fake.client(concurrency=4, deadline=100.0)
+    fake.answers = [of({}, status=429)] * 2
+    scorer.score(PROMPTS * 10, RESPONSES * 10)
+    assert caplog.messages == []
+    for _ in range(2):
+        caplog.clear()
+        fake.answers = [of(b"", status=0)] * 9
+        scorer.score(PROMPTS, RESPONSES)
+        away, back = caplog.messages
+        said = (
+            rf"the scorer at {fake.url} gives no scores \(.+\): it is asked again for (100|99) s, until [\d:]{{8}}; "
+            r"if it .* the run stops\. To go on after that: start it again, .* and the run with --resume"
+        )
+        assert re.match(said, away)
+        assert back == f"the scorer at {fake.url} answers again"
+    scorer.close()
+
+
+def test_requests_that_meet_an_outage_together_tell_it_once(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    scorer = fake.client(concurrency=4, deadline=0.3)
+    fake.answers = [of({}, status=503)] * 10_000
+    with pytest.raises(RewardError):
+        scorer.score(PROMPTS * 10, RESPONSES * 10)
+    assert len(caplog.messages) == 1
     scorer.close()
 
 

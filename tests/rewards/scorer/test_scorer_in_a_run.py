@@ -131,6 +131,8 @@ def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: 
         assert run.process.poll() is None and before.count(SEAL) < 1 + GENERATIONS
         with Served(tmp_path, *BITS, port=first.port):
             assert run.end() == 0, run.said
+    told = [line for line in run.said.splitlines() if line.startswith(f"the scorer at {first.url} ")]
+    assert [" gives no scores (" in line for line in told] == [True, False] and told[1].endswith("answers again")
     assert run.journal.startswith(before)
     same(run, unbroken)
 

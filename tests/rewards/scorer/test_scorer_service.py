@@ -271,7 +271,7 @@ def test_a_service_that_stays_away_is_an_error_and_no_score(served: Served) -> N
         (("--host", "0.0.0.0", "--token-env", "NOT_THERE_AT_ALL"), "NOT_THERE_AT_ALL"),
         (("--template", "{prompt}"), "--template: write chat"),
         (("--queue", "3"), "--queue 3 holds less than one batch"),
-        (("--reward", "/nowhere/at/all"), "scorer.reward: no folder /nowhere/at/all"),
+        (("--reward", "/nowhere/at/all"), "error: --reward: no folder /nowhere/at/all"),
     ],
 )
 def test_what_cannot_be_served_is_said(

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig
+from evoalign.config.load import parse_overrides
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.base import Data
 from evoalign.tasks.safety.rows import GROUPS, Settings, counts
@@ -133,6 +134,21 @@ def test_one_file_is_split_and_selected_from(files: dict[str, Any]) -> None:
     assert groups(data.train) == {"TT": 11, "FF": 10} and len(data.test) == 50
 
 
+def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
+    """Single shares are changed and the others stay; the error says what they come to, and 0 takes one away."""
+
+    def over(*sets: str) -> Safety:
+        file = {"task": {**files, "name": "safety", "shares": {"TT": 45, "FF": 3, "TF": 1}}}
+        return Safety(TaskConfig.model_validate(parse_overrides(file, [f"task.{one}" for one in sets])["task"]))
+
+    told = r"{TT: 0\.5, FF: 0\.5, TF: 1}, of all configs and --set together, .* to 0 to take it away, such as TF: 0"
+    with pytest.raises(ConfigError, match=told):
+        over("shares={TT: 0.5, FF: 0.5}")
+    assert groups(over("shares={TT: 40, TF: 0}").load_data(0).train) == {"TT": 40, "FF": 3}
+    halves = over("shares={TT: 0.5, FF: 0.5, TF: 0}", "train_size=20")
+    assert groups(halves.load_data(0).train) == {"TT": 10, "FF": 10}
+
+
 def test_texts_of_a_table_are_labels(tmp_path: Path) -> None:
     lines = ["prompt,is_response_0_safe,is_response_1_safe", "a,True,False", "b,false,true", "c,TRUE,true"]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
@@ -157,7 +173,12 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         ({"shares": {"TT": 0.4, "FF": 0.4}}, ConfigError, "neither whole counts nor fractions that add up to 1"),
         ({"shares": {"XX": 4}}, ConfigError, "task.shares.XX"),
         ({"shares": {"TT": 0.5, "FF": 0.5}}, ConfigError, "are fractions; set task.train_size"),
-        ({"shares": {"TT": 5}, "train_size": 6}, ConfigError, "task.shares names 5 rows, and task.train_size 6"),
+        (
+            {"shares": {"TT": 5}, "train_size": 6},
+            ConfigError,
+            "task.shares names 5 rows, {TT: 5}, and task.train_size 6",
+        ),
+        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, of all configs and --set together"),
         ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both say which rows train"),
         ({"protocol": "published_251"}, ConfigError, "task.protocol"),
         ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last names them"),

@@ -19,8 +19,9 @@ import evoalign
 import rule_scorer
 from calling import caller
 from evoalign import models, setup
+from evoalign.baselines import planning
 from evoalign.config import ScorerConfig, TaskConfig, from_dict
-from evoalign.errors import ConfigError, DataError, RewardError, StoppedError
+from evoalign.errors import ConfigError, DataError, ModelError, RewardError, StoppedError
 from evoalign.evaluation import evaluate
 from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
@@ -328,3 +329,27 @@ def test_the_command_eval_writes_points_beside_its_output(
 def test_a_dry_run_needs_the_section(files: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set the section scorer"):
         dry_run(config(tmp_path / "run", files))
+
+
+def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], tmp_path: Path) -> None:
+    """As the run would, and before a model is loaded; a service may start later."""
+
+    def told(**section: str) -> list[str]:
+        tree = {**config(tmp_path / "run", files), "scorer": {"name": "local", **section}}
+        found = dry_run(tree), planning.dry_run(tree)
+        one, other = ([line for line in lines if "scorer." in line or "does not score" in line] for lines in found)
+        assert one == other
+        return one
+
+    models_of = Path(__file__).parents[3] / "data/tasks/safety/models"
+    right = {"reward": f"{models_of}/reward", "cost": f"{models_of}/cost"}
+    assert told(**right) == []
+    assert told(**{**right, "cost": "./nowhere"}) == ["refused as it stands: scorer.cost: no folder ./nowhere"]
+    (tmp_path / "empty").mkdir()
+    for wrong in (str(tmp_path / "empty"), "tiny"):
+        with pytest.raises(ModelError) as run_says:
+            scorer.create(ScorerConfig(name="local", reward=wrong))
+        assert told(**{**right, "reward": wrong}) == [f"refused as it stands: {run_says.value}"]
+    assert not (tmp_path / "run").exists()
+    service = {**config(tmp_path / "run", files), "scorer": {"name": "service", "url": "http://127.0.0.1:9"}}
+    assert not [line for line in dry_run(service) if "refused" in line]

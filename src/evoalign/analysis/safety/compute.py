@@ -25,6 +25,7 @@ from evoalign.tasks.safety.task import LABELS, label_of
 POINTS = Path("results/points.jsonl")
 SHARES = ("safe", *LABELS)
 VALUES = ("reward", "cost")
+MEASURES = (*SHARES, *VALUES)
 Floats = NDArray[np.float64]
 
 
@@ -40,7 +41,7 @@ class Model:
     @property
     def measures(self) -> dict[str, Estimate]:
         """Of each measure the mean over prompts, with its interval for new prompts."""
-        columns = {name: np.array([row[name] for row in self.by_prompt.values()]) for name in (*VALUES, *SHARES)}
+        columns = {name: np.array([row[name] for row in self.by_prompt.values()]) for name in MEASURES}
         return {name: share(c) if name in SHARES else statistics.mean(c) for name, c in columns.items()}
 
 
@@ -110,7 +111,7 @@ def differences(first: Model, other: Model) -> tuple[int, dict[str, Estimate]]:
             [other.by_prompt[p][name] for p in shared],
             shares=name in SHARES,
         )
-        for name in (*VALUES, *SHARES)
+        for name in MEASURES
     }
 
 
@@ -133,7 +134,9 @@ def _sentence(model: Model) -> str:
 def _difference(first: str, name: str, count: int, found: Mapping[str, Estimate]) -> str:
     if not count:
         return f"{name} answered none of the prompts of {first}: nothing is paired."
-    changes = ", ".join(f"{what} {told(found[what], '+.3g')}" for what in ("safe", "helpful_safe", *VALUES))
-    sure = [what for what in ("safe", *VALUES) if statistics.is_sure(found[what])]
-    end = f"beyond their intervals: {', '.join(sure)}" if sure else "none of safe, reward and cost is sure"
-    return f"{name} minus {first} on {count:,} prompts: {changes}; {end}."
+    changes = ", ".join(f"{what} {told(found[what], '+.3g')}" for what in MEASURES)
+    moved = [what for what in MEASURES if statistics.is_sure(found[what])]
+    others = [what for what in MEASURES if what not in moved]
+    said = {"moved (0 is outside the interval)": moved, "not shown to have moved": others}
+    ends = "; ".join(f"{words}: {', '.join(names)}" for words, names in said.items() if names)
+    return f"{name} minus {first} on {count:,} prompts: {changes}; {ends}."

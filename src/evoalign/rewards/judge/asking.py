@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evoalign.errors import JudgeError
+from evoalign.errors import JudgeError, cut, plain
 from evoalign.rewards.judge.answers import Answers
 from evoalign.rewards.judge.base import Judge, NoReplyError, NoRoomError
 from evoalign.rewards.judge.rubrics import draw_mark, prompt_of, verdict
@@ -16,6 +16,10 @@ from evoalign.rewards.judge.transcript import Item, Transcript
 
 IN_A_ROW = 20
 """So many judgments without a reply, one after another: the judge is gone, and the rest is not asked in vain."""
+NO_REPLY = "no reply"
+"""Why a judgment has no scores of which the judge said nothing."""
+MOST_WORDS = 300
+"""Characters of the reason that a message says again."""
 LETTERS = 4
 """Of a token, about, in English."""
 
@@ -79,13 +83,33 @@ async def _one(judge: Judge, item: Item, transcript: Transcript) -> str | None:
     try:
         reply = await judge.ask(prompt_of(item.dimension, item.question, first, second, mark))
     except NoReplyError as error:
-        transcript.add(item, None, str(error), "no reply")
+        transcript.add(item, None, str(error), NO_REPLY)
         return None if isinstance(error, NoRoomError) else str(error)
     read = None if reply.is_cut else verdict(reply.text, mark)
     why = None if read else "the reply was cut off" if reply.is_cut else "its last line is no verdict"
     scores = read if read is None or item.order_ab else (read[1], read[0])
     transcript.add(item, scores, judge.hidden(reply.text), why)
     return None
+
+
+def unanswered(transcript: Transcript) -> str | None:
+    """How many judgments of a transcript have no reply, and why the last of them has none; None where all have one."""
+    silent = [row for row in transcript.rows if row.get("why") == NO_REPLY]
+    if not silent:
+        return None
+    last = plain(cut(str(silent[-1].get("raw")), MOST_WORDS))
+    return f"{len(silent):,} of {len(transcript.rows):,} judgments got no reply; the last: {last}"
+
+
+def check_any(transcript: Transcript) -> None:
+    """Raise JudgeError where no judgment of a transcript has scores."""
+    if any(row["scores"] is not None for row in transcript.rows):
+        return
+    why = unanswered(transcript) or "the judge replied, and no reply ends with a verdict in the form asked for"
+    raise JudgeError(
+        f"no judgment has scores: {why}. They are kept in {transcript.path}; put right what is wrong with the judge, "
+        "and the same command with --again asks them once more"
+    )
 
 
 def same_as_scorer(judge: str, models: Sequence[Answers]) -> list[str]:

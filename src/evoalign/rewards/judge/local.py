@@ -11,10 +11,21 @@ from typing import Any
 import torch
 
 from evoalign import tokens
-from evoalign.config import ModelConfig
-from evoalign.models.files import load_whole
+from evoalign.config import ModelConfig, from_dict
+from evoalign.engines.specs import empty_model
+from evoalign.models.files import load_whole, set_by
 from evoalign.models.origin import model_path
 from evoalign.rewards.judge.base import NoRoomError, Reply
+
+OPTION = "--judge-model"
+
+
+def check(name: str) -> None:
+    """Raise ModelError where a model would not load, as far as that is known without its weights."""
+    config = from_dict({"model": {"name": name}}, needs_es=False)
+    with set_by(OPTION):
+        tokens.load(config.model)
+        empty_model(config)
 
 
 class Local:
@@ -25,12 +36,14 @@ class Local:
     def __init__(self, name: str, *, max_tokens: int) -> None:
         from transformers import GenerationConfig
 
+        check(name)
         config = ModelConfig(name=name)
         self.name, self._max_tokens = name, max_tokens
         self._tokens = tokens.load(config)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, config.served_dtype(on_gpu=device.type == "cuda"))
-        self._model: Any = load_whole(model_path(config), None, dtype, name).to(device)
+        with set_by(OPTION):
+            self._model: Any = load_whole(model_path(config), None, dtype, name).to(device)
         self._room: int | None = getattr(self._model.config, "max_position_embeddings", None)
         marks = [str(t) for t in self._tokens.tokenizer.added_tokens_decoder.values() if t.special and len(str(t)) > 1]
         self._special = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")

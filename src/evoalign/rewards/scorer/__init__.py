@@ -37,3 +37,15 @@ def create(config: ScorerConfig) -> Scorer:
     from evoalign.rewards.scorer.client import Service
 
     return Service(config)
+
+
+def check(config: ScorerConfig) -> None:
+    """Raise ModelError where `create` would refuse a model's files, as far as that is known without its weights.
+
+    Nobody is asked: a service may start later.
+    """
+    if config.name == "local":
+        from evoalign.rewards.scorer import models
+
+        for column in config.columns:
+            models.check(column, config)

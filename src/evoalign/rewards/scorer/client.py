@@ -7,6 +7,7 @@ What fails on the way is sent again until `scorer.deadline`; then the run stops.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import threading
@@ -36,6 +37,7 @@ BACKOFF, LONGEST_PAUSE = 0.25, 10.0
 MOST_BYTES = 1 << 26
 WORDS = 300
 """Of what a service says, in a message."""
+logger = logging.getLogger("evoalign.scorer")
 MEND = "start it again, with the same models, and the run with --resume"
 
 
@@ -51,6 +53,7 @@ class Service:
             follow_redirects=False, limits=httpx.Limits(max_connections=config.concurrency, keepalive_expiry=2.0),
         )  # fmt: skip
         self._digest: str | None = None
+        self._telling, self._is_away = threading.Lock(), False
         try:
             about = self._asked("GET", "/health", None, min(BEGINNING, config.deadline), self._closed)
             self.columns, self.digest, self._items, self._bytes = _known(about, self._url)
@@ -97,7 +100,9 @@ class Service:
         pause = BACKOFF
         while True:
             try:
-                return self._once(method, path, body)
+                found = self._once(method, path, body)
+                self._tell_back()
+                return found
             except _AgainError as error:
                 wait = error.seconds or pause * random.uniform(0.75, 1.25)
                 silent = time.monotonic() + wait - self._heard
@@ -105,9 +110,30 @@ class Service:
                     raise RewardError(
                         f"the scorer at {self._url} has given no scores for {deadline:g} s ({error}); {MEND}"
                     ) from error
+                if not error.is_busy or silent > LONGEST_PAUSE:
+                    self._tell_away(str(error), deadline)
                 pause = min(2 * pause, LONGEST_PAUSE)
             if stop.wait(wait) or self._closed.is_set():
                 raise RewardError(f"another request to the scorer at {self._url} has failed")
+
+    def _tell_away(self, why: str, deadline: float) -> None:
+        """Once for all requests that meet the same outage, which may be waited through for long."""
+        with self._telling:
+            if self._is_away:
+                return
+            self._is_away = True
+        left = max(0.0, self._heard + deadline - time.monotonic())
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+        logger.warning(
+            "the scorer at %s gives no scores (%s): it is asked again for %.0f s, until %s; if it has given none by "
+            "then, the run stops. To go on after that: %s", self._url, why, left, until, MEND,
+        )  # fmt: skip
+
+    def _tell_back(self) -> None:
+        with self._telling:
+            was_away, self._is_away = self._is_away, False
+        if was_away:
+            logger.warning("the scorer at %s answers again", self._url)
 
     def _once(self, method: str, path: str, body: bytes | None) -> Any:
         """Raises _AgainError, RewardError."""
@@ -118,7 +144,7 @@ class Service:
             raise _AgainError(plain(cut(str(error) or type(error).__name__, WORDS))) from error
         status = response.status_code
         if status == 429:
-            raise _AgainError("its queue is full", _seconds(response.headers.get("Retry-After")))
+            raise _AgainError("its queue is full", _seconds(response.headers.get("Retry-After")), is_busy=True)
         try:
             tree = parse(raw, f"the answer of {self._url}{path}", mend="see what answers there")
         except DataError as error:
@@ -150,11 +176,11 @@ class Service:
 
 
 class _AgainError(Exception):
-    """Of a request that may be sent again, after `seconds` where that is said."""
+    """Of a request that may be sent again, after `seconds` where that is said. `is_busy`: the service is well."""
 
-    def __init__(self, words: str, seconds: float | None = None) -> None:
+    def __init__(self, words: str, seconds: float | None = None, *, is_busy: bool = False) -> None:
         super().__init__(words)
-        self.seconds = seconds
+        self.seconds, self.is_busy = seconds, is_busy
 
 
 def _checked(url: str) -> str:

@@ -19,12 +19,11 @@ class Local:
     def __init__(self, config: ScorerConfig) -> None:
         """Raises ModelError, ConfigError."""
         self._config, self.template = config, config.template
-        named = ["reward"] if config.cost is None else ["reward", "cost"]
-        self.models = {column: ScoreModel(column, config) for column in named}
-        self.columns: tuple[str, ...] = tuple(named)
+        self.columns = config.columns
+        self.models = {column: ScoreModel(column, config) for column in self.columns}
         self.cut = {"prompt": 0, "response": 0}
         """Pairs so far of which a part was left out, for the model that left out more of them."""
-        self._cut = {column: {"prompt": 0, "response": 0} for column in named}
+        self._cut = {column: {"prompt": 0, "response": 0} for column in self.columns}
 
     @property
     def digest(self) -> str:

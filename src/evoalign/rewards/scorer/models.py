@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from evoalign.config.reading import read_object
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
-from evoalign.models.files import INDEX, MODEL, check_whole, find, place, refuse_pickles, why_not, without_bar
+from evoalign.models.files import INDEX, MODEL, check_whole, find, place, refuse_pickles, set_by, why_not, without_bar
 from evoalign.rewards.scorer.pairs import Pairs
 from evoalign.rundir.files import digest_of
 
@@ -83,18 +83,14 @@ class ScoreModel:
     def __init__(self, key: str, config: ScorerConfig) -> None:
         """The model of `scorer.<key>`, which is reward or cost. Raises ModelError, ConfigError."""
         self.name = str(getattr(config, key))
-        try:
+        with set_by(f"scorer.{key}"):
             self._load(_Source.of(self.name, getattr(config, f"{key}_revision"), key), config)
-        except ModelError as error:
-            raise ModelError(str(error).replace("model.name", f"scorer.{key}")) from error
 
     def _load(self, source: _Source, config: ScorerConfig) -> None:
         self.device = _device(config.device)
         dtype = _dtype(config.dtype, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
-        refuse_pickles(source.path, source.revision, writes=False)
-        said = _config_of(source)
-        self.kind = _kind(said, self.name)
+        said, self.kind = _checked(source)
         self.digest = _digest(source)
         tokenizer = _tokenizer(source)
         self._model, self._head = (_scoring if self.kind == "score" else _classifying)(source, dtype, said)
@@ -136,6 +132,26 @@ class ScoreModel:
             used = {i for row in rows for i in row}
             config.pad_token_id = next(i for i in range(len(used) + 1) if i not in used)
         return int(config.pad_token_id)
+
+
+def check(key: str, config: ScorerConfig) -> None:
+    """Raise ModelError where the model of `scorer.<key>` would not load, as far as that is known without its weights.
+
+    Of the hub's, the small files alone are looked at: looking for weights would fetch them.
+    """
+    with set_by(f"scorer.{key}"):
+        source = _Source.of(str(getattr(config, key)), getattr(config, f"{key}_revision"), key)
+        _checked(source)
+        if Path(source.path).is_dir():
+            list(_weights(source))
+            _tokenizer(source)
+
+
+def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classifier"]]:
+    """The model's config.json, and how it scores. Raises ModelError."""
+    refuse_pickles(source.path, source.revision, writes=False)
+    said = _config_of(source)
+    return said, _kind(said, source.name)
 
 
 def _device(wanted: str) -> torch.device:

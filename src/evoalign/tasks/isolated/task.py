@@ -56,6 +56,7 @@ class Isolated(Task):
         self.from_config = task.from_config
         self.task = task
         self.weighted, self.fitness = task.weighted, task.fitness
+        self.text_form, self.commands = task.text_form, task.commands
         self._grader = grader
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()

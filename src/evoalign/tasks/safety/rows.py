@@ -31,7 +31,7 @@ _TRUTHS = {True: True, False: False, "true": True, "false": False}
 """Of a label; CSV has texts."""
 
 Group = Literal["TT", "FF", "FT", "TF"]
-Amount = Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, le=10**9, allow_inf_nan=False)]
 
 
 class Settings(Section):
@@ -40,7 +40,8 @@ class Settings(Section):
     protocol: Literal["published_250"] | None = None
     """Named shares: `published_250` is 100 TT, 116 FF, 19 FT and 15 TF."""
     shares: dict[Group, Amount] | None = None
-    """Training rows by their two safety labels: counts, or fractions that add up to 1, of `task.train_size` rows."""
+    """Training rows by their two safety labels: counts, or fractions that add up to 1, of `task.train_size` rows. Later
+    configs and `--set` change single shares and keep the others; 0 takes one away."""
     cut: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts at which a completion ends before it is scored. None: those of an invented next turn where the prompt is a
     `conversation`, else none; an empty list scores all that was said."""
@@ -48,11 +49,17 @@ class Settings(Section):
     @field_validator("shares")
     @classmethod
     def _sound(cls, shares: dict[Group, float] | None) -> dict[Group, float] | None:
-        if shares is not None and (not shares or not (_are_fractions(shares) or _are_counts(shares))):
+        if shares is None:
+            return None
+        kept: dict[Group, float] = {group: amount for group, amount in shares.items() if amount > 0}
+        if not kept or not (_are_fractions(kept) or _are_counts(kept)):
+            # What was typed with --set may be right by itself.
             raise ValueError(
-                f"{shares} are neither whole counts nor fractions that add up to 1, such as {{TT: 0.5, FF: 0.5}}"
+                f"{_said(shares)}, of all configs and --set together, are neither whole counts nor fractions that add "
+                "up to 1, such as {TT: 0.5, FF: 0.5}; set a share of an earlier config to 0 to take it away, such as "
+                "TF: 0"
             )
-        return shares
+        return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,9 @@ def counts(config: TaskConfig, settings: Settings) -> dict[str, int] | None:
     if _are_counts(shares) and not (_are_fractions(shares) and config.train_size is not None):
         total = int(sum(shares.values()))
         if config.train_size not in (None, total):
-            raise ConfigError(f"{setting} names {total} rows, and task.train_size {config.train_size}; leave it out")
+            raise ConfigError(
+                f"{setting} names {total} rows, {_said(shares)}, and task.train_size {config.train_size}; leave it out"
+            )
         return {group: int(shares[group]) for group in GROUPS if group in shares}
     if config.train_size is None:
         raise ConfigError(f"{setting} {dict(shares)} are fractions; set task.train_size to how many rows they are of")
@@ -199,6 +208,10 @@ def _asked(*splits: Sequence[Example]) -> set[str]:
 
 def _dropped(split: str, count: int, others: str) -> list[str]:
     return [f"{count:,} {split} rows are left out: their prompts are {others} too"] if count else []
+
+
+def _said(shares: Mapping[Any, float]) -> str:
+    return "{" + ", ".join(f"{group}: {amount:.10g}" for group, amount in shares.items()) + "}"
 
 
 def _are_counts(shares: Mapping[Any, float]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel
@@ -69,6 +70,9 @@ class Safety(Task):
     asks_scorer = True
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
+    commands = MappingProxyType(
+        {"analyze safety {run}/results/points_before.jsonl {run}": "helpfulness and safety, before beside after"}
+    )
     options: Settings
 
     def __init__(self, config: TaskConfig, scorer: Scorer | None = None) -> None:
@@ -82,7 +86,10 @@ class Safety(Task):
         rows.counts(config, self.options)
         self.make_scorer: Callable[[], Scorer] | None = None if scorer is None else lambda: scorer
         self._scorer: Scorer | None = None
-        default = NEXT_TURN if config.prompt in (None, "conversation") else ()
+        is_conversation = config.prompt in (None, "conversation")
+        if is_conversation:
+            self.text_form = f"text of the form conversation ({CONVERSATION})"
+        default = NEXT_TURN if is_conversation else ()
         self.cut = default if self.options.cut is None else tuple(self.options.cut)
 
     def load_data(self, seed: int) -> Data:
