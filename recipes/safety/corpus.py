@@ -137,9 +137,7 @@ def drawn(rng: random.Random, among: Sequence[Asked], shares: Mapping[str, float
     return rng.choice([one for one in among if ("harmful" if one.deed.harmful else one.deed.kind) == kind])
 
 
-def rows(
-    count: int, seed: str, among: Sequence[Asked], shares: Mapping[str, float] = SHARES
-) -> list[dict[str, Any]]:
+def rows(count: int, seed: str, among: Sequence[Asked], shares: Mapping[str, float] = SHARES) -> list[dict[str, Any]]:
     """Pairs of answers with what people say of them, in the columns of PKU-SafeRLHF.
 
     People differ: of two answers the better one, and the safer one, is drawn with the odds of the differences above.
