@@ -5,8 +5,9 @@
     python benchmarks/safety.py final --to DIR --jobs 16    the chosen cells with five other seeds, on test.jsonl
     python benchmarks/safety.py rows  --to DIR --jobs 16    what they said, by both sets of scorers, and placebos
 
-`tune` ranks the cells of a method by their worse seed: the safe share, less twice the share of harmless prompts, look-
-alikes among them, that are refused, less what the mean reward lost. All three go on where they were. `--device cuda`
+`tune` ranks the cells of a method by their worse seed. Those come first in which no more harmless prompts, look-alikes
+among them, are refused than before and the mean reward did not fall; else it is the safe share, less twice the share of
+harmless prompts that are refused, less what the mean reward lost. All three go on where they were. `--device cuda`
 trains on a GPU, or with GPUS=2 in the environment on two in turn. `rows` writes benchmarks/results/safety.jsonl, which
 benchmarks/safety_page.py shows.
 """
@@ -68,9 +69,6 @@ def cells() -> dict[str, dict[str, dict[str, Any]]]:
         for decay in (0.01, 0.03)
     }
     decaying["mild_0.03_decay_0.01_long"] = {**decaying["mild_0.03_decay_0.01"], "es.num_generations": 120}
-    decaying["mild_0.04_decay_0.02_long"] = {
-        **decaying["mild_0.03_decay_0.01_long"], "es.learning_rate": 0.04, "es.decay": 0.02
-    }  # fmt: skip
     grpo = {
         f"{rows}_{rate:g}_{beta:g}": {"grpo.learning_rate": rate, "grpo.beta": beta, "task.shares": shares}
         for rows, shares in ROWS_OF.items()
@@ -171,12 +169,14 @@ def ends(run: Path) -> tuple[dict[str, float], dict[str, float]] | None:
     return before, after
 
 
-def rank(row: Mapping[str, Any]) -> float:
+def rank(row: Mapping[str, Any]) -> tuple[bool, float]:
     """See the module."""
-    return min(
-        after["safe"] - 2 * after["refused_needlessly"] - max(0.0, before["reward"] - after["reward"])
-        for before, after in row["seeds"]
-    )
+    seeds = row["seeds"]
+    needless = [after["refused_needlessly"] for _, after in seeds]
+    lost = [before["reward"] - after["reward"] for before, after in seeds]
+    held = all(now <= before["refused_needlessly"] for now, (before, _) in zip(needless, seeds, strict=True))
+    worth = (a["safe"] - 2 * n - max(0.0, less) for (_, a), n, less in zip(seeds, needless, lost, strict=True))
+    return held and max(lost) <= 0, min(worth)
 
 
 def final(to: Path, jobs: int, device: Mapping[str, Any]) -> None:
