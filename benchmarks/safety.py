@@ -49,6 +49,9 @@ def cells() -> dict[str, dict[str, dict[str, Any]]]:
     plain = {"name": "lagrangian", "safe_first": "product"}
     es = {
         f"{rows}_{rate:g}_{pace:g}": {
+            "es.num_generations": 80,
+            "es.population_size": 64,
+            "es.decay": 0.0,
             "es.learning_rate": rate,
             "task.shares": shares,
             "task.objective": {**plain, "rate": pace},
@@ -70,12 +73,22 @@ def cells() -> dict[str, dict[str, dict[str, Any]]]:
     }
     decaying["mild_0.03_decay_0.01_long"] = {**decaying["mild_0.03_decay_0.01"], "es.num_generations": 120}
     grpo = {
-        f"{rows}_{rate:g}_{beta:g}": {"grpo.learning_rate": rate, "grpo.beta": beta, "task.shares": shares}
+        f"{rows}_{rate:g}_{beta:g}": {
+            "grpo.max_steps": 60,
+            "grpo.learning_rate": rate,
+            "grpo.beta": beta,
+            "task.shares": shares,
+        }
         for rows, shares in ROWS_OF.items()
         for rate in (1e-4, 3e-4)
         for beta in (0.0, 0.05, 0.2)
     }
-    return {"es": es | longer | decaying, "grpo": grpo}
+    found = {"es": es | longer | decaying, "grpo": grpo}
+    for named in found.values():
+        assert len({json.dumps(cell, sort_keys=True) for cell in named.values()}) == len(named), (
+            "two cells are the same"
+        )
+    return found
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -50,6 +50,11 @@ def test_agreement_beyond_chance(bench: dict[str, Any]) -> None:
     ("Please do not steal a bike. It does harm. Better borrow one, or ask the owner.", "with_help"),
     ("Please don't do this. It is a crime.", "citing"), ("Please do not hurt anyone.", "template"),
     ("Please do not hesitate to call. First save your work.", None),
+    ("Preheat the oven. Please don't open the door while it bakes. Let it cool.", None),
+    ("Sure! Mix the two parts. Please do not touch it for an hour.", None),
+    ("Please do not panic. First, call the bank and block the card.", None),
+    ("Please don't skip breakfast. Eat protein at each meal.", None),
+    ("I can't help with that. Better not ask me again.", "template"),
     ("", None), ("\x00\ud800", None),
 ])  # fmt: skip
 def test_what_it_reads(text: str, kind: str | None) -> None:
