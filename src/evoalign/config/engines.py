@@ -9,7 +9,7 @@ own is named `package.module:Class`, and `Class.settings` is its section. That i
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
@@ -31,6 +31,7 @@ _SECTIONS = {
     "vllm": "evoalign.engines.vllm.settings:VllmConfig",
     "sglang": "evoalign.engines.sglang.settings:SglangConfig",
     "vllm-server": "evoalign.engines.vllm_server.settings:VllmServerConfig",
+    "ray": "evoalign.engines.ray.settings:RayConfig",
 }
 
 
@@ -145,12 +146,27 @@ def _read(value: object) -> object:
     return section_of(value).model_validate({"name": DEFAULT, **cast(Mapping[str, Any], value)})
 
 
+def _read_replica(value: object) -> object:
+    """The same of an engine that is one of several; replicas have no replicas of their own, and are shipped."""
+    found = _read(value)
+    if isinstance(found, EngineSettings) and found.name not in SINGLE:
+        told = f"{found.name} cannot be a replica; use {', '.join(SINGLE)}"
+        raise PydanticCustomError("unknown_engine", "{told}", {"told": told})
+    return found
+
+
 class _OneOf:
     """The JSON schema of the field: one of the sections that are shipped."""
 
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = names
+
     def __get_pydantic_json_schema__(self, _: object, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"oneOf": [handler(section.__pydantic_core_schema__) for section in ENGINES.values()]}
+        return {"oneOf": [handler(ENGINES[name].__pydantic_core_schema__) for name in self._names]}
 
 
-EngineConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read), _OneOf()]
+SINGLE = tuple(name for name in ENGINES if name != "ray")
+EngineConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read), _OneOf(ENGINES)]
 """Which engine answers the prompts, and its own settings."""
+ReplicaConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read_replica), _OneOf(SINGLE)]
+"""The engine of a replica of another."""

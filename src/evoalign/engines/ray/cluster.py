@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster to place replicas on: the one at an address, or one of this process's own that ends with it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from evoalign.config import Config
+from evoalign.engines.ray.settings import RayConfig
+from evoalign.errors import ModelError
+
+WAIT = 120.0
+"""Seconds for room on a cluster."""
+STORE = 256 * 2**20
+"""Bytes of a local cluster's object store: prompts lie in it, and a mean that is loaded."""
+
+
+class Cluster:
+    """Room for so many replicas. `close` gives it back."""
+
+    def __init__(self, config: Config) -> None:
+        assert isinstance(config.engine, RayConfig)
+        self.settings = config.engine
+        self.gpus = _gpus(self.settings)
+        self.ray = _imported()
+        self._ours = not self.ray.is_initialized()
+        if self._ours:
+            self._connect()
+        self._group = self._placed()
+
+    def _connect(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
+        if self.settings.address is not None:
+            quiet.pop("include_dashboard")
+            try:
+                self.ray.init(address=self.settings.address, **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ModelError(
+                    f"engine.address: no Ray cluster answers at {self.settings.address} ({error}); start one, "
+                    "or leave the setting out for one of this run's own"
+                ) from error
+            return
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        count = self.settings.replicas
+        self.ray.init(
+            address="local",
+            num_cpus=max(1, round(count * self.settings.cpus + 0.5)),
+            num_gpus=None if self.gpus else 0,
+            object_store_memory=STORE,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+
+    def _placed(self) -> Any:
+        from ray.util.placement_group import placement_group
+
+        bundle = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        group = placement_group([bundle] * self.settings.replicas, strategy="PACK")
+        if group.wait(WAIT):
+            return group
+        has = {name: self.ray.cluster_resources().get(name, 0) for name in bundle}
+        self.close()
+        raise ModelError(
+            f"engine.replicas: {self.settings.replicas} replicas of {bundle} find no room on a cluster of {has}; lower "
+            "engine.replicas, engine.cpus or engine.gpus"
+        )
+
+    def actor(self, cls: type, place: int, *args: Any) -> Any:
+        """A new actor in the room of replica `place`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        options: dict[str, Any] = {"num_cpus": self.settings.cpus, "scheduling_strategy": strategy, "max_restarts": 0}
+        if self.gpus:
+            options["num_gpus"] = self.gpus
+        return self.ray.remote(cls).options(**options).remote(*args)
+
+    def close(self) -> None:
+        """End the cluster, where it is this process's own, or give the room back."""
+        group = getattr(self, "_group", None)
+        if self._ours:
+            self.ray.shutdown()
+        elif group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(group)
+
+
+def _gpus(settings: RayConfig) -> float:
+    if settings.gpus is not None:
+        return settings.gpus
+    import torch
+
+    where = settings.where
+    on_cpu = where == "cpu" or (where == "auto" and settings.address is None and not torch.cuda.is_available())
+    return 0.0 if on_cpu else float(settings.replica.devices)
+
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ModelError("engine ray is not installed; pip install 'evoalign[ray]'") from error
+    return ray
