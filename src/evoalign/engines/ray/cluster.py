@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 from typing import Any
 
 from evoalign.config import Config
@@ -23,14 +25,13 @@ class Cluster:
         assert isinstance(config.engine, RayConfig)
         self.settings = config.engine
         self.gpus = _gpus(self.settings)
-        self.ray = _imported()
+        self.ray = _imported(self.settings)
         self._ours = not self.ray.is_initialized()
         if self._ours:
             self._connect()
         self._group = self._placed()
 
     def _connect(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
         if self.settings.address is not None:
             quiet.pop("include_dashboard")
@@ -42,7 +43,6 @@ class Cluster:
                     "or leave the setting out for one of this run's own"
                 ) from error
             return
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
         count = self.settings.replicas
         self.ray.init(
             address="local",
@@ -98,7 +98,12 @@ def _gpus(settings: RayConfig) -> float:
     return 0.0 if on_cpu else float(settings.replica.devices)
 
 
-def _imported() -> Any:
+def _imported(settings: RayConfig) -> Any:
+    """Ray, which reads these as it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if settings.address is None and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+        # A token of this run's own: Ray would write one to a file.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray
     except ImportError as error:

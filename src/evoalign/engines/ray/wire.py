@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between driver and replicas: who is to answer what, answers, and how the mean moves. Numbers and texts.
 
-Members are nine bytes each, in an update seventeen; no tensor travels. What a replica sends back is data: it is parsed as
-JSON and checked, and what is not as it should be is a fault of the replica.
+Members are nine bytes each, in an update seventeen; no tensor travels. What a replica sends back is data: it is parsed
+as JSON and checked, and what is not as it should be is a fault of the replica.
 """
 
 from __future__ import annotations
