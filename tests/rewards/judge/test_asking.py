@@ -144,11 +144,28 @@ def test_a_dry_run_tells_the_cost_and_asks_nothing(run: Run) -> None:
 def test_a_dry_run_refuses_a_folder_that_would_not_load(run: Run, tmp_path: Path) -> None:
     """With the error that the command itself gives, and not where nothing is left to ask."""
     (tmp_path / "empty").mkdir()
+    shutil.copytree(tiny(), tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(tmp_path / "bare", tmp_path / "cut")
+    (tmp_path / "cut/model.safetensors").touch()
+    shutil.copytree(tmp_path / "bare", tmp_path / "shards")
+    shard = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps(shard))
+    (tmp_path / "over").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "./gone"}
+    (tmp_path / "over/adapter_config.json").write_text(json.dumps(adapter))
     words = ("judge", "short.jsonl", "long.jsonl", "--questions", 1, "--max-tokens", 8, "--to", "out")
-    for name in ("./nowhere", "empty"):
+    wrong = {
+        "./nowhere": "no folder ./nowhere",
+        "empty": "no tokenizer that loads",
+        "bare": "has no model.safetensors",
+        "cut": "does not load",
+        "shards": "has no model-00001-of-00001.safetensors",
+        "over": "that is not to be had (--judge-model: no folder ./gone); put it there\n",
+    }
+    for name, why in wrong.items():
         dry, real = (run(*words, "--judge-model", name, *more) for more in (["--dry-run"], []))
         assert dry.code == real.code == 2 and dry.err == real.err and "Traceback" not in dry.err
-        assert dry.err.startswith("error: ") and name in dry.err
+        assert dry.err.startswith("error: ") and name in dry.err and why in dry.err
     shutil.copytree(tiny(), tmp_path / "model")
     assert run(*words, "--judge-model", "model", "--dry-run").code == 0 and not Path("out").exists()
     run(*words, "--judge-model", "model")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ import torch
 from evoalign import tokens
 from evoalign.config import ModelConfig, from_dict
 from evoalign.models.empty import empty_model
-from evoalign.models.files import load_whole, set_by
-from evoalign.models.origin import model_path
+from evoalign.models.files import check_weights, load_whole, refuse_pickles, set_by
+from evoalign.models.origin import described, model_path
 from evoalign.rewards.judge.base import NoRoomError, Reply
 
 OPTION = "--judge-model"
@@ -27,6 +28,10 @@ def check(name: str) -> tuple[ModelConfig, tokens.Tokens]:
     with set_by(OPTION):
         found = tokens.load(config)
         empty_model(config)
+        path, revision = described(config)
+        refuse_pickles(path, revision)
+        if Path(path).is_dir():  # of the hub's, looking for weights would fetch them
+            check_weights(path, revision, path)
     return config, found
 
 

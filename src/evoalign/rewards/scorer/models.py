@@ -25,7 +25,17 @@ from safetensors import SafetensorError, safe_open
 from evoalign.config.reading import read_object
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
-from evoalign.models.files import INDEX, MODEL, check_whole, find, place, refuse_pickles, set_by, why_not, without_bar
+from evoalign.models.files import (
+    check_weights,
+    check_whole,
+    find,
+    place,
+    refuse_pickles,
+    set_by,
+    weight_files,
+    why_not,
+    without_bar,
+)
 from evoalign.rewards.scorer.pairs import Pairs
 from evoalign.rundir.files import digest_of
 
@@ -75,6 +85,10 @@ class _Source:
     def find(self, file: str) -> Path | None:
         """A file; None where there is none of that name."""
         return find(self.path, file, self.revision)
+
+    def weights(self) -> Iterator[Path]:
+        """Its safetensors files. Raises ModelError."""
+        return weight_files(self.path, self.revision, self.name)
 
 
 class ScoreModel:
@@ -143,7 +157,7 @@ def check(key: str, config: ScorerConfig) -> None:
         source = _Source.of(str(getattr(config, key)), getattr(config, f"{key}_revision"), key)
         _checked(source)
         if Path(source.path).is_dir():
-            list(_weights(source))
+            check_weights(source.path, source.revision, source.name)
             _tokenizer(source)
 
 
@@ -288,7 +302,7 @@ def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
     """Those of a model's tensors that are there, in float32."""
     found: dict[str, torch.Tensor] = {}
     try:
-        for file in _weights(source):
+        for file in source.weights():
             with safe_open(file, framework="pt") as opened:
                 found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
     except (SafetensorError, OSError) as error:
@@ -296,25 +310,11 @@ def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _weights(source: _Source) -> Iterator[Path]:
-    """The model's safetensors files. Raises ModelError."""
-    index = None if source.find(MODEL) is not None else source.find(INDEX)
-    files = [MODEL] if index is None else sorted({str(file) for file in read_object(index)["weight_map"].values()})
-    for file in files:
-        found = source.find(file)
-        if found is None:
-            raise ModelError(
-                f"model {source.name} has no {file}, and weights in any other form are not read (a pickle can run "
-                "code); convert it to safetensors, or fetch it again"
-            )
-        yield found
-
-
 def _digest(source: _Source) -> str:
     """Of weights, config and tokenizer: two models of the same digest give the same scores."""
     kept = (found for file in ("config.json", *_OF_TOKENIZER) if (found := source.find(file)) is not None)
     try:
-        listed = [(file.name, digest_of(file)) for file in (*kept, *_weights(source))]
+        listed = [(file.name, digest_of(file)) for file in (*kept, *source.weights())]
     except DataError as error:
         raise ModelError(f"model {source.name}: {error}") from error
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
