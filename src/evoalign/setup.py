@@ -164,11 +164,16 @@ def _give_scorer(config: Config, task: Task) -> None:
             f"task {task.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
             "cost: FOLDER}"
         )
+    lacking = [f"scorer.{name}" for name in task.scorer_columns if name not in config.scorer.columns]
+    if config.scorer.name == "local" and lacking:
+        raise ConfigError(
+            f"task {task.name} is scored by {' and '.join(task.scorer_columns)}; set {', '.join(lacking)}"
+        )
     task.make_scorer = partial(scorer.create, config.scorer)
 
 
 def check_scorer(config: Config, task: Task) -> None:
-    """Raise ModelError where the models that a task asks would not load; no weight is read."""
+    """Raise ModelError, ConfigError where the models that a task asks would not load; no weight is read."""
     if task.asks_scorer and config.scorer is not None:
         scorer.check(config.scorer)
 

@@ -114,6 +114,8 @@ class Task(ABC):
 
     asks_scorer: ClassVar[bool] = False
     """Whether models score its completions: those of the section `scorer`."""
+    scorer_columns: ClassVar[tuple[str, ...]] = ()
+    """The columns that it needs of these."""
     make_scorer: Callable[[], Any] | None = None
     """Makes what scores, where `asks_scorer`; None: nobody has said which."""
     text_form: str = "raw text"

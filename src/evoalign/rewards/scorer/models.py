@@ -115,7 +115,7 @@ class ScoreModel:
             assert weight is not None
             self._head = Head(weight, bias, self._head.mean, self._head.deviation)
         self._has_pad = self._model.config.get_text_config().pad_token_id is not None
-        self.pairs = Pairs(tokenizer, config.template, min(config.max_tokens, *_limits(tokenizer, said)), self.name)
+        self.pairs = _pairs(source, tokenizer, config, said)
         vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         if max(tokenizer.get_vocab().values()) >= vocabulary:
             raise ModelError(
@@ -149,16 +149,26 @@ class ScoreModel:
 
 
 def check(key: str, config: ScorerConfig) -> None:
-    """Raise ModelError where the model of `scorer.<key>` would not load, as far as that is known without its weights.
+    """Raise ModelError, ConfigError where the model of `scorer.<key>` would not load, as far as that is known without
+    its weights.
 
-    Of the hub's, the small files alone are looked at: looking for weights would fetch them.
+    Of the hub's, config.json alone is looked at: looking for weights would fetch them.
     """
+    from transformers import AutoConfig
+
     with set_by(f"scorer.{key}"):
         source = _Source.of(str(getattr(config, key)), getattr(config, f"{key}_revision"), key)
-        _checked(source)
+        _device(config.device)
+        said, _ = _checked(source)
+        with _told(source.name):
+            AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
         if Path(source.path).is_dir():
             check_weights(source.path, source.revision, source.name)
-            _tokenizer(source)
+            _pairs(source, _tokenizer(source), config, said)
+
+
+def _pairs(source: _Source, tokenizer: Any, config: ScorerConfig, said: Mapping[str, Any]) -> Pairs:
+    return Pairs(tokenizer, config.template, min(config.max_tokens, *_limits(tokenizer, said)), source.name)
 
 
 def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classifier"]]:
@@ -247,19 +257,24 @@ def _quiet() -> Generator[None]:
         logging.set_verbosity(before)
 
 
-def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
-    name = source.name
+@contextmanager
+def _told(name: str) -> Generator[None]:
+    """Whatever the library raises, which has a score of kinds for files that may say anything, as a ModelError."""
     try:
-        with without_bar(source.path), _quiet():
-            model, info = kind.from_pretrained(
-                source.path, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-                output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
+        yield
     except EvoalignError:
         raise
-    except Exception as error:  # the library has a score of kinds for files that may say anything
+    except Exception as error:
         raise ModelError(f"model {name} does not load: {why_not(error)}") from error
-    check_whole(name, info)
+
+
+def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
+    with _told(source.name), without_bar(source.path), _quiet():
+        model, info = kind.from_pretrained(
+            source.path, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    check_whole(source.name, info)
     return model
 
 
