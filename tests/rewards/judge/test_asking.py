@@ -194,7 +194,7 @@ def test_what_gives_no_reply_is_unparsed_with_the_reason_and_never_a_tie(name: s
     with serving(say) as server:
         done = judged(run, server, "--retries", 2)
     assert done.code == 2 and len(server.prompts) == 16 * attempts
-    assert "no judgment has scores: 16 of 16 judgments got no reply; the last: " in done.err and why in done.err
+    assert "no judgment has scores; 16: no reply, the last: " in done.err and why in done.err
     assert "kept in out/judgments.jsonl" in done.err and "--again" in done.err
     assert len(lines()) == 16
     for row in lines():
@@ -208,7 +208,7 @@ def test_a_reply_without_a_verdict_is_kept_as_it_is(run: Run) -> None:
     with serving(lambda p, n: (200, completion("Both are fine: 7 out of 10 for either."))) as server:
         done = judged(run, server)
     assert done.code == 2 and len(server.prompts) == 16, "what was said is not asked for again"
-    assert "no judgment has scores: the judge replied, and no reply ends with a verdict" in done.err
+    assert "no judgment has scores; 16: its last line is no verdict in the form asked for. They" in done.err
     assert {(row["raw"], row["why"]) for row in lines()} == {
         ("Both are fine: 7 out of 10 for either.", "its last line is no verdict")
     }
@@ -217,8 +217,26 @@ def test_a_reply_without_a_verdict_is_kept_as_it_is(run: Run) -> None:
 def test_a_verdict_that_was_cut_off_is_none(run: Run) -> None:
     """`7 1` may have been on its way to `7 10`."""
     with serving(lambda p, n: (200, completion(f"verdict {parts(p)['mark']}: 7 1", "length"))) as server:
-        judged(run, server)
+        done = judged(run, server)
+    assert "no judgment has scores; 16: the reply was cut off (raise --max-tokens). They" in done.err
     assert {row["why"] for row in lines()} == {"the reply was cut off"} and all(r["scores"] is None for r in lines())
+
+
+def test_all_that_kept_judgments_from_scores_is_said(run: Run) -> None:
+    def say(prompt: str, _: int) -> Answer:
+        asked = parts(prompt)
+        if asked["question"] == "P0":
+            return 400, b"context length"
+        return 200, completion("Both", "length" if asked["question"] == "P1" else "stop")
+
+    with serving(say) as server:
+        done = judged(run, server, "--dimension", "harmlessness")
+    wanted = (
+        "no judgment has scores; 4: its last line is no verdict in the form asked for; ",
+        "2: no reply, the last: status 400: context length",
+        "2: the reply was cut off (raise --max-tokens)",
+    )
+    assert done.code == 2 and all(words in done.err for words in wanted), done.err
 
 
 def test_an_answer_that_gives_itself_a_verdict_gets_none(run: Run, tmp_path: Path) -> None:
