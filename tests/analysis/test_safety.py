@@ -80,15 +80,21 @@ def test_all_measures_are_said_to_have_moved_or_not(files: list[str], tmp_path: 
     measures = ("safe", *LABELS, "reward", "cost")
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
     parts = sentence.removesuffix(".").split("; ")
-    moved, others = (part.split(": ")[1].split(", ") for part in parts[-2:])
-    assert parts[-2].startswith("moved (0 is outside the interval): ")
-    assert parts[-1].startswith("not shown to have moved: ")
+    moved, others, unknown = (part.split(": ")[1].split(", ") for part in parts[-3:])
+    assert parts[-3].startswith("moved (0 is outside its 95 % interval, uncorrected for 7 measures): ")
+    assert parts[-2].startswith("not shown to have moved: ")
+    assert parts[-1] == "no interval: cost", "all of its differences are alike"
     assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" in others
     ends = {name: (pair[name]["low"], pair[name]["high"]) for name in moved}
     assert all(low > 0 or high < 0 for low, high in ends.values()), ends
-    assert sorted([*moved, *others]) == sorted(measures)
+    assert sorted([*moved, *others, *unknown]) == sorted(measures)
     same = written(tmp_path / "same.jsonl", [(p["prompt"], p["reward"], p["cost"]) for p in read(files[0])])
-    assert f"; not shown to have moved: {', '.join(measures)}." in safety([files[0], same]).sentences[-1]
+    shares = ", ".join(measures[:-2])
+    assert (
+        safety([files[0], same])
+        .sentences[-1]
+        .endswith(f"; not shown to have moved: {shares}; no interval: reward, cost.")
+    )
 
 
 def test_answers_to_one_prompt_count_as_one(tmp_path: Path) -> None:
