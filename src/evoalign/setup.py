@@ -120,6 +120,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
             f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
             "with TaskConfig(fitness=...)"
         )
+    _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
     _give_scorer(config, made)
     chosen = tasks.isolate(made, config.grader)
@@ -141,6 +142,15 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         chosen.close()
         raise
     return chosen, data
+
+
+def _refuse_odd_commands(task: Task) -> None:
+    """Raise ConfigError for what would fail in the last lines of a run."""
+    said: Any = task.commands
+    if not isinstance(said, Mapping) or not all(isinstance(text, str) for pair in said.items() for text in pair):
+        raise ConfigError(
+            f"task {task.name}: its commands are {shown(said)}; give a mapping of each command to what it is for"
+        )
 
 
 def _refuse_cut_answers(config: Config, task: Task) -> None:

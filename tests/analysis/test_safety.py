@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 from scipy import stats
 
 import evoalign
+from calling import caller
 from evoalign import analysis
 from evoalign.analysis.safety.command import Settings
 from evoalign.analysis.safety.compute import safety
@@ -147,7 +149,10 @@ def test_it_is_drawn_with_all_models(files: list[str], tmp_path: Path) -> None:
     assert len({(row["beside"], row["target"]) for row in every}) == 10
 
 
-def test_a_run_and_its_start_are_compared(tmp_path: Path) -> None:
+def test_a_run_and_its_start_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by the command that the run ends with."""
     for name, words in (("train", ("sea", "sky")), ("test", ("sun", "moon", "wind"))):
         rows = [{"prompt": f"Tell me about the {word}."} for word in words]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -157,7 +162,11 @@ def test_a_run_and_its_start_are_compared(tmp_path: Path) -> None:
         "evaluation": {"max_tokens": 6}, "checks": UNCHECKED,
     }  # fmt: skip
     given = Safety(from_dict(tree).task, RuleScorer())
-    result = evoalign.train(tree, task=given, console=Console(file=io.StringIO()))
+    told = io.StringIO()
+    result = evoalign.train(tree, task=given, console=Console(file=told, width=10_000))
+    (command,) = (line for line in told.getvalue().splitlines() if "analyze safety" in line)
+    _, *parts = shlex.split(command, comments=True)
+    assert caller(monkeypatch, capsys, 200)(*parts).code == 0
     found = safety([str(tmp_path / "run/results/points_before.jsonl"), str(tmp_path / "run")])
     before, after = found.numbers["models"]
     assert before["safe"]["mean"] == pytest.approx(result.before.measures["safe_share"])

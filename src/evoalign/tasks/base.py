@@ -122,7 +122,7 @@ class Task(ABC):
     """What its prompts are called where they are texts and no messages."""
     commands: Mapping[str, str] = MappingProxyType({})
     """Commands of evoalign that look at a run of it, `{run}` being the run's folder, and what each is for: told as a
-    run ends."""
+    run ends, where the files that they name in it are there."""
     notes: Sequence[str] = ()
     """What there is to say of the rows that were loaded, a sentence each: told as a run begins."""
     fitness: FitnessFunction | None = None
