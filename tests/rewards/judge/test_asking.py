@@ -521,6 +521,16 @@ def test_a_folder_judges_and_what_it_says_is_read_as_strictly(run: Run) -> None:
     assert "no ratings: no judgment has scores" in done.out
 
 
+def test_its_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign import tokens
+    from evoalign.rewards.judge.local import Local
+
+    load, loaded = tokens.load, list[Any]()
+    monkeypatch.setattr(tokens, "load", lambda config: (loaded.append(config), load(config))[1])
+    Local("tiny", max_tokens=8)
+    assert len(loaded) == 1
+
+
 def test_it_says_what_the_model_says_greedily() -> None:
     """Against plain transformers, token by token."""
     import asyncio
