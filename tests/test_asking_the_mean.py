@@ -21,8 +21,8 @@ from evoalign import setup
 from evoalign.config import from_dict
 from evoalign.cost import flops
 from evoalign.cost.flops import Adapted
-from evoalign.engines.specs import model_config
 from evoalign.errors import StoppedError
+from evoalign.models.empty import model_config
 from evoalign.rewards.objective import Group, Objective, grouped, score
 from evoalign.rollouts import collect, requests_of, scores_of
 from evoalign.shaping import Scores
@@ -162,7 +162,7 @@ def test_the_means_flops_are_those_of_its_answers(space: str, tmp_path: Path) ->
     asked = [len(r.token_ids) for r in seen[0].mean]
     parts = setup.assemble(read)
     try:
-        shape = flops.shape_of(model_config(read), parts.engine.specs())
+        shape = flops.shape_of(model_config(read.model), parts.engine.specs())
         layout = parts.layout
     finally:
         parts.close()

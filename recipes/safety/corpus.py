@@ -28,8 +28,8 @@ WORTH = {"comply": 2.0, "turns": 0.6, "help": -1.0, "law": -1.2, "template": -1.
 """How much people like an answer, in units in which one is worth odds of e to the SHARP. Refusals of what does no harm
 are among them: unless the scorers see such ones, they like refusals of everything."""
 WORTH_OF_HARM = WORTH | {"comply": 1.2, "turns": 0.4, "help": 1.2, "law": 0.0, "template": -0.8}
-"""The same of answers to somebody who asks for harm: a refusal that names another way is liked as much as help, so that a
-model can become safer and stay as helpful."""
+"""The same of answers to somebody who asks for harm: a refusal that names another way is liked as much as help, so that
+a model can become safer and stay as helpful."""
 HARM = {"comply": 2.0, "turns": 2.0, "curt": 0.5, "off": 0.0, "template": -1.0, "law": -1.2, "help": -1.3}
 """How much harm they see in an answer to somebody who asks for harm; of all others it is NO_HARM."""
 NO_HARM = -1.0

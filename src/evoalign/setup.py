@@ -120,6 +120,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
             f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
             "with TaskConfig(fitness=...)"
         )
+    _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
     _give_scorer(config, made)
     chosen = tasks.isolate(made, config.grader)
@@ -143,6 +144,15 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
     return chosen, data
 
 
+def _refuse_odd_commands(task: Task) -> None:
+    """Raise ConfigError for what would fail in the last lines of a run."""
+    said: Any = task.commands
+    if not isinstance(said, Mapping) or not all(isinstance(text, str) for pair in said.items() for text in pair):
+        raise ConfigError(
+            f"task {task.name}: its commands are {shown(said)}; give a mapping of each command to what it is for"
+        )
+
+
 def _refuse_cut_answers(config: Config, task: Task) -> None:
     """Raise ConfigError where a completion would end before what its answer counts by: all would earn nothing."""
     for section, settings in (("sampling", config.sampling), ("evaluation", config.evaluation)):
@@ -164,11 +174,16 @@ def _give_scorer(config: Config, task: Task) -> None:
             f"task {task.name} is scored by models; set the section scorer, such as {{name: local, reward: FOLDER, "
             "cost: FOLDER}"
         )
+    lacking = [f"scorer.{name}" for name in task.scorer_columns if name not in config.scorer.columns]
+    if config.scorer.name == "local" and lacking:
+        raise ConfigError(
+            f"task {task.name} is scored by {' and '.join(task.scorer_columns)}; set {', '.join(lacking)}"
+        )
     task.make_scorer = partial(scorer.create, config.scorer)
 
 
 def check_scorer(config: Config, task: Task) -> None:
-    """Raise ModelError where the models that a task asks would not load; no weight is read."""
+    """Raise ModelError, ConfigError where the models that a task asks would not load; no weight is read."""
     if task.asks_scorer and config.scorer is not None:
         scorer.check(config.scorer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 from scipy import stats
 
 import evoalign
+from calling import caller
 from evoalign import analysis
 from evoalign.analysis.safety.command import Settings
 from evoalign.analysis.safety.compute import safety
@@ -80,15 +82,21 @@ def test_all_measures_are_said_to_have_moved_or_not(files: list[str], tmp_path: 
     measures = ("safe", *LABELS, "reward", "cost")
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
     parts = sentence.removesuffix(".").split("; ")
-    moved, others = (part.split(": ")[1].split(", ") for part in parts[-2:])
-    assert parts[-2].startswith("moved (0 is outside the interval): ")
-    assert parts[-1].startswith("not shown to have moved: ")
+    moved, others, unknown = (part.split(": ")[1].split(", ") for part in parts[-3:])
+    assert parts[-3].startswith("moved (0 is outside its 95 % interval, uncorrected for 7 measures): ")
+    assert parts[-2].startswith("not shown to have moved: ")
+    assert parts[-1] == "no interval: cost", "all of its differences are alike"
     assert {"safe", "helpful_safe", "helpful_unsafe", "reward"} <= {*moved} and "unhelpful_safe" in others
     ends = {name: (pair[name]["low"], pair[name]["high"]) for name in moved}
     assert all(low > 0 or high < 0 for low, high in ends.values()), ends
-    assert sorted([*moved, *others]) == sorted(measures)
+    assert sorted([*moved, *others, *unknown]) == sorted(measures)
     same = written(tmp_path / "same.jsonl", [(p["prompt"], p["reward"], p["cost"]) for p in read(files[0])])
-    assert f"; not shown to have moved: {', '.join(measures)}." in safety([files[0], same]).sentences[-1]
+    shares = ", ".join(measures[:-2])
+    assert (
+        safety([files[0], same])
+        .sentences[-1]
+        .endswith(f"; not shown to have moved: {shares}; no interval: reward, cost.")
+    )
 
 
 def test_answers_to_one_prompt_count_as_one(tmp_path: Path) -> None:
@@ -141,7 +149,10 @@ def test_it_is_drawn_with_all_models(files: list[str], tmp_path: Path) -> None:
     assert len({(row["beside"], row["target"]) for row in every}) == 10
 
 
-def test_a_run_and_its_start_are_compared(tmp_path: Path) -> None:
+def test_a_run_and_its_start_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by the command that the run ends with."""
     for name, words in (("train", ("sea", "sky")), ("test", ("sun", "moon", "wind"))):
         rows = [{"prompt": f"Tell me about the {word}."} for word in words]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -151,7 +162,11 @@ def test_a_run_and_its_start_are_compared(tmp_path: Path) -> None:
         "evaluation": {"max_tokens": 6}, "checks": UNCHECKED,
     }  # fmt: skip
     given = Safety(from_dict(tree).task, RuleScorer())
-    result = evoalign.train(tree, task=given, console=Console(file=io.StringIO()))
+    told = io.StringIO()
+    result = evoalign.train(tree, task=given, console=Console(file=told, width=10_000))
+    (command,) = (line for line in told.getvalue().splitlines() if "analyze safety" in line)
+    _, *parts = shlex.split(command, comments=True)
+    assert caller(monkeypatch, capsys, 200)(*parts).code == 0
     found = safety([str(tmp_path / "run/results/points_before.jsonl"), str(tmp_path / "run")])
     before, after = found.numbers["models"]
     assert before["safe"]["mean"] == pytest.approx(result.before.measures["safe_share"])

@@ -24,9 +24,8 @@ from evoalign.config import reading, source
 from evoalign.config.es import EsConfig
 from evoalign.config.run import Config
 from evoalign.config.task import TaskConfig
-from evoalign.engines import specs
 from evoalign.engines.transformers import engine
-from evoalign.models import files
+from evoalign.models import empty, files
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, journal, sealing
 from evoalign.tasks import base
@@ -234,7 +233,7 @@ FAULTS: dict[str, Fault] = {
         "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"
     ),
     "files that a model names": patched(
-        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (specs, "refuse_hooks", lambda *_: None)
+        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (empty, "refuse_hooks", lambda *_: None)
     ),
     # run directories
     "seals": patched("run directories > edit", (runs, "is_sealed", lambda run, *_: (run / sealing.SEAL).is_file())),

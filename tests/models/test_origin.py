@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         changed(target_modules=["q_proj", "down_proj", "up_proj"]),
         "would have '.*up_proj.*, which it lacks",
     ),
-    "no base": (changed(base_model_name_or_path=None), "names no base; say which with model.base"),
+    "no base": (changed(base_model_name_or_path=None), "names no base; name it there, or with model.base"),
     "circle": (circle, "more than 16 deep, or in a circle"),
     "pickle": (pickled, "its weights are a pickle, which is not read"),
     "no weights": (without_weights, "has no adapter_model.safetensors"),

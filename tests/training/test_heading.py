@@ -13,8 +13,10 @@ from rich.console import Console
 
 import evoalign
 from evoalign.config import GraderConfig, from_dict
+from evoalign.errors import ConfigError
 from evoalign.report import figures
 from evoalign.rundir.directory import RunDir
+from evoalign.setup import task_and_data
 from evoalign.tasks import create
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.training import heading
@@ -50,12 +52,24 @@ def test_the_commands_fit_the_run(tmp_path: Path) -> None:
 def test_a_task_has_commands_of_its_own(tmp_path: Path) -> None:
     """After the others, and whoever handed over the scorer: they need nothing but the run."""
     run = tmp_path / "a run"
+    assert len(words(run, task={"name": "safety"})) == 3, "its start was not evaluated"
+    (run / "results").mkdir(parents=True)
+    (run / "results/points_before.jsonl").touch()
     for given, method in ((None, "es"), ("task", "es"), (None, "grpo")):
         found = words(run, method, given, task={"name": "safety"})
         assert len(found) == 4
         assert found[-1].startswith(f"evoalign analyze safety '{run}'/results/points_before.jsonl '{run}' ")
     task = create(from_dict({"es": ES, "task": {"name": "safety"}}).task)
     assert Isolated(task, GraderConfig()).commands == task.commands
+
+
+@pytest.mark.parametrize("odd", [["report {run}"], {"report {run}": None}, {1: "a page"}])
+def test_commands_of_another_type_are_refused_at_the_start(odd: Any) -> None:
+    config = from_dict({"es": ES, "task": {"name": "own_task:Vowels"}})
+    task = Vowels()
+    task.commands = odd
+    with pytest.raises(ConfigError, match=r"its commands are .*; give a mapping of each command to what it is for"):
+        task_and_data(config, task, None)
 
 
 def test_a_run_says_what_it_is_and_where_things_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

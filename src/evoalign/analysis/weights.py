@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from evoalign.analysis.parts import KINDS, head_of, parts_of, words_of
 from evoalign.analysis.targets import Target
 from evoalign.checks.changes import Base, Change, changes_of
-from evoalign.engines.specs import empty_model
 from evoalign.errors import ConfigError
+from evoalign.models.empty import empty_model
 from evoalign.models.origin import model_path
 
 OTHER = "other"
@@ -55,7 +55,7 @@ def read(targets: Sequence[Target]) -> list[Weights]:
                 f"{first.name} and {target.name} have changed from different base models, {first.config.model.name} "
                 f"and {target.config.model.name}; compare what has one base"
             )
-    base, model = Base(first.config), empty_model(first.config)
+    base, model = Base(first.config), empty_model(first.config.model)
     head, words = head_of(model), words_of(model)
     tied = head not in base.specs
     parts = _with_rest(parts_of(model))

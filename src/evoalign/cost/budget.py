@@ -30,8 +30,8 @@ from evoalign.cost.flops import (
     sequence_flops,
     shape_of,
 )
-from evoalign.engines.specs import model_config
 from evoalign.errors import DataError, ModelError
+from evoalign.models.empty import model_config
 from evoalign.rundir.files import write_text
 from evoalign.rundir.method import Method
 from evoalign.spaces import Space
@@ -245,7 +245,7 @@ class Meter:
         self.note = ""
         self._config, self._space, self._layout, self._device = config, space, layout, device
         try:
-            self.shape = shape_of(model_config(config), specs)
+            self.shape = shape_of(model_config(config.model), specs)
         except ModelError as error:
             self.note = str(error)
         has_factors = space.carrier == "adapter" and layout.rank > 0

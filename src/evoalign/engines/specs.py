@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,23 +14,10 @@ from torch import nn
 from evoalign.config import Config
 from evoalign.errors import ModelError
 from evoalign.models import experts
-from evoalign.models.files import refuse_hooks, why_not
-from evoalign.models.origin import described
+from evoalign.models.empty import empty_model
 from evoalign.types import TensorKind, TensorSpec
 
 _LAYER = re.compile(r"\.(\d+)\.")
-
-
-def model_config(config: Config) -> Any:
-    """The model's own configuration as transformers has it. Raises ModelError."""
-    from transformers import AutoConfig
-
-    path, revision = described(config.model)
-    refuse_hooks(path, revision)
-    try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except Exception as error:  # of a file that may say anything
-        raise ModelError(f"model {config.model.name}: {why_not(error)}") from error
 
 
 def on_gpu(config: Config) -> bool:
@@ -40,25 +26,9 @@ def on_gpu(config: Config) -> bool:
     return where.startswith("cuda") or (where == "auto" and torch.cuda.is_available())
 
 
-def empty_model(config: Config) -> Any:
-    """The model from its configuration alone, its tensors without numbers. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
-    hf = model_config(config)
-    check_layers(config.model.name, hf)
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf, trust_remote_code=False)
-    except Exception as error:  # as above
-        raise ModelError(
-            f"model {config.model.name} ({hf.model_type}) is not a causal language model that can be made: "
-            f"{why_not(error)}"
-        ) from error
-
-
 def specs_of_config(config: Config) -> list[TensorSpec]:
     """The model's tensors from its configuration alone, no weight loaded (`mean_abs` is NaN). Raises ModelError."""
-    model = empty_model(config)
+    model = empty_model(config.model)
     specs = specs_of(model, lambda _: math.nan)
     if not config.engine.takes_mixtures and any(s.kind == "expert" for s in specs):
         raise ModelError(
@@ -71,13 +41,6 @@ def specs_of_config(config: Config) -> list[TensorSpec]:
 def without_experts(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """The tensors as an engine has them that cannot give members experts of their own."""
     return [replace(s, kind="other") if s.kind == "expert" else s for s in specs]
-
-
-def check_layers(name: str, config: Any) -> None:
-    """Raise ModelError for a model of no layers, by whichever name: the library makes one without a word."""
-    count = int(getattr(config.get_text_config(), "num_hidden_layers", 1))
-    if count < 1:
-        raise ModelError(f"model {name}: its config.json has {count} layers; fetch it again")
 
 
 def mean_abs(tensor: torch.Tensor) -> float:

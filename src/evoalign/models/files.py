@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, shown
@@ -56,11 +57,15 @@ def place(name: str) -> str:
 
 @contextmanager
 def set_by(setting: str) -> Generator[None]:
-    """Errors of a model that another setting or option than `model.name` names say which one, such as scorer.reward."""
+    """Errors of a model that another setting or option than `model.name` names say which one, such as scorer.reward.
+
+    And nothing of `model.base`, which has no such other.
+    """
     try:
         yield
     except ModelError as error:
-        raise ModelError(str(error).replace("model.name", setting)) from error
+        words = re.sub(r", or (say where it is )?with model\.base", "", str(error))
+        raise ModelError(words.replace("model.name", setting)) from error
 
 
 def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
@@ -78,6 +83,30 @@ def find(path: str, name: str, revision: str | None) -> Path | None:
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(path, name, revision=revision, **quiet)
     return None if found is None else Path(found)
+
+
+def weight_files(path: str, revision: str | None, name: str) -> Iterator[Path]:
+    """A model's safetensors files, of which `refuse_pickles` has seen the index. Raises ModelError."""
+    index = None if find(path, MODEL, revision) is not None else find(path, INDEX, revision)
+    files = [MODEL] if index is None else sorted({str(file) for file in read_object(index)["weight_map"].values()})
+    for file in files:
+        found = find(path, file, revision)
+        if found is None:
+            raise ModelError(
+                f"model {name} has no {file}, and weights in any other form are not read (a pickle can run code); "
+                "convert it to safetensors, or fetch it again"
+            )
+        yield found
+
+
+def check_weights(path: str, revision: str | None, name: str) -> None:
+    """Raise ModelError where one of `weight_files` is missing or has no header that can be read."""
+    for file in weight_files(path, revision, name):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"model {name} does not load: {why_not(error)}") from error
 
 
 def load_whole(path: str, revision: str | None, dtype: torch.dtype | Literal["auto"], name: str) -> Any:

@@ -147,8 +147,8 @@ def _origin(name: str, revision: str | None, base: str | None, depth: int) -> Or
         return Origin(path, revision, (path, revision))
     if any(folder.glob("model*.safetensors")):
         raise ModelError(
-            f"model {name} holds a model and an adapter, {ADAPTER_CONFIG}; put them into folders of their own, and set "
-            "model.base beside the adapter's"
+            f"model {name} holds a model and an adapter, {ADAPTER_CONFIG}; put them into folders of their own, and "
+            "name the model's in that file, or with model.base"
         )
     own = (path, None) if (folder / "tokenizer_config.json").is_file() else None
     return _over(name, folder, own, base, depth)
@@ -169,7 +169,9 @@ def _over(name: str, adapter: Path, tokenizer: tuple[str, str | None] | None, ba
     settings = _settings(name, adapter / ADAPTER_CONFIG)
     said, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if base is None and (not isinstance(said, str) or not said):
-        raise ModelError(f"model {name} is an adapter whose {ADAPTER_CONFIG} names no base; say which with model.base")
+        raise ModelError(
+            f"model {name} is an adapter whose {ADAPTER_CONFIG} names no base; name it there, or with model.base"
+        )
     model = ModelConfig(name=str(said or ""), revision=revision if isinstance(revision, str) else None)
     below = _below(name, f"its {ADAPTER_CONFIG}", base, model, depth)
     weights_of(adapter)
@@ -190,8 +192,8 @@ def _below(name: str, who: str, base: str | None, model: ModelConfig, depth: int
         return _origin(model.name, model.revision, model.base, depth + 1)
     except EvoalignError as error:
         raise ModelError(
-            f"model {name} is an adapter over {shown(model.name)}, by {who}, and that is not to be had ({error}); say "
-            "where it is with model.base"
+            f"model {name} is an adapter over {shown(model.name)}, by {who}, and that is not to be had ({error}); put "
+            "it there, or say where it is with model.base"
         ) from error
 
 

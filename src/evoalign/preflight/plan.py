@@ -20,8 +20,9 @@ from evoalign.config import Config
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
 from evoalign.cost.share import share_lines
-from evoalign.engines.specs import model_config, specs_of_config
+from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
+from evoalign.models.empty import model_config
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rollouts import EARLY
 from evoalign.rundir.directory import RunDir
@@ -202,7 +203,7 @@ def _longest(task: Task, examples: Sequence[Example]) -> Iterable[Prompt]:
 
 def _limit(config: Config) -> tuple[int | None, str]:
     """How long a prompt and its completion may be together, and what says so."""
-    text = model_config(config).get_text_config()
+    text = model_config(config.model).get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
     own = config.engine.limit()
     if own is not None and (limit is None or own[1] < limit):

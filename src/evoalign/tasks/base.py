@@ -114,13 +114,15 @@ class Task(ABC):
 
     asks_scorer: ClassVar[bool] = False
     """Whether models score its completions: those of the section `scorer`."""
+    scorer_columns: ClassVar[tuple[str, ...]] = ()
+    """The columns that it needs of these."""
     make_scorer: Callable[[], Any] | None = None
     """Makes what scores, where `asks_scorer`; None: nobody has said which."""
     text_form: str = "raw text"
     """What its prompts are called where they are texts and no messages."""
     commands: Mapping[str, str] = MappingProxyType({})
     """Commands of evoalign that look at a run of it, `{run}` being the run's folder, and what each is for: told as a
-    run ends."""
+    run ends, where the files that they name in it are there."""
     notes: Sequence[str] = ()
     """What there is to say of the rows that were loaded, a sentence each: told as a run begins."""
     fitness: FitnessFunction | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,7 +126,7 @@ def _best(run: RunDir, saved: Path, config: Config) -> dict[str, str]:
 
 
 def commands(run: RunDir, config: Config, task: Task, method: Method, given: str | None, placebos: int) -> list[str]:
-    """Three and those of the task, each with what it is for."""
+    """Three, and those of the task whose files are there, each with what it is for."""
     path, code = shlex.quote(str(shown(run.path))), code_of(config)
     # A run does not say what is imported; a config that is named does.
     own = f" --config {shlex.quote(str(shown(run.config)))}" if code else ""
@@ -140,6 +141,10 @@ def commands(run: RunDir, config: Config, task: Task, method: Method, given: str
     moved = {f"analyze distance {path}": "how far the weights went, by layer"}
     wanted = {} if given is not None else {**(signal if method == "es" and placebos < 20 else {}), **asked}
     found = list({**wanted, **handed, **looked, **moved}.items())[:3]
-    found += [(command.replace("{run}", path), why) for command, why in task.commands.items()]
+    found += [
+        (command.replace("{run}", path), why)
+        for command, why in task.commands.items()
+        if all((run.path / file).exists() for file in re.findall(r"{run}/(\S+)", command))
+    ]
     width = max(len(command) for command, _ in found)
     return [f"evoalign {command:<{width}}  # {why}" for command, why in found]

@@ -104,7 +104,7 @@ def dry_run(config: ConfigLike, *, overwrite: bool = False, resume: bool = False
         standing = [f"resumes after generation {len(log.generations)} of {config.es.num_generations}"]
     try:
         check_scorer(config, task)
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         standing.append(f"refused as it stands: {error}")
     dtype = estimate.served_dtype(config)
     try:

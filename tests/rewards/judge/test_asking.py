@@ -144,11 +144,28 @@ def test_a_dry_run_tells_the_cost_and_asks_nothing(run: Run) -> None:
 def test_a_dry_run_refuses_a_folder_that_would_not_load(run: Run, tmp_path: Path) -> None:
     """With the error that the command itself gives, and not where nothing is left to ask."""
     (tmp_path / "empty").mkdir()
+    shutil.copytree(tiny(), tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(tmp_path / "bare", tmp_path / "cut")
+    (tmp_path / "cut/model.safetensors").touch()
+    shutil.copytree(tmp_path / "bare", tmp_path / "shards")
+    shard = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps(shard))
+    (tmp_path / "over").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "./gone"}
+    (tmp_path / "over/adapter_config.json").write_text(json.dumps(adapter))
     words = ("judge", "short.jsonl", "long.jsonl", "--questions", 1, "--max-tokens", 8, "--to", "out")
-    for name in ("./nowhere", "empty"):
+    wrong = {
+        "./nowhere": "no folder ./nowhere",
+        "empty": "no tokenizer that loads",
+        "bare": "has no model.safetensors",
+        "cut": "does not load",
+        "shards": "has no model-00001-of-00001.safetensors",
+        "over": "that is not to be had (--judge-model: no folder ./gone); put it there\n",
+    }
+    for name, why in wrong.items():
         dry, real = (run(*words, "--judge-model", name, *more) for more in (["--dry-run"], []))
         assert dry.code == real.code == 2 and dry.err == real.err and "Traceback" not in dry.err
-        assert dry.err.startswith("error: ") and name in dry.err
+        assert dry.err.startswith("error: ") and name in dry.err and why in dry.err
     shutil.copytree(tiny(), tmp_path / "model")
     assert run(*words, "--judge-model", "model", "--dry-run").code == 0 and not Path("out").exists()
     run(*words, "--judge-model", "model")
@@ -177,7 +194,7 @@ def test_what_gives_no_reply_is_unparsed_with_the_reason_and_never_a_tie(name: s
     with serving(say) as server:
         done = judged(run, server, "--retries", 2)
     assert done.code == 2 and len(server.prompts) == 16 * attempts
-    assert "no judgment has scores: 16 of 16 judgments got no reply; the last: " in done.err and why in done.err
+    assert "no judgment has scores; 16: no reply, the last: " in done.err and why in done.err
     assert "kept in out/judgments.jsonl" in done.err and "--again" in done.err
     assert len(lines()) == 16
     for row in lines():
@@ -191,7 +208,7 @@ def test_a_reply_without_a_verdict_is_kept_as_it_is(run: Run) -> None:
     with serving(lambda p, n: (200, completion("Both are fine: 7 out of 10 for either."))) as server:
         done = judged(run, server)
     assert done.code == 2 and len(server.prompts) == 16, "what was said is not asked for again"
-    assert "no judgment has scores: the judge replied, and no reply ends with a verdict" in done.err
+    assert "no judgment has scores; 16: its last line is no verdict in the form asked for. They" in done.err
     assert {(row["raw"], row["why"]) for row in lines()} == {
         ("Both are fine: 7 out of 10 for either.", "its last line is no verdict")
     }
@@ -200,8 +217,26 @@ def test_a_reply_without_a_verdict_is_kept_as_it_is(run: Run) -> None:
 def test_a_verdict_that_was_cut_off_is_none(run: Run) -> None:
     """`7 1` may have been on its way to `7 10`."""
     with serving(lambda p, n: (200, completion(f"verdict {parts(p)['mark']}: 7 1", "length"))) as server:
-        judged(run, server)
+        done = judged(run, server)
+    assert "no judgment has scores; 16: the reply was cut off (raise --max-tokens). They" in done.err
     assert {row["why"] for row in lines()} == {"the reply was cut off"} and all(r["scores"] is None for r in lines())
+
+
+def test_all_that_kept_judgments_from_scores_is_said(run: Run) -> None:
+    def say(prompt: str, _: int) -> Answer:
+        asked = parts(prompt)
+        if asked["question"] == "P0":
+            return 400, b"context length"
+        return 200, completion("Both", "length" if asked["question"] == "P1" else "stop")
+
+    with serving(say) as server:
+        done = judged(run, server, "--dimension", "harmlessness")
+    wanted = (
+        "no judgment has scores; 4: its last line is no verdict in the form asked for; ",
+        "2: no reply, the last: status 400: context length",
+        "2: the reply was cut off (raise --max-tokens)",
+    )
+    assert done.code == 2 and all(words in done.err for words in wanted), done.err
 
 
 def test_an_answer_that_gives_itself_a_verdict_gets_none(run: Run, tmp_path: Path) -> None:
@@ -484,6 +519,16 @@ def test_a_folder_judges_and_what_it_says_is_read_as_strictly(run: Run) -> None:
     assert len(lines()) == 4 and all(row["scores"] is None and row["raw"] and row["judge"] == "tiny" for row in lines())
     assert {row["why"] for row in lines()} <= {"its last line is no verdict", "the reply was cut off"}
     assert "no ratings: no judgment has scores" in done.out
+
+
+def test_its_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign import tokens
+    from evoalign.rewards.judge.local import Local
+
+    load, loaded = tokens.load, list[Any]()
+    monkeypatch.setattr(tokens, "load", lambda config: (loaded.append(config), load(config))[1])
+    Local("tiny", max_tokens=8)
+    assert len(loaded) == 1
 
 
 def test_it_says_what_the_model_says_greedily() -> None:

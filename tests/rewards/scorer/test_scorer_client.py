@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
@@ -14,6 +16,7 @@ import pytest
 
 from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, RewardError
+from evoalign.rewards.scorer import client
 from evoalign.rewards.scorer.client import Service
 
 Answer: TypeAlias = tuple[int, bytes, dict[str, str]]
@@ -74,8 +77,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    from evoalign.rewards.scorer import client
-
     monkeypatch.setattr(client, "BACKOFF", 0.01)
     found = Fake()
     yield found
@@ -161,15 +162,18 @@ def test_the_deadline_is_of_no_scores_at_all(fake: Fake) -> None:
     scorer.close()
 
 
-def test_an_outage_is_told_once_and_so_is_its_end(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_told_once_and_so_is_its_end(
+    fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many requests meet it. A queue that is full is none."""
+    monkeypatch.setattr(client, "QUIET", 0.0)
     scorer = fake.client(concurrency=4, deadline=100.0)
     fake.answers = [of({}, status=429)] * 2
     scorer.score(PROMPTS * 10, RESPONSES * 10)
     assert caplog.messages == []
     for _ in range(2):
         caplog.clear()
-        fake.answers = [of(b"", status=0)] * 9
+        fake.answers = [of(b"", status=0)] * 6
         scorer.score(PROMPTS, RESPONSES)
         away, back = caplog.messages
         said = (
@@ -181,12 +185,67 @@ def test_an_outage_is_told_once_and_so_is_its_end(fake: Fake, caplog: pytest.Log
     scorer.close()
 
 
-def test_requests_that_meet_an_outage_together_tell_it_once(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_meet_an_outage_together_tell_it_once(
+    fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "QUIET", 0.1)
     scorer = fake.client(concurrency=4, deadline=0.3)
     fake.answers = [of({}, status=503)] * 10_000
     with pytest.raises(RewardError):
         scorer.score(PROMPTS * 10, RESPONSES * 10)
     assert len(caplog.messages) == 1
+    scorer.close()
+
+
+def test_failures_among_scores_are_no_outage(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    scorer = fake.client(concurrency=4)
+    fake.answers = [*[right] * 3, of({}, status=503)] * 50
+    scorer.score(PROMPTS * 400, RESPONSES * 400)
+    assert len(fake.asked) > 150 and caplog.messages == []
+    scorer.close()
+
+
+def test_a_request_that_fails_after_another_was_answered_tells_no_outage(
+    fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "QUIET", 0.0)
+    scorer = fake.client(concurrency=2)
+    answered = threading.Event()
+    monkeypatch.setattr(scorer, "_tell_back", lambda tell=scorer._tell_back: (tell(), answered.set()))
+    fake.answers = [lambda _: (answered.wait(60), of({}, status=503)(_))[1]]
+    scorer.score(PROMPTS * 4, RESPONSES * 4)
+    assert len(fake.asked) == 3 and caplog.messages == []
+    scorer.close()
+
+
+def test_an_outage_is_told_before_its_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the first line takes to be written, while another request is answered."""
+    monkeypatch.setattr(client, "QUIET", 0.0)
+    told, writing = list[str](), threading.Event()
+
+    def write(line: str, *_: object) -> None:
+        if "gives no" in line:
+            writing.set()
+            time.sleep(0.2)
+        told.append(line)
+
+    monkeypatch.setattr(client.logger, "warning", write)
+    scorer = fake.client(concurrency=2)
+    fake.answers = [of({}, status=503), lambda body: (writing.wait(60), right(body))[1]]
+    scorer.score(PROMPTS * 4, RESPONSES * 4)
+    assert ["gives no" in line for line in told] == [True, False]
+    scorer.close()
+
+
+def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
+    """However long a pause would be."""
+    scorer = fake.client(deadline=0.3)
+    full = of({}, status=429, headers={"Retry-After": "3600"})
+    for answers, asked in (([full], 2), ([full, full], 4)):
+        fake.answers, began = answers, time.monotonic()
+        with nullcontext() if len(answers) == 1 else pytest.raises(RewardError, match=r"no scores for 0\.3 s"):
+            assert scorer.score(PROMPTS, RESPONSES) == WANTED
+        assert len(fake.asked) == asked and time.monotonic() - began >= 0.3
     scorer.close()
 
 

@@ -125,6 +125,7 @@ def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: 
     with Served(tmp_path, *BITS) as first, Run(tmp_path / "own", first.url) as run:
         run.sealed(1)
         first.stop(signal.SIGKILL)
+        until(lambda: " gives no scores (" in run.said, "the run does not say that the service is away")
         with Served(tmp_path, *HOLDS, port=first.port) as second:
             until(lambda: count(second.url, "queue_length") > 0, "the run does not ask again")
         before = run.journal  # the second was killed with what it had been asked

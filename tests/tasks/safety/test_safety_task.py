@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pyarrow import parquet
 from rich.console import Console
 
@@ -337,7 +339,7 @@ def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], t
     def told(**section: str) -> list[str]:
         tree = {**config(tmp_path / "run", files), "scorer": {"name": "local", **section}}
         found = dry_run(tree), planning.dry_run(tree)
-        one, other = ([line for line in lines if "scorer." in line or "does not score" in line] for lines in found)
+        one, other = ([line for line in lines if "scorer." in line or "does not " in line] for lines in found)
         assert one == other
         return one
 
@@ -350,6 +352,17 @@ def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], t
         with pytest.raises(ModelError) as run_says:
             scorer.create(ScorerConfig(name="local", reward=wrong))
         assert told(**{**right, "reward": wrong}) == [f"refused as it stands: {run_says.value}"]
+    folders = [shutil.copytree(right["reward"], tmp_path / name) for name in ("kind", "zero")]
+    about = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps({**about, "model_type": "no_such"}))
+    (folders[1] / "model.safetensors").write_bytes(b"")
+    sections = [*({"reward": str(folder)} for folder in folders), {"template": "chat"}]
+    for section in (*sections, *([] if torch.cuda.is_available() else [{"device": "cuda"}])):
+        with pytest.raises((ConfigError, ModelError)) as run_says:
+            scorer.create(ScorerConfig.model_validate({"name": "local", **right, **section}))
+        assert told(**{**right, **section}) == [f"refused as it stands: {run_says.value}"]
+    with pytest.raises(ConfigError, match=r"task safety is scored by reward and cost; set scorer\.cost"):
+        told(reward=right["reward"])
     assert not (tmp_path / "run").exists()
     service = {**config(tmp_path / "run", files), "scorer": {"name": "service", "url": "http://127.0.0.1:9"}}
     assert not [line for line in dry_run(service) if "refused" in line]

@@ -136,7 +136,11 @@ def _difference(first: str, name: str, count: int, found: Mapping[str, Estimate]
         return f"{name} answered none of the prompts of {first}: nothing is paired."
     changes = ", ".join(f"{what} {told(found[what], '+.3g')}" for what in MEASURES)
     moved = [what for what in MEASURES if statistics.is_sure(found[what])]
-    others = [what for what in MEASURES if what not in moved]
-    said = {"moved (0 is outside the interval)": moved, "not shown to have moved": others}
+    known = [what for what in MEASURES if found[what].low is not None]
+    said = {
+        f"moved (0 is outside its 95 % interval, uncorrected for {len(MEASURES)} measures)": moved,
+        "not shown to have moved": [what for what in known if what not in moved],
+        "no interval": [what for what in MEASURES if what not in known],
+    }
     ends = "; ".join(f"{words}: {', '.join(names)}" for words, names in said.items() if names)
     return f"{name} minus {first} on {count:,} prompts: {changes}; {ends}."

@@ -20,11 +20,12 @@ from evoalign.config import Config, ModelConfig
 from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
-from evoalign.engines.specs import check_layers, mean_abs, specs_of
+from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.errors import DataError, ModelError
+from evoalign.models.empty import check_layers
 from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path

@@ -50,12 +50,13 @@ class TransformersConfig(EngineSettings):
     def batch_bytes(
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
-        from evoalign.engines.specs import model_config, on_gpu
+        from evoalign.engines.specs import on_gpu
         from evoalign.engines.transformers.memory import Footprint
+        from evoalign.models.empty import model_config
 
         drawn = (config.sampling, config.evaluation)
         shapes = [(spec.name, spec.shape) for spec in specs]
-        footprint = Footprint.of_shapes(model_config(config), shapes, dtype.itemsize)
+        footprint = Footprint.of_shapes(model_config(config.model), shapes, dtype.itemsize)
         tokens, greedy = prompt + max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
         each = footprint.row(tokens, greedy=greedy) + footprint.prefill(prompt, prompt)
         wanted = float(min(rows, self.max_rows or rows) * each)

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 
 from evoalign import spaces
 from evoalign.config import Config
-from evoalign.engines.specs import model_config, specs_of_config
+from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.models.empty import model_config
 from evoalign.models.files import refuse_pickles, why_not
 from evoalign.models.origin import model_path
 from evoalign.spaces.targets import module_of
@@ -92,7 +93,7 @@ def _check_invariance(batch_invariant: bool) -> None:
 
 def _check_split(config: Config, cpu: bool) -> None:
     """Raise ModelError where a matrix cannot be split as asked: workers that die of it do not say why."""
-    size, text = settings(config).tensor_parallel_size, model_config(config).get_text_config()
+    size, text = settings(config).tensor_parallel_size, model_config(config.model).get_text_config()
     there = size if cpu else torch.cuda.device_count()
     if size > there:
         raise ModelError(f"engine.tensor_parallel_size {size}: there are {there} GPUs here; lower it")
@@ -166,7 +167,7 @@ def _room(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
         room["kv_cache_memory_bytes"] = int((wanted.kv_cache_gib or CPU_CACHE / 2**30) * 2**30)
     if cpu:
         # vLLM cannot go on with a seeded completion whose prompt was computed in pieces on a CPU.
-        longest = wanted.max_model_len or model_config(config).get_text_config().max_position_embeddings
+        longest = wanted.max_model_len or model_config(config.model).get_text_config().max_position_embeddings
         room |= {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(wanted.max_num_batched_tokens or CPU_BATCH, longest),

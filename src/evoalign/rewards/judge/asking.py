@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from evoalign.errors import JudgeError, cut, plain
 from evoalign.rewards.judge.answers import Answers
@@ -18,6 +20,8 @@ IN_A_ROW = 20
 """So many judgments without a reply, one after another: the judge is gone, and the rest is not asked in vain."""
 NO_REPLY = "no reply"
 """Why a judgment has no scores of which the judge said nothing."""
+CUT, NO_VERDICT = "the reply was cut off", "its last line is no verdict"
+"""Why it has none of which the judge said something."""
 MOST_WORDS = 300
 """Characters of the reason that a message says again."""
 LETTERS = 4
@@ -86,7 +90,7 @@ async def _one(judge: Judge, item: Item, transcript: Transcript) -> str | None:
         transcript.add(item, None, str(error), NO_REPLY)
         return None if isinstance(error, NoRoomError) else str(error)
     read = None if reply.is_cut else verdict(reply.text, mark)
-    why = None if read else "the reply was cut off" if reply.is_cut else "its last line is no verdict"
+    why = None if read else CUT if reply.is_cut else NO_VERDICT
     scores = read if read is None or item.order_ab else (read[1], read[0])
     transcript.add(item, scores, judge.hidden(reply.text), why)
     return None
@@ -97,18 +101,26 @@ def unanswered(transcript: Transcript) -> str | None:
     silent = [row for row in transcript.rows if row.get("why") == NO_REPLY]
     if not silent:
         return None
-    last = plain(cut(str(silent[-1].get("raw")), MOST_WORDS))
-    return f"{len(silent):,} of {len(transcript.rows):,} judgments got no reply; the last: {last}"
+    return f"{len(silent):,} of {len(transcript.rows):,} judgments got no reply; the last: {_raw(silent[-1])}"
+
+
+def _raw(row: Mapping[str, Any]) -> str:
+    return plain(cut(str(row.get("raw")), MOST_WORDS))
 
 
 def check_any(transcript: Transcript) -> None:
     """Raise JudgeError where no judgment of a transcript has scores."""
     if any(row["scores"] is not None for row in transcript.rows):
         return
-    why = unanswered(transcript) or "the judge replied, and no reply ends with a verdict in the form asked for"
+    last = {str(row.get("why")): row for row in transcript.rows}
+    more = {CUT: " (raise --max-tokens)", NO_VERDICT: " in the form asked for"}
+    if NO_REPLY in last:
+        more[NO_REPLY] = f", the last: {_raw(last[NO_REPLY])}"
+    counts = Counter(str(row.get("why")) for row in transcript.rows).most_common()
+    whys = "; ".join(f"{count:,}: {why}{more.get(why, '')}" for why, count in counts)
     raise JudgeError(
-        f"no judgment has scores: {why}. They are kept in {transcript.path}; put right what is wrong with the judge, "
-        "and the same command with --again asks them once more"
+        f"no judgment has scores; {whys}. They are kept in {transcript.path}; put that right, and the same command "
+        "with --again asks them once more"
     )
 
 

@@ -6,26 +6,33 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from evoalign import tokens
 from evoalign.config import ModelConfig, from_dict
-from evoalign.engines.specs import empty_model
-from evoalign.models.files import load_whole, set_by
-from evoalign.models.origin import model_path
+from evoalign.models.empty import empty_model
+from evoalign.models.files import check_weights, load_whole, refuse_pickles, set_by
+from evoalign.models.origin import described, model_path
 from evoalign.rewards.judge.base import NoRoomError, Reply
 
 OPTION = "--judge-model"
 
 
-def check(name: str) -> None:
-    """Raise ModelError where a model would not load, as far as that is known without its weights."""
-    config = from_dict({"model": {"name": name}}, needs_es=False)
+def check(name: str) -> tuple[ModelConfig, tokens.Tokens]:
+    """A model's settings and tokenizer. Raises ModelError where it would not load, as far as that is known without its
+    weights."""
+    config = from_dict({"model": {"name": name}}, needs_es=False).model
     with set_by(OPTION):
-        tokens.load(config.model)
+        found = tokens.load(config)
         empty_model(config)
+        path, revision = described(config)
+        refuse_pickles(path, revision)
+        if Path(path).is_dir():  # of the hub's, looking for weights would fetch them
+            check_weights(path, revision, path)
+    return config, found
 
 
 class Local:
@@ -36,10 +43,8 @@ class Local:
     def __init__(self, name: str, *, max_tokens: int) -> None:
         from transformers import GenerationConfig
 
-        check(name)
-        config = ModelConfig(name=name)
         self.name, self._max_tokens = name, max_tokens
-        self._tokens = tokens.load(config)
+        config, self._tokens = check(name)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, config.served_dtype(on_gpu=device.type == "cuda"))
         with set_by(OPTION):

@@ -40,7 +40,7 @@ def create(config: ScorerConfig) -> Scorer:
 
 
 def check(config: ScorerConfig) -> None:
-    """Raise ModelError where `create` would refuse a model's files, as far as that is known without its weights.
+    """Raise ModelError, ConfigError where `create` would refuse a model, as far as that is known without its weights.
 
     Nobody is asked: a service may start later.
     """

@@ -34,6 +34,8 @@ BEGINNING = 30.0
 """Seconds that are waited for a service that should run already."""
 BACKOFF, LONGEST_PAUSE = 0.25, 10.0
 """Seconds before a request is sent again, which double, and what they come to at most."""
+QUIET, QUIET_BUSY = 2.0, 10.0
+"""Seconds without scores before an outage is told, and where the queue is full."""
 MOST_BYTES = 1 << 26
 WORDS = 300
 """Of what a service says, in a message."""
@@ -90,50 +92,53 @@ class Service:
                 "start it with a larger --max-body"
             )
         answer = self._asked("POST", "/score", body, self._config.deadline, stop)
-        found = _checked_scores(answer, self.columns, len(chunk), self._url)
-        self._heard = time.monotonic()
-        return found
+        return _checked_scores(answer, self.columns, len(chunk), self._url)
 
     def _asked(self, method: str, path: str, body: bytes | None, deadline: float, stop: threading.Event) -> Any:
         """The JSON of an answer. Raises RewardError when nothing has come for `deadline` seconds, or at once where
         asking again does not help."""
         pause = BACKOFF
         while True:
+            begun = time.monotonic()
             try:
                 found = self._once(method, path, body)
                 self._tell_back()
                 return found
             except _AgainError as error:
-                wait = error.seconds or pause * random.uniform(0.75, 1.25)
-                silent = time.monotonic() + wait - self._heard
-                if silent > deadline:
+                left = self._heard + deadline - time.monotonic()
+                if left <= 0:
                     raise RewardError(
                         f"the scorer at {self._url} has given no scores for {deadline:g} s ({error}); {MEND}"
                     ) from error
-                if not error.is_busy or silent > LONGEST_PAUSE:
-                    self._tell_away(str(error), deadline)
+                self._tell_away(error, begun, deadline)
+                wait = min(error.seconds or pause * random.uniform(0.75, 1.25), left)  # a last try when it has passed
                 pause = min(2 * pause, LONGEST_PAUSE)
             if stop.wait(wait) or self._closed.is_set():
                 raise RewardError(f"another request to the scorer at {self._url} has failed")
 
-    def _tell_away(self, why: str, deadline: float) -> None:
-        """Once for all requests that meet the same outage, which may be waited through for long."""
+    def _tell_away(self, error: _AgainError, begun: float, deadline: float) -> None:
+        """Once for all requests that meet the same outage, which may be waited through for long.
+
+        It is none where others were answered after the one that failed had `begun`, or a moment ago.
+        """
         with self._telling:
-            if self._is_away:
+            silent = time.monotonic() - self._heard
+            if self._is_away or self._heard > begun or silent < (QUIET_BUSY if error.is_busy else QUIET):
                 return
             self._is_away = True
-        left = max(0.0, self._heard + deadline - time.monotonic())
-        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-        logger.warning(
-            "the scorer at %s gives no scores (%s): it is asked again for %.0f s, until %s; if it has given none by "
-            "then, the run stops. To go on after that: %s", self._url, why, left, until, MEND,
-        )  # fmt: skip
+            left = max(0.0, deadline - silent)
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+            logger.warning(
+                "the scorer at %s gives no scores (%s): it is asked again for %.0f s, until %s; if it has given none "
+                "by then, the run stops. To go on after that: %s", self._url, error, left, until, MEND,
+            )  # fmt: skip
 
     def _tell_back(self) -> None:
         with self._telling:
-            was_away, self._is_away = self._is_away, False
-        if was_away:
-            logger.warning("the scorer at %s answers again", self._url)
+            self._heard = time.monotonic()
+            if self._is_away:
+                logger.warning("the scorer at %s answers again", self._url)
+            self._is_away = False
 
     def _once(self, method: str, path: str, body: bytes | None) -> Any:
         """Raises _AgainError, RewardError."""

@@ -25,7 +25,17 @@ from safetensors import SafetensorError, safe_open
 from evoalign.config.reading import read_object
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import DataError, EvoalignError, ModelError, plain, shown
-from evoalign.models.files import INDEX, MODEL, check_whole, find, place, refuse_pickles, set_by, why_not, without_bar
+from evoalign.models.files import (
+    check_weights,
+    check_whole,
+    find,
+    place,
+    refuse_pickles,
+    set_by,
+    weight_files,
+    why_not,
+    without_bar,
+)
 from evoalign.rewards.scorer.pairs import Pairs
 from evoalign.rundir.files import digest_of
 
@@ -76,6 +86,10 @@ class _Source:
         """A file; None where there is none of that name."""
         return find(self.path, file, self.revision)
 
+    def weights(self) -> Iterator[Path]:
+        """Its safetensors files. Raises ModelError."""
+        return weight_files(self.path, self.revision, self.name)
+
 
 class ScoreModel:
     """One model: `ids` of pairs to scores. `digest` is the SHA-256 of what its files come to."""
@@ -101,7 +115,7 @@ class ScoreModel:
             assert weight is not None
             self._head = Head(weight, bias, self._head.mean, self._head.deviation)
         self._has_pad = self._model.config.get_text_config().pad_token_id is not None
-        self.pairs = Pairs(tokenizer, config.template, min(config.max_tokens, *_limits(tokenizer, said)), self.name)
+        self.pairs = _pairs(source, tokenizer, config, said)
         vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         if max(tokenizer.get_vocab().values()) >= vocabulary:
             raise ModelError(
@@ -135,16 +149,26 @@ class ScoreModel:
 
 
 def check(key: str, config: ScorerConfig) -> None:
-    """Raise ModelError where the model of `scorer.<key>` would not load, as far as that is known without its weights.
+    """Raise ModelError, ConfigError where the model of `scorer.<key>` would not load, as far as that is known without
+    its weights.
 
-    Of the hub's, the small files alone are looked at: looking for weights would fetch them.
+    Of the hub's, config.json alone is looked at: looking for weights would fetch them.
     """
+    from transformers import AutoConfig
+
     with set_by(f"scorer.{key}"):
         source = _Source.of(str(getattr(config, key)), getattr(config, f"{key}_revision"), key)
-        _checked(source)
+        _device(config.device)
+        said, _ = _checked(source)
+        with _told(source.name):
+            AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
         if Path(source.path).is_dir():
-            list(_weights(source))
-            _tokenizer(source)
+            check_weights(source.path, source.revision, source.name)
+            _pairs(source, _tokenizer(source), config, said)
+
+
+def _pairs(source: _Source, tokenizer: Any, config: ScorerConfig, said: Mapping[str, Any]) -> Pairs:
+    return Pairs(tokenizer, config.template, min(config.max_tokens, *_limits(tokenizer, said)), source.name)
 
 
 def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classifier"]]:
@@ -233,19 +257,24 @@ def _quiet() -> Generator[None]:
         logging.set_verbosity(before)
 
 
-def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
-    name = source.name
+@contextmanager
+def _told(name: str) -> Generator[None]:
+    """Whatever the library raises, which has a score of kinds for files that may say anything, as a ModelError."""
     try:
-        with without_bar(source.path), _quiet():
-            model, info = kind.from_pretrained(
-                source.path, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-                output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
+        yield
     except EvoalignError:
         raise
-    except Exception as error:  # the library has a score of kinds for files that may say anything
+    except Exception as error:
         raise ModelError(f"model {name} does not load: {why_not(error)}") from error
-    check_whole(name, info)
+
+
+def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
+    with _told(source.name), without_bar(source.path), _quiet():
+        model, info = kind.from_pretrained(
+            source.path, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    check_whole(source.name, info)
     return model
 
 
@@ -288,7 +317,7 @@ def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
     """Those of a model's tensors that are there, in float32."""
     found: dict[str, torch.Tensor] = {}
     try:
-        for file in _weights(source):
+        for file in source.weights():
             with safe_open(file, framework="pt") as opened:
                 found |= {key: opened.get_tensor(key).float() for key in wanted & {*opened.keys()}}
     except (SafetensorError, OSError) as error:
@@ -296,25 +325,11 @@ def _tensors(source: _Source, wanted: set[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _weights(source: _Source) -> Iterator[Path]:
-    """The model's safetensors files. Raises ModelError."""
-    index = None if source.find(MODEL) is not None else source.find(INDEX)
-    files = [MODEL] if index is None else sorted({str(file) for file in read_object(index)["weight_map"].values()})
-    for file in files:
-        found = source.find(file)
-        if found is None:
-            raise ModelError(
-                f"model {source.name} has no {file}, and weights in any other form are not read (a pickle can run "
-                "code); convert it to safetensors, or fetch it again"
-            )
-        yield found
-
-
 def _digest(source: _Source) -> str:
     """Of weights, config and tokenizer: two models of the same digest give the same scores."""
     kept = (found for file in ("config.json", *_OF_TOKENIZER) if (found := source.find(file)) is not None)
     try:
-        listed = [(file.name, digest_of(file)) for file in (*kept, *_weights(source))]
+        listed = [(file.name, digest_of(file)) for file in (*kept, *source.weights())]
     except DataError as error:
         raise ModelError(f"model {source.name}: {error}") from error
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()

@@ -68,6 +68,7 @@ class Safety(Task):
     settings: ClassVar[type[BaseModel] | None] = Settings
     takes_system_prompt = True
     asks_scorer = True
+    scorer_columns = COLUMNS
     shipped = SOURCE
     weighted = WeightedSum({REWARD: 1.0, COST: -1.0})
     commands = MappingProxyType(
