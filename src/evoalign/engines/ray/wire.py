@@ -104,6 +104,8 @@ def rollouts_of(data: object, asked: Sequence[tuple[Member, Request]]) -> list[R
 def _rollout(row: Any, wanted: dict[tuple[int, int], tuple[Member, Request]]) -> Rollout:
     index, number, ids, text, reason, logprobs = row
     member, request = wanted[index, number]
+    if type(index) is not int or type(number) is not int:  # True is 1
+        raise ValueError
     if not isinstance(text, str) or reason not in ("stop", "length") or (logprobs is None) == request.logprobs:
         raise ValueError
     tokens = tuple(ids)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between a driver and its replicas: it comes back as it was, is as small as is said, and is checked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign.engines.ray import wire
+from evoalign.types import Member, Plan, Request, Rollout, Sampling, Update, population
+
+MEMBERS = st.lists(
+    st.builds(Member, st.integers(-2, 2**31 - 1), st.integers(0, 2**32 - 1), st.sampled_from((-1, 0, 1))),
+    max_size=20,
+).map(tuple)
+FINITE = st.floats(allow_nan=False)
+REQUESTS = (
+    Request(0, (1, 2), Sampling(8), seed=5),
+    Request(1, (3,), Sampling(4, 0.7, 0.9, ("\n", "END"), keep_stop=True), 2**63 - 1, logprobs=True),
+    Request(2, (), Sampling(8), member=Member(3, 1, -1)),
+)
+A, B = population(2)
+ASKED = [(A, REQUESTS[0]), (B, REQUESTS[0])]
+SAID = [Rollout(m, 0, (7, 1), "é\ud800 \x00", "stop") for m in (A, B)]
+
+
+@given(st.integers(0, 2**64 - 1), FINITE, MEMBERS)
+def test_a_plan_comes_back(generation: int, sigma: float, members: tuple[Member, ...]) -> None:
+    plan = Plan(generation, sigma, members)
+    assert wire.plan_of(wire.plan_bytes(plan)) == plan
+
+
+def test_a_member_is_at_most_16_bytes_of_a_plan() -> None:
+    sizes = [len(wire.plan_bytes(Plan(0, 1.0, population(n)))) for n in (10, 1010)]
+    assert (sizes[1] - sizes[0]) / 1000 <= 16
+
+
+@given(MEMBERS, FINITE, FINITE, st.sampled_from(("ordered", "library", "own")), st.data())
+def test_an_update_comes_back_to_the_bit(
+    members: tuple[Member, ...], sigma: float, step: float, summation: Any, data: st.DataObject
+) -> None:
+    coefficients = tuple(data.draw(st.lists(FINITE, min_size=len(members), max_size=len(members))))
+    update = Update(3, 4, members, coefficients, sigma, step, 0.25, summation)
+    assert wire.update_of(wire.update_bytes(update)) == update
+
+
+def test_requests_come_back() -> None:
+    assert tuple(wire.requests_of(wire.requests_bytes(REQUESTS))) == REQUESTS
+
+
+def test_completions_come_back_in_the_order_in_which_they_were_asked() -> None:
+    assert wire.rollouts_of(wire.rollouts_bytes(reversed(SAID)), ASKED) == SAID
+    known = [Rollout(A, 1, (7,), "x", "length", (-0.1,))]
+    assert wire.rollouts_of(wire.rollouts_bytes(known), [(A, REQUESTS[1])]) == known
+
+
+GOOD: list[Any] = [[0, 0, [7, 1], "x", "stop", None], [1, 0, [7], "y", "length", None]]
+
+
+@pytest.mark.parametrize("data", [
+    None, 5, b"", b"no", b"[", b"{}", b"[1]", b"[[]]", b"[" * 100_000, json.dumps(GOOD[:1]).encode(),
+    json.dumps([*GOOD, GOOD[0]]).encode(), json.dumps([GOOD[0], [2, 0, [7], "y", "stop", None]]).encode(),
+    *(
+        json.dumps([GOOD[0], [*GOOD[1][:place], wrong, *GOOD[1][place + 1 :]]]).encode()
+        for place, wrong in (
+            (2, "7"), (2, [1.5]), (2, [-1]), (2, [7] * 9), (2, None), (3, 5), (4, "gone"), (5, [0.0]), (0, True), (0, [1]),
+        )
+    ),
+])  # fmt: skip
+def test_what_is_no_list_of_completions_is_a_fault(data: object) -> None:
+    with pytest.raises(wire.GarbageError):
+        wire.rollouts_of(data, ASKED)
