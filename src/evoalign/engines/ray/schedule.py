@@ -77,18 +77,27 @@ class Schedule:
             ref = sent.setdefault(id(asked), None) or self._ray.put(wire.requests_bytes(asked))
             sent[id(asked)] = ref
             todo.append(Chunk(pairs_of(part.members, asked), wire.plan_bytes(part), ref))
-        left, spent = len(todo), list[float]()
+        try:
+            yield from self._answers(todo, len(todo))
+        finally:  # what slow replicas still have, or what is left half-way, is nobody's
+            for work in self._running.values():
+                work.chunk.is_done = True
+
+    def _answers(self, todo: deque[Chunk], left: int) -> Iterator[Rollout]:
+        spent = list[float]()
         while left:
             self._hand_out(todo, spent)
             for work, rollouts in self._finished():
                 chunk = work.chunk
                 chunk.holders -= 1
-                if rollouts is not None and not chunk.is_done:
+                if chunk.is_done:
+                    continue
+                if rollouts is not None:
                     spent.append(time.monotonic() - work.began)
                     chunk.is_done = True
                     left -= 1
                     yield from rollouts
-                elif not chunk.is_done and not chunk.holders and chunk not in todo:
+                elif not chunk.holders:
                     todo.appendleft(chunk)
 
     def _hand_out(self, todo: deque[Chunk], spent: Sequence[float]) -> None:

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine `ray`, of real actors: what every engine promises, the same journal however many replicas, and their loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evoalign
+from evoalign import tokens
+from evoalign.config import Config, from_dict
+from evoalign.engines.ray import team
+from evoalign.engines.ray.engine import RayEngine
+from evoalign.engines.ray.replica import Replica
+from evoalign.errors import ConfigError, EvoalignError
+from evoalign.testing import engines as contract
+from evoalign.types import Rollout, population
+
+pytestmark = pytest.mark.slow
+CORES = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Generator[Any]:
+    """One cluster for all: an engine uses the one that this process is connected to."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray")
+    ray.init(
+        address="local", num_cpus=CORES, num_gpus=0, include_dashboard=False, object_store_memory=2**27,
+        log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+def settings(space: str, replicas: int, **ray: Any) -> dict[str, Any]:
+    replica = {"name": "transformers", "device": "cpu", "threads": 1}
+    return {
+        "space": space, "model": {"name": "tiny"}, "deterministic": True, "checks": {"placebo": 0},
+        "task": {"name": "conciseness", "train_data": DATA / "questions_train.json",
+                 "test_data": DATA / "questions_test.json", "train_size": 6, "test_size": 6},
+        "es": {"num_generations": 3, "population_size": 12, "sigma": 0.01, "learning_rate": 0.005},
+        "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8}, "report": False,
+        "engine": {"name": "ray", "replicas": replicas, "cpus": 1, "chunk": 2, "replica": replica, **ray},
+    }  # fmt: skip
+
+
+DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
+
+
+def journal(to: Path, given: dict[str, Any]) -> list[str]:
+    """What a run writes of its generations."""
+    evoalign.train({**given, "output_dir": str(to)})
+    lines = (to / "journal.jsonl").read_text().splitlines()
+    return [line for line in lines if "weights_hash" in line or "coefficients" in line]
+
+
+@pytest.fixture
+def config() -> Config:
+    return from_dict(settings("lora", 2))
+
+
+@pytest.fixture
+def bench(config: Config) -> Iterator[contract.Bench]:
+    with contract.started(RayEngine, config) as found:
+        yield found
+
+
+def _got(seat: team.Seat, what: Callable[[Any], Any]) -> Any:
+    import ray
+
+    return ray.get(seat.actor.__ray_call__.remote(what), timeout=60)
+
+
+def engine_of(bench: contract.Bench) -> RayEngine:
+    assert isinstance(bench.engine, RayEngine)
+    return bench.engine
+
+
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+def test_it_keeps_the_contract(check: contract.Check, bench: contract.Bench) -> None:
+    check(bench)
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_the_journal_does_not_depend_on_the_number_of_replicas(space: str, tmp_path: Path) -> None:
+    found = [journal(tmp_path / str(n), settings(space, n)) for n in (1, 2, 4)]
+    assert len(found[0]) >= 3 and found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_replica_that_is_lost_in_mid_rollout_loses_nothing(how: signal.Signals, config: Config) -> None:
+    wanted = None
+    for lose in (False, True):
+        engine = config.engine.model_copy(update={"patience": 8.0})
+        with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
+            bench.engine.apply(bench.update())
+            plan = bench.plan(population(12))
+            answers: list[Rollout] = []
+            pid = _got(engine_of(bench)._team.seats[0], lambda _: os.getpid())
+            for rollout in bench.engine.rollout(plan, bench.requests):
+                answers.append(rollout)
+                if lose and len(answers) == 1:
+                    os.kill(pid, how)
+            bench.engine.apply(dataclasses.replace(bench.update(), index=1))
+            hashes = engine_of(bench)._team.ask_all("fingerprint")
+            hashes = engine_of(bench)._team.ask_all("fingerprint")
+            assert len(hashes) == 2 and len(set(hashes.values())) == 1
+            found = (sorted(answers, key=lambda r: (r.member.index, r.request)), bench.engine.fingerprint())
+            wanted = wanted or found
+            assert found == wanted
+            assert bool(engine_of(bench).metrics()["restarts"]) == lose
+
+
+def test_garbage_is_a_fault(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = journal(tmp_path / "honest", settings("lora", 2))
+
+    class Broken(Replica):
+        """Answers rubbish once, in the first process that is asked."""
+
+        def rollout(self, plan: bytes, requests: bytes) -> bytes:
+            try:
+                (tmp_path / "told").open("x").close()
+            except FileExistsError:
+                return super().rollout(plan, requests)
+            return b'[[0, 0, [1], "x", "stop", null]]'
+
+    monkeypatch.setattr(team, "Replica", Broken)
+    assert journal(tmp_path / "broken", settings("lora", 2)) == wanted
+    assert (tmp_path / "told").exists()
+
+
+def test_a_replica_whose_mean_differs_is_made_anew(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    engine = config.engine.model_copy(update={"replicas": 3, "compare_every": 1})
+    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
+        bench.engine.apply(bench.update())
+        wanted = bench.engine.fingerprint()
+
+        def spoil(replica: Any) -> None:
+            next(iter(replica._engine.mean.parts)).master.add_(1.0)
+
+        _got(engine_of(bench)._team.seats[1], spoil)
+        assert bench.engine.fingerprint() == wanted
+        assert "replica 1 has another mean than the others" in caplog.text
+        assert set(engine_of(bench)._team.ask_all("fingerprint").values()) == {wanted}
+
+
+def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
+    engine = config.engine.model_copy(update={"restarts": 0})
+    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
+        os.kill(_got(engine_of(bench)._team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
+        with pytest.raises(EvoalignError, match=r"replica 0 died.*engine\.restarts"):
+            bench.engine.fingerprint()
+
+
+def test_more_replicas_than_there_is_room_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoalign.engines.ray.cluster.WAIT", 3.0)
+    many = config.model_copy(update={"engine": config.engine.model_copy(update={"replicas": CORES + 1})})
+    with pytest.raises(EvoalignError, match=r"engine\.replicas: 7 replicas .* find no room"):
+        RayEngine(many, tokens.load(config.model))
+
+
+@pytest.mark.parametrize("replica", [{"name": "ray"}, {"name": "own:Engine"}, {"name": "nothing"}])
+def test_what_cannot_be_a_replica_is_refused(replica: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.replica|unknown engine|cannot be a replica"):
+        from_dict(settings("lora", 2, replica=replica))
+
+
+def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
+    wanted = journal(tmp_path / "whole", settings("lowrank", 2))
+
+    def stop(generation: Any) -> None:
+        if generation.index == 1:
+            raise RuntimeError("stopped")
+
+    cut = settings("lowrank", 2) | {"output_dir": str(tmp_path / "cut")}
+    with pytest.raises(RuntimeError, match="stopped"):
+        evoalign.train(cut, on_generation=stop)
+    cut["engine"]["replicas"] = 1
+    evoalign.train(cut, resume=True)
+    lines = (tmp_path / "cut" / "journal.jsonl").read_text().splitlines()
+    assert [line for line in lines if "weights_hash" in line or "coefficients" in line] == wanted
