@@ -76,10 +76,13 @@ def test_it_loads_and_its_header_has_the_exact_command(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in SHIPPED if not is_grpo(p)], ids=lambda p: p.stem)
 def test_its_step_is_no_surprise(path: Path) -> None:
-    """A step of 0.05 to 2 times the noise's width, but for the studies of the field's own 0.01, which say so."""
+    """A step of 0.05 to 2 times the noise's width, but for the studies of the field's own 0.01, which say so, and for
+    one whose decay takes its steps back, which says so too."""
     config = load([path])
     if path.stem in STUDIES:
         assert config.es.eta == 0.01 and "not expected to learn" in header(path).lower()
+    elif path.stem == "quickstart_safety":
+        assert config.es.eta == pytest.approx(3) and config.es.decay and "eta 3" in path.read_text(encoding="utf-8")
     else:
         assert 0.05 <= config.es.eta <= 2
 

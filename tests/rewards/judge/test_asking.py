@@ -275,7 +275,7 @@ def test_no_server_is_unparsed_too(run: Run) -> None:
         pass
     done = judged(run, server, "--retries", 0, "--questions", 1)
     assert done.code == 2 and all("ConnectError" in row["raw"] and row["scores"] is None for row in lines())
-    assert "4 of 4 judgments got no reply; the last: no reply in 1 attempts; the last: ConnectError" in done.err
+    assert "no judgment has scores; 4: no reply, the last: no reply in 1 attempts; the last: ConnectError" in done.err
     with serving(by_length) as server:
         assert judged(run, server, "--questions", 1).code == 2 and server.prompts == []
         done = judged(run, server, "--questions", 1, "--again", "--prior", "1")
@@ -565,7 +565,7 @@ def test_a_question_that_has_no_room_is_unparsed(run: Run, tmp_path: Path) -> No
         written(tmp_path / f"{name}.jsonl", rows)
     done = run("judge", "short.jsonl", "long.jsonl", "--judge-model", "tiny", "--to", "out", "--questions", 6)
     assert done.code == 2 and len(lines()) == 24 > IN_A_ROW
-    assert "24 of 24 judgments got no reply; the last: the question has" in done.err
+    assert "no judgment has scores; 24: no reply, the last: the question has" in done.err
     assert all("the judge has room for 2048" in row["raw"] and row["why"] == "no reply" for row in lines())
 
 
