@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml
 
-from evoalign.config.engines import ENGINES
+from evoalign.config.engines import ENGINES, SINGLE
 from evoalign.config.run import Config
 
 HERE = Path(__file__).parent
@@ -26,11 +26,15 @@ def schema() -> dict[str, Any]:
     """
     tree = Config.model_json_schema()
     definitions: dict[str, Any] = tree["$defs"]
-    engines: list[Any] = tree["properties"]["engine"].pop("oneOf")
+    listed: list[Any] = tree["properties"]["engine"].pop("oneOf")
+    engines = [definitions.pop(one["$ref"].rpartition("/")[2]) if "$ref" in one else one for one in listed]
+    replica = next(one["properties"]["replica"] for one in engines if "replica" in one["properties"])
+    replicas: list[Any] = replica.pop("oneOf")
+    replica["anyOf"] = [{"enum": list(SINGLE)}, *replicas]
     own = {"type": "object", "properties": {"name": OWN}, "required": ["name"]}
     tree["properties"]["engine"]["anyOf"] = [{"enum": list(ENGINES)}, OWN, *engines, own]
     tree["properties"]["engine"]["description"] = "Which engine answers the prompts, and its own settings."
-    for section in (tree, *definitions.values(), *engines):
+    for section in (tree, *definitions.values(), *engines, *replicas):
         _described(section)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "evoalign"}
 

@@ -30,7 +30,7 @@ class RayConfig(EngineSettings):
     """An existing cluster, such as 10.0.0.1:6379 or auto. None: one of this run's own, on this host alone."""
     cpus: Positive = 1.0
     """CPU cores that Ray keeps for a replica."""
-    gpus: Annotated[float, Field(ge=0)] | None = None
+    gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
     """GPUs that Ray keeps for a replica. None: as many as its engine keeps busy; 0 where that is on a CPU."""
     chunk: Count = 8
     """Members that a replica is handed at once; dense members go one by one. What shares a batch decides the last bits
