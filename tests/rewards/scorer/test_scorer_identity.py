@@ -142,6 +142,20 @@ def test_a_scorer_of_ones_own_need_not_have_a_digest(tmp_path: Path) -> None:
             train(longer(tree), task=given(digest), resume=True)
 
 
+def test_an_evaluation_of_a_run_by_other_models_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no refusal: they may have been chosen."""
+    scorer = local(tmp_path)
+    train(config(tmp_path, scorer))
+    digest = digest_of(scorer)
+    evoalign.evaluate(tmp_path / "run")
+    assert caplog.messages == []
+    models(tmp_path, seed=7)
+    evoalign.evaluate(tmp_path / "run")
+    (said,) = caplog.messages
+    assert said.startswith(f"warning: {tmp_path / 'run'} was scored by other models than score it now")
+    assert f"(digest {digest[:12]}..., and now {digest_of(scorer)[:12]}...)" in said
+
+
 def test_a_run_goes_on_with_the_dtype_that_auto_was(tmp_path: Path) -> None:
     scorer = local(tmp_path)
     train(config(tmp_path, scorer))
