@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from served_scorers import Served
 
 import evoalign
 from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
-from evoalign.errors import ResumeError
+from evoalign.errors import ResumeError, ScorerAwayError
 from evoalign.rewards.scorer import create
 from evoalign.rewards.scorer.local import Local
 from evoalign.tasks.isolated.task import Isolated
@@ -107,6 +108,16 @@ def test_a_run_is_not_resumed_with_a_service_of_other_models(tmp_path: Path) -> 
     models(tmp_path)
     with Served(tmp_path, *words) as service:  # at another port, which is no other scorer
         train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
+
+
+def test_a_service_that_is_not_there_begins_nothing(tmp_path: Path) -> None:
+    with socket.socket() as held:  # bound, and nobody listens
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(ScorerAwayError) as error:
+            train(config(tmp_path, {"name": "service", "url": url, "deadline": 0.3}))
+    assert str(error.value).endswith("; start the service; nothing was begun: then give the same command again")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
