@@ -32,6 +32,10 @@ class RewardError(EvoalignError):
         self.failed = failed
 
 
+class ScorerAwayError(RewardError):
+    """A service of scores is not to be had; once it is, the same may be asked again."""
+
+
 class JudgeError(EvoalignError):
     """A judge refuses, or gives nothing any more; the judgments that it gave are kept."""
 

@@ -133,8 +133,11 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_such_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run; give runs of task safety, or files of points"):
+    give = r"give a finished run of task safety, or a points file \(JSON lines of prompt, response, reward, cost\)"
+    with pytest.raises(ConfigError, match=f"is a folder and no run; {give}"):
         safety([str(tmp_path)])
+    with pytest.raises(ConfigError, match=rf"no file nosuch\.jsonl; {give}"):
+        safety(["nosuch.jsonl"])
 
 
 def test_it_is_drawn_with_all_models(files: list[str], tmp_path: Path) -> None:

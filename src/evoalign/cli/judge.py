@@ -95,7 +95,7 @@ def judge(
     if from_ is not None:
         if targets or judge_model or endpoint:
             raise ConfigError("--from rates judgments that are there; leave out the models and the judge, or --from")
-        _show(read(from_), settings, to)
+        _show(_of_dimensions(read(from_), from_, dimension), settings, to)
         return
     if judge_model is None:
         raise ConfigError("no judge; give --judge-model FOLDER, or --endpoint URL with --judge-model NAME")
@@ -127,6 +127,19 @@ def judge(
     check_any(transcript)
     if (silent := unanswered(transcript)) is not None:
         say(f"warning: {silent}; with --again the same command asks them once more")
+
+
+def _of_dimensions(judgments: list[Judgment], file: Path, wanted: list[Dimension] | None) -> list[Judgment]:
+    """Those of the dimensions that --dimension names; all without it. Raises DataError where one has no judgment."""
+    from evoalign.errors import DataError, plain
+
+    if not wanted:
+        return judgments
+    there = dict.fromkeys(one.dimension for one in judgments)
+    if missing := [one.value for one in wanted if one.value not in there]:
+        has = plain(", ".join(there))
+        raise DataError(f"--dimension: no judgments of {' and '.join(missing)} in {file}; it has {has}")
+    return [one for one in judgments if one.dimension in [dimension.value for dimension in wanted]]
 
 
 def _answers(targets: list[str], questions: int | None, anchor: str | None) -> Asked:

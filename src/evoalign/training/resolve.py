@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -14,13 +15,13 @@ from evoalign import engines, evaluation, tokens
 from evoalign.config import Config, TaskConfig, code_of, from_dict, load
 from evoalign.config.reading import read_object
 from evoalign.engines import Engine
-from evoalign.errors import ConfigError, DataError, ModelError
+from evoalign.errors import ConfigError, DataError, ModelError, plain
 from evoalign.evaluation import Evaluation
 from evoalign.models.files import place
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
-from evoalign.rundir.method import method_of
+from evoalign.rundir.method import MANIFEST, method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Split, Task, with_sources
 from evoalign.tasks.data import parted_otherwise
@@ -32,6 +33,7 @@ NOT_PLAIN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules
 """Settings of PEFT that change what an adapter means."""
 OF_TRAINING = ("seed", "es_", "grpo")
 """What a run is, whatever it is asked with. By its seed the rows it was trained on are told from the others."""
+logger = logging.getLogger("evoalign.scorer")
 
 
 def evaluate(
@@ -71,8 +73,24 @@ def evaluate(
             raise ConfigError(f"task {chosen.name} has no {split} split; set task.validation_size or validation_data")
         found, tokens_, engine = again_if_pruned(Path(target), load, there)
         with closing(engine):
+            _warn_of_other_scorer(Path(target), chosen)
             done = evaluation.evaluate(engine, tokens_, chosen, examples, found.evaluation)
             return evaluation.with_points(chosen, examples, evaluation.with_resampled(chosen, examples, done))
+
+
+def _warn_of_other_scorer(run: Path, task: Task) -> None:
+    """Where models score that are not those of the run, which may be meant: its own numbers are not beside these."""
+    try:
+        recorded = read_object(run / MANIFEST).get("scorer_digest")
+    except DataError:
+        return
+    found = task.scorer_digest() if isinstance(recorded, str) else None
+    if found not in (None, recorded):
+        logger.warning(
+            "warning: %s was scored by other models than score it now, or with another template, max_tokens or dtype "
+            "(digest %s..., and now %s...): its own scores are not to be compared with these",
+            run, plain(str(recorded))[:12], found[:12],
+        )  # fmt: skip
 
 
 def _loaded(config: Config, adapter: Path | None) -> tuple[Config, Tokens, Engine]:

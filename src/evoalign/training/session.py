@@ -26,7 +26,15 @@ from evoalign.checks.verdict import judge
 from evoalign.config import Config
 from evoalign.cost import budget
 from evoalign.cost.budget import Cost
-from evoalign.errors import DataError, EvoalignError, ResumeError, RewardError, RunGoneError, StoppedError
+from evoalign.errors import (
+    DataError,
+    EvoalignError,
+    ResumeError,
+    RewardError,
+    RunGoneError,
+    ScorerAwayError,
+    StoppedError,
+)
 from evoalign.evaluation import Evaluation, with_resampled
 from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
@@ -379,6 +387,9 @@ class Session:
                 self.run.check()
             if not self.done:
                 self.run.undo()
+                if isinstance(error, ScorerAwayError):
+                    nothing = "nothing was begun: " if self.is_new else ""
+                    error.args = (f"{error}; {nothing}then give the same command again",)
                 raise
             explained = isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError)
             if not explained or isinstance(error, ResumeError):  # which says itself what to do

@@ -108,6 +108,18 @@ def test_the_command_prints_and_writes_all_of_it(run: Run, tmp_path: Path) -> No
         assert sentence in done.out
 
 
+def test_the_dimensions_that_are_asked_for_alone_are_rated(run: Run, tmp_path: Path) -> None:
+    games = [
+        one("a", "b", "tied", str(q), dimension=name) for q in range(3) for name in ("helpfulness", "harmlessness")
+    ]
+    file = written(tmp_path / "j.jsonl", map(row, games))
+    done = run("judge", "--from", file, "--dimension", "harmlessness")
+    assert done.code == 0 and "harmlessness" in done.out and "helpfulness" not in done.out
+    written(tmp_path / "j.jsonl", [row(game) for game in games if game.dimension == "helpfulness"])
+    done = run("judge", "--from", "j.jsonl", "--dimension", "harmlessness")
+    assert done.code == 2 and "no judgments of harmlessness in j.jsonl; it has helpfulness\n" in done.err
+
+
 @pytest.mark.parametrize("method", ["bradley-terry", "elo"])
 def test_what_is_not_finite_is_written_and_drawn_too(method: str, run: Run, tmp_path: Path) -> None:
     games = [one("a", "b", "won", str(q)) for q in range(5)]

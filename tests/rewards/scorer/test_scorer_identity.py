@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from served_scorers import Served
 
 import evoalign
 from evoalign.config import GraderConfig, ScorerConfig, TaskConfig, from_dict
-from evoalign.errors import ResumeError
+from evoalign.errors import ResumeError, ScorerAwayError
 from evoalign.rewards.scorer import create
 from evoalign.rewards.scorer.local import Local
 from evoalign.tasks.isolated.task import Isolated
@@ -109,6 +110,16 @@ def test_a_run_is_not_resumed_with_a_service_of_other_models(tmp_path: Path) -> 
         train(longer(config(tmp_path, {"name": "service", "url": service.url})), resume=True)
 
 
+def test_a_service_that_is_not_there_begins_nothing(tmp_path: Path) -> None:
+    with socket.socket() as held:  # bound, and nobody listens
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(ScorerAwayError) as error:
+            train(config(tmp_path, {"name": "service", "url": url, "deadline": 0.3}))
+    assert str(error.value).endswith("; start the service; nothing was begun: then give the same command again")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_of_grpo_is_not_resumed_with_other_weights_of_its_scorer(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     grpo = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
@@ -140,6 +151,20 @@ def test_a_scorer_of_ones_own_need_not_have_a_digest(tmp_path: Path) -> None:
     for digest in ("b" * 64, "no digest", None):
         with pytest.raises(ResumeError, match=f"and now {'bbbbbbbbbbbb' if digest == 'b' * 64 else 'none'}"):
             train(longer(tree), task=given(digest), resume=True)
+
+
+def test_an_evaluation_of_a_run_by_other_models_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no refusal: they may have been chosen."""
+    scorer = local(tmp_path)
+    train(config(tmp_path, scorer))
+    digest = digest_of(scorer)
+    evoalign.evaluate(tmp_path / "run")
+    assert caplog.messages == []
+    models(tmp_path, seed=7)
+    evoalign.evaluate(tmp_path / "run")
+    (said,) = caplog.messages
+    assert said.startswith(f"warning: {tmp_path / 'run'} was scored by other models than score it now")
+    assert f"(digest {digest[:12]}..., and now {digest_of(scorer)[:12]}...)" in said
 
 
 def test_a_run_goes_on_with_the_dtype_that_auto_was(tmp_path: Path) -> None:

@@ -149,6 +149,16 @@ def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
     assert groups(halves.load_data(0).train) == {"TT": 10, "FF": 10}
 
 
+def test_a_protocol_that_the_data_are_too_few_for_is_named(tmp_path: Path) -> None:
+    train = written(tmp_path / "train.jsonl", [row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)])
+    test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
+    told = (
+        "protocol published_250 needs 116 FF, and these data have 110 FF for training; give other data, or task.shares"
+    )
+    with pytest.raises(DataError, match=told):
+        loaded(train_data=train, test_data=test, protocol="published_250")
+
+
 def test_texts_of_a_table_are_labels(tmp_path: Path) -> None:
     lines = ["prompt,is_response_0_safe,is_response_1_safe", "a,True,False", "b,false,true", "c,TRUE,true"]
     (tmp_path / "rows.csv").write_text("\n".join(lines))

@@ -26,6 +26,7 @@ POINTS = Path("results/points.jsonl")
 SHARES = ("safe", *LABELS)
 VALUES = ("reward", "cost")
 MEASURES = (*SHARES, *VALUES)
+GIVE = "give a finished run of task safety, or a points file (JSON lines of prompt, response, reward, cost)"
 Floats = NDArray[np.float64]
 
 
@@ -83,10 +84,12 @@ def read(target: str) -> Model:
     path = Path(target)
     if path.is_dir():
         if not is_run(path):
-            raise ConfigError(f"{target} is no run; give runs of task safety, or files of points")
+            raise ConfigError(f"{target} is a folder and no run; {GIVE}")
         if not (path / POINTS).is_file():
             raise ConfigError(f"{path / POINTS} is not there: only runs of task safety that are done have points")
         path = path / POINTS
+    elif not path.is_file():
+        raise ConfigError(f"no file {target}; {GIVE}")
     rewards, costs, gathered = list[float](), list[float](), dict[str, list[dict[str, float]]]()
     for where, row in data.rows_of(str(path)):
         reward, cost = (_number(where, row, name) for name in VALUES)

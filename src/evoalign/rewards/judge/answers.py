@@ -68,7 +68,8 @@ def asked(models: Sequence[Answers], most: int | None = None) -> Asked:
     shared = [prompt for prompt in models[0].by_prompt if all(prompt in model.by_prompt for model in models)]
     if not shared:
         raise ConfigError(
-            f"{' and '.join(names)} have no prompt in common; give answers to the same test prompts, to the letter"
+            f"{' and '.join(names)} have no prompt in common; give answers to the same test prompts, to the letter; "
+            "of a run of task safety, give RUN/results/points.jsonl in place of the run, whose prompts are as written"
         )
     alone = {model.name: len(model.by_prompt) - len(shared) for model in models}
     return Asked(tuple(shared[:most]), tuple(models), alone)

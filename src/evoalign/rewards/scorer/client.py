@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import threading
@@ -21,7 +22,7 @@ import httpx
 from evoalign.config.addresses import is_here, parts_of
 from evoalign.config.reading import parse
 from evoalign.config.scorer import ScorerConfig
-from evoalign.errors import ConfigError, DataError, RewardError, cut, plain
+from evoalign.errors import ConfigError, DataError, RewardError, ScorerAwayError, cut, plain
 from evoalign.rewards.scorer.wire import DIGEST
 
 Pair: TypeAlias = tuple[str, str]
@@ -40,7 +41,7 @@ MOST_BYTES = 1 << 26
 WORDS = 300
 """Of what a service says, in a message."""
 logger = logging.getLogger("evoalign.scorer")
-MEND = "start it again, with the same models, and the run with --resume"
+MEND, MEND_FIRST = "start it again, with the same models", "start the service"
 
 
 class Service:
@@ -107,8 +108,9 @@ class Service:
             except _AgainError as error:
                 left = self._heard + deadline - time.monotonic()
                 if left <= 0:
-                    raise RewardError(
-                        f"the scorer at {self._url} has given no scores for {deadline:g} s ({error}); {MEND}"
+                    mend = MEND_FIRST if self._digest is None else MEND
+                    raise ScorerAwayError(
+                        f"the scorer at {self._url} has given no scores for {deadline:g} s ({error}); {mend}"
                     ) from error
                 self._tell_away(error, begun, deadline)
                 wait = min(error.seconds or pause * random.uniform(0.75, 1.25), left)  # a last try when it has passed
@@ -129,8 +131,9 @@ class Service:
             left = max(0.0, deadline - silent)
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
             logger.warning(
-                "the scorer at %s gives no scores (%s): it is asked again for %.0f s, until %s; if it has given none "
-                "by then, the run stops. To go on after that: %s", self._url, error, left, until, MEND,
+                "the scorer at %s gives no scores (%s): it is asked again for %d s, until %s; if it has given none "
+                "by then, this command ends, and says how to go on",
+                self._url, error, max(1, math.ceil(left)), until,
             )  # fmt: skip
 
     def _tell_back(self) -> None:

@@ -101,7 +101,7 @@ def select(config: TaskConfig, settings: Settings, seed: int, default: tuple[str
     notes += _dropped("training", len(found.train) - len(pool), "those of another split")
     if not pool:
         raise DataError("every training prompt is a prompt of another split too; give other files")
-    train = pool if wanted is None else _stratified(pool, wanted, seed)
+    train = pool if wanted is None else _stratified(pool, wanted, seed, settings.protocol)
     if wanted is not None and config.validation_size is not None and config.validation_data is None:
         validation = _held_out(pool, train, config.validation_size, seed)
     if wanted is not None:
@@ -146,12 +146,21 @@ def _apportioned(shares: Mapping[str, float], total: int) -> dict[str, int]:
     return {group: n + (group in rest[: total - sum(found.values())]) for group, n in found.items()}
 
 
-def _stratified(pool: Sequence[Example], wanted: Mapping[str, int], seed: int) -> Sequence[Example]:
+def _stratified(
+    pool: Sequence[Example], wanted: Mapping[str, int], seed: int, protocol: str | None
+) -> Sequence[Example]:
     """So many rows of each group, drawn by the seed, in the order of the file."""
     places: dict[str, list[int]] = {group: [] for group in GROUPS}
     for place, row in enumerate(pool):
         places[_group(row)].append(place)
     short = [f"{len(places[group])} {group} of {n}" for group, n in wanted.items() if len(places[group]) < n]
+    if short and protocol is not None:
+        needs = ", ".join(f"{n} {group}" for group, n in wanted.items() if len(places[group]) < n)
+        have = ", ".join(f"{len(places[group])} {group}" for group, n in wanted.items() if len(places[group]) < n)
+        raise DataError(
+            f"protocol {protocol} needs {needs}, and these data have {have} for training; give other data, or "
+            "task.shares in its place"
+        )
     if short:
         raise DataError(f"too few training rows: {', '.join(short)}; lower task.shares or give more rows")
     random = data.random_state(seed)
