@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -22,7 +23,7 @@ from evoalign.errors import ConfigError, EvoalignError
 from evoalign.testing import engines as contract
 from evoalign.types import Rollout, population
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 CORES = 6
 
 
@@ -43,8 +44,8 @@ def settings(space: str, replicas: int, **ray: Any) -> dict[str, Any]:
     replica = {"name": "transformers", "device": "cpu", "threads": 1}
     return {
         "space": space, "model": {"name": "tiny"}, "deterministic": True, "checks": {"placebo": 0},
-        "task": {"name": "conciseness", "train_data": DATA / "questions_train.json",
-                 "test_data": DATA / "questions_test.json", "train_size": 6, "test_size": 6},
+        "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
+                 "test_data": str(DATA / "questions_test.json"), "train_size": 6, "test_size": 6},
         "es": {"num_generations": 3, "population_size": 12, "sigma": 0.01, "learning_rate": 0.005},
         "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8}, "report": False,
         "engine": {"name": "ray", "replicas": replicas, "cpus": 1, "chunk": 2, "replica": replica, **ray},
@@ -54,11 +55,17 @@ def settings(space: str, replicas: int, **ray: Any) -> dict[str, Any]:
 DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
 
 
-def journal(to: Path, given: dict[str, Any]) -> list[str]:
+def journal(to: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
     """What a run writes of its generations."""
     evoalign.train({**given, "output_dir": str(to)})
-    lines = (to / "journal.jsonl").read_text().splitlines()
-    return [line for line in lines if "weights_hash" in line or "coefficients" in line]
+    return generations(to)
+
+
+def generations(run: Path) -> list[dict[str, Any]]:
+    """The lines of a journal below its head, which says how many replicas there were, and without the chain of hashes
+    that begins with it."""
+    lines = (run / "journal.jsonl").read_text().splitlines()[1:]
+    return [{k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")} for line in lines]
 
 
 @pytest.fixture
@@ -91,14 +98,14 @@ def test_it_keeps_the_contract(check: contract.Check, bench: contract.Bench) -> 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_the_journal_does_not_depend_on_the_number_of_replicas(space: str, tmp_path: Path) -> None:
     found = [journal(tmp_path / str(n), settings(space, n)) for n in (1, 2, 4)]
-    assert len(found[0]) >= 3 and found[0] == found[1] == found[2]
+    assert len(found[0]) == 6 and found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_replica_that_is_lost_in_mid_rollout_loses_nothing(how: signal.Signals, config: Config) -> None:
     wanted = None
     for lose in (False, True):
-        engine = config.engine.model_copy(update={"patience": 8.0})
+        engine = config.engine.model_copy(update={"patience": 30.0})
         with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
             bench.engine.apply(bench.update())
             plan = bench.plan(population(12))
@@ -115,7 +122,7 @@ def test_a_replica_that_is_lost_in_mid_rollout_loses_nothing(how: signal.Signals
             found = (sorted(answers, key=lambda r: (r.member.index, r.request)), bench.engine.fingerprint())
             wanted = wanted or found
             assert found == wanted
-            assert bool(engine_of(bench).metrics()["restarts"]) == lose
+            assert engine_of(bench).metrics()["restarts"] >= lose
 
 
 def test_garbage_is_a_fault(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,5 +191,4 @@ def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
         evoalign.train(cut, on_generation=stop)
     cut["engine"]["replicas"] = 1
     evoalign.train(cut, resume=True)
-    lines = (tmp_path / "cut" / "journal.jsonl").read_text().splitlines()
-    assert [line for line in lines if "weights_hash" in line or "coefficients" in line] == wanted
+    assert generations(tmp_path / "cut") == wanted
