@@ -110,14 +110,14 @@ def test_a_replica_that_is_lost_in_mid_rollout_loses_nothing(how: signal.Signals
             bench.engine.apply(bench.update())
             plan = bench.plan(population(12))
             answers: list[Rollout] = []
-            pid = _got(engine_of(bench)._team.seats[0], lambda _: os.getpid())
+            pid = _got(engine_of(bench).team.seats[0], lambda _: os.getpid())
             for rollout in bench.engine.rollout(plan, bench.requests):
                 answers.append(rollout)
                 if lose and len(answers) == 1:
                     os.kill(pid, how)
             bench.engine.apply(dataclasses.replace(bench.update(), index=1))
-            hashes = engine_of(bench)._team.ask_all("fingerprint")
-            hashes = engine_of(bench)._team.ask_all("fingerprint")
+            hashes = engine_of(bench).team.ask_all("fingerprint")
+            hashes = engine_of(bench).team.ask_all("fingerprint")
             assert len(hashes) == 2 and len(set(hashes.values())) == 1
             found = (sorted(answers, key=lambda r: (r.member.index, r.request)), bench.engine.fingerprint())
             wanted = wanted or found
@@ -152,16 +152,16 @@ def test_a_replica_whose_mean_differs_is_made_anew(config: Config, caplog: pytes
         def spoil(replica: Any) -> None:
             next(iter(replica._engine.mean.parts)).master.add_(1.0)
 
-        _got(engine_of(bench)._team.seats[1], spoil)
+        _got(engine_of(bench).team.seats[1], spoil)
         assert bench.engine.fingerprint() == wanted
         assert "replica 1 has another mean than the others" in caplog.text
-        assert set(engine_of(bench)._team.ask_all("fingerprint").values()) == {wanted}
+        assert set(engine_of(bench).team.ask_all("fingerprint").values()) == {wanted}
 
 
 def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
     engine = config.engine.model_copy(update={"restarts": 0})
     with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
-        os.kill(_got(engine_of(bench)._team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
+        os.kill(_got(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
         with pytest.raises(EvoalignError, match=r"replica 0 died.*engine\.restarts"):
             bench.engine.fingerprint()
 
@@ -186,7 +186,7 @@ def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
         if generation.index == 1:
             raise RuntimeError("stopped")
 
-    cut = settings("lowrank", 2) | {"output_dir": str(tmp_path / "cut")}
+    cut: dict[str, Any] = settings("lowrank", 2) | {"output_dir": str(tmp_path / "cut")}
     with pytest.raises(RuntimeError, match="stopped"):
         evoalign.train(cut, on_generation=stop)
     cut["engine"]["replicas"] = 1

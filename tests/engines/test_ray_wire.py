@@ -67,7 +67,8 @@ GOOD: list[Any] = [[0, 0, [7, 1], "x", "stop", None], [1, 0, [7], "y", "length",
     *(
         json.dumps([GOOD[0], [*GOOD[1][:place], wrong, *GOOD[1][place + 1 :]]]).encode()
         for place, wrong in (
-            (2, "7"), (2, [1.5]), (2, [-1]), (2, [7] * 9), (2, None), (3, 5), (4, "gone"), (5, [0.0]), (0, True), (0, [1]),
+            (2, "7"), (2, [1.5]), (2, [-1]), (2, [7] * 9), (2, None), (3, 5), (4, "gone"), (5, [0.0]),
+            (0, True), (0, [1]),
         )
     ),
 ])  # fmt: skip

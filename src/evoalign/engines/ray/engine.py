@@ -33,13 +33,13 @@ class RayEngine:
     def __init__(self, config: Config, tokens: Tokens) -> None:
         assert isinstance(config.engine, RayConfig)
         self._settings = config.engine
-        self._team = Team(config)
+        self.team = Team(config)
         self._late: dict[Any, Any] = {}
         self._chunk = self._settings.chunk
         try:
-            self._dtype, self._specs = self._team.ask("about")
+            self._dtype, self._specs = self.team.ask("about")
         except BaseException:
-            self._team.close()
+            self.team.close()
             raise
 
     @property
@@ -53,8 +53,8 @@ class RayEngine:
         """Every replica makes a space of its own, from the config."""
         if space.carrier != "adapter":
             self._chunk = 1
-        self._team.begin = (layout, keep_start, optimizer is not None)
-        found = list(self._team.ask_all("start", *self._team.begin).values())
+        self.team.begin = (layout, keep_start, optimizer is not None)
+        found = list(self.team.ask_all("start", *self.team.begin).values())
         if len({facts.model_hash for facts in found}) > 1:
             raise EvoalignError("the replicas loaded different weights; give all hosts the same model")
         facts, count = found[0], self._settings.replicas
@@ -72,29 +72,29 @@ class RayEngine:
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Chunks of members, or of the mean's requests, answered by whoever is free."""
         check_members(plan, requests)
-        yield from Schedule(self._team, self._late).run(plan, requests, self._chunk)
+        yield from Schedule(self.team, self._late).run(plan, requests, self._chunk)
 
     def apply(self, update: Update) -> None:
         """All replicas are told; whoever still answers moves afterwards."""
         data = wire.update_bytes(update)
-        self._team.updates.append(data)
-        self._team.tell("apply", [data])
+        self.team.updates.append(data)
+        self.team.tell("apply", [data])
 
     def fingerprint(self) -> str:
         """That of one replica; now and then of all, and those that differ from most others are started again."""
-        if len(self._team.updates) % self._settings.compare_every:
-            return self._team.ask("fingerprint")
-        found = self._team.ask_all("fingerprint")
+        if len(self.team.updates) % self._settings.compare_every:
+            return self.team.ask("fingerprint")
+        found = self.team.ask_all("fingerprint")
         if not found:
-            return self._team.ask("fingerprint")
+            return self.team.ask("fingerprint")
         (usual, many), *others = Counter(found.values()).most_common()
         if others and 2 * many <= len(found):
             LOG.warning("no two replicas agree on the mean: all are made anew from what was written down")
             usual = ""
         for seat, weights_hash in found.items():
             if weights_hash != usual:
-                self._team.revive(seat, f"has another mean than the others after {len(self._team.updates)} updates")
-        return usual or self._team.ask("fingerprint")
+                self.team.revive(seat, f"has another mean than the others after {len(self.team.updates)} updates")
+        return usual or self.team.ask("fingerprint")
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._sent("state")
@@ -104,18 +104,18 @@ class RayEngine:
 
     def _sent(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensor by tensor from one replica, from another from where that fails."""
-        done, seat, first = 0, self._team.settled(), True
+        done, seat, first = 0, self.team.settled(), True
         while True:
             try:
                 if first:  # of another replica: what was had is passed over
-                    found = self._team.get(seat, seat.actor.send.remote(what, True))
+                    found = self.team.get(seat, seat.actor.send.remote(what, True))
                     for _ in range(done):
-                        found = self._team.get(seat, seat.actor.send.remote(what, False))
+                        found = self.team.get(seat, seat.actor.send.remote(what, False))
                 else:
-                    found = self._team.get(seat, seat.actor.send.remote(what, False))
+                    found = self.team.get(seat, seat.actor.send.remote(what, False))
             except FaultError as fault:
-                self._team.revive(seat, str(fault))
-                seat, first = self._team.settled(), True
+                self.team.revive(seat, str(fault))
+                seat, first = self.team.settled(), True
                 continue
             if found is None:
                 return
@@ -123,26 +123,26 @@ class RayEngine:
             yield found[0], torch.from_numpy(np.array(found[1]))
 
     def probe_weights(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(self._team.ask("probe_weights", count)))
+        return torch.from_numpy(np.array(self.team.ask("probe_weights", count)))
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
         """The one time that weights travel: Ray's store keeps them for a replica that joins later."""
-        put = self._team.cluster.ray.put
+        put = self.team.cluster.ray.put
         kept = [("state", name, put(t.numpy())) for name, t in state.items()]
         kept += [("optimizer_state", name, put(t.numpy())) for name, t in (optimizer or {}).items()]
-        before = self._team.loaded, self._team.with_slots, self._team.updates
-        self._team.loaded, self._team.with_slots, self._team.updates = kept, optimizer is not None, []
+        before = self.team.loaded, self.team.with_slots, self.team.updates
+        self.team.loaded, self.team.with_slots, self.team.updates = kept, optimizer is not None, []
         for one in kept:
-            self._team.tell("keep", *one)
+            self.team.tell("keep", *one)
         try:
-            self._team.ask_all("load", optimizer is not None)
+            self.team.ask_all("load", optimizer is not None)
         except EvoalignError:
-            self._team.loaded, self._team.with_slots, self._team.updates = before
+            self.team.loaded, self.team.with_slots, self.team.updates = before
             raise
 
     def metrics(self) -> Mapping[str, float]:
         """Replicas started again so far."""
-        return {"restarts": float(sum(seat.restarts for seat in self._team.seats))}
+        return {"restarts": float(sum(seat.restarts for seat in self.team.seats))}
 
     def close(self) -> None:
-        self._team.close()
+        self.team.close()
