@@ -37,9 +37,10 @@ from evoalign.rundir.files import as_os_errors
 from evoalign.setup import ConfigLike, Rewards, as_config, task_and_data
 from evoalign.tasks import Data, Split, Task
 from evoalign.training import heading, saving, splits
+from evoalign.training.opening import locked, object_given, place
 from evoalign.training.recorder import Labels, tell
 from evoalign.training.result import Result, gold_lines, judged_again, read_completions, show, shown
-from evoalign.training.session import Session, locked, object_given, place
+from evoalign.training.session import Session
 from evoalign.training.stop import Stop
 from evoalign.version import install
 

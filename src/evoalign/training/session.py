@@ -30,7 +30,6 @@ from evoalign.errors import (
     DataError,
     EvoalignError,
     ResumeError,
-    RewardError,
     RunGoneError,
     ScorerAwayError,
     StoppedError,
@@ -43,7 +42,7 @@ from evoalign.rundir import sealing
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
 from evoalign.rundir.journal import Ending
 from evoalign.rundir.manifest import command_line, make_manifest
-from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
+from evoalign.rundir.method import COMMANDS, resume_command
 from evoalign.tasks import Data, Split, Task
 from evoalign.training import ending, heading, saving, stopping
 from evoalign.training.recorder import Labels, Recorder
@@ -139,35 +138,6 @@ class Algorithm(Protocol):
     def close(self) -> None:
         """Let go of what the algorithm opened."""
         ...
-
-
-def place(config: Config, method: Method, *, resume: bool) -> RunDir:
-    """Where a run of this method goes. Raises ResumeError where another method's is to be resumed."""
-    run = RunDir(Path(config.output_dir))
-    if resume:
-        refuse_other(run.path, method)
-    return run
-
-
-@contextmanager
-def locked(run: RunDir, *, overwrite: bool, resume: bool) -> Generator[None]:
-    """Other processes are kept out of a run directory; it keeps what a reward failed on. Raises RunExistsError."""
-    if not resume:
-        run.refuse(overwrite=overwrite)
-    try:
-        run.lock()
-        yield
-    except RewardError as error:
-        if error.failed is not None:
-            error.args = (f"{error}; what it was asked is in {run.keep_failure(error.failed)}",)
-        raise
-    finally:
-        run.release()
-
-
-def object_given(task: object, reward: object) -> str | None:
-    """Which of them was handed over as a Python object."""
-    return "task" if task is not None else "reward" if reward is not None else None
 
 
 class Session:

@@ -40,10 +40,11 @@ from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, placebos, saving, splits, stopping
+from evoalign.training.opening import locked, object_given, place
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
 from evoalign.training.resuming import log_to_resume
-from evoalign.training.session import Session, locked, object_given, place
+from evoalign.training.session import Session
 from evoalign.training.stop import Stop
 from evoalign.types import Generation, text_of
 
