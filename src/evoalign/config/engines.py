@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from evoalign.types import Layout, TensorSpec
 
 DEFAULT = "transformers"
-_SECTIONS = {
+_SINGLE = {
     "transformers": "evoalign.engines.transformers.settings:TransformersConfig",
     "vllm": "evoalign.engines.vllm.settings:VllmConfig",
     "sglang": "evoalign.engines.sglang.settings:SglangConfig",
     "vllm-server": "evoalign.engines.vllm_server.settings:VllmServerConfig",
-    "ray": "evoalign.engines.ray.settings:RayConfig",
 }
+_SECTIONS = _SINGLE | {"ray": "evoalign.engines.ray.settings:RayConfig"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class EngineSettings(Section):
     """Whether it serves mixtures of experts at all."""
     carries_experts: ClassVar[bool] = False
     """Whether members can have experts of their own, of a mixture whose experts are fused."""
+    can_be_replica: ClassVar[bool] = True
+    """Whether several of it, each in a process of its own, can share a population."""
     lighter: ClassVar[str] = ""
     """What of the settings makes weights and mean take less memory, as advice to who has too little."""
 
@@ -108,6 +110,7 @@ class UnreadEngine(EngineSettings):
     """Settings of an engine of one's own as they are written, not checked: that takes its code."""
 
     model_config = ConfigDict(extra="allow")
+    can_be_replica = False
 
 
 class _Engines(Mapping[str, type[EngineSettings]]):
@@ -149,7 +152,7 @@ def _read(value: object) -> object:
 def _read_replica(value: object) -> object:
     """The same of an engine that is one of several; replicas have no replicas of their own, and are shipped."""
     found = _read(value)
-    if isinstance(found, EngineSettings) and found.name not in SINGLE:
+    if isinstance(found, EngineSettings) and not found.can_be_replica:
         told = f"{found.name} cannot be a replica; use {', '.join(SINGLE)}"
         raise PydanticCustomError("unknown_engine", "{told}", {"told": told})
     return found
@@ -165,7 +168,7 @@ class _OneOf:
         return {"oneOf": [handler(ENGINES[name].__pydantic_core_schema__) for name in self._names]}
 
 
-SINGLE = tuple(name for name in ENGINES if name != "ray")
+SINGLE = tuple(_SINGLE)
 EngineConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read), _OneOf(ENGINES)]
 """Which engine answers the prompts, and its own settings."""
 ReplicaConfig = Annotated[SerializeAsAny[EngineSettings], BeforeValidator(_read_replica), _OneOf(SINGLE)]

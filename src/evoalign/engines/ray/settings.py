@@ -43,6 +43,7 @@ class RayConfig(EngineSettings):
     """Every so many updates the hashes of all replicas' means are compared; one that differs is started again."""
 
     path = "evoalign.engines.ray.engine:RayEngine"
+    can_be_replica = False
     resources = frozenset({"replicas", "address", "cpus", "gpus", "restarts", "patience", "compare_every"})
 
     @field_validator("replica")
