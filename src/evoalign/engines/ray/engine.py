@@ -2,7 +2,7 @@
 """Replicas of another engine share the members of a generation; seeds, coefficients and texts travel, weights do not.
 
 Every replica makes the noise itself and moves its own mean by the same update. What shares a batch follows from the
-plan alone, so that the journal does not depend on how many replicas there are, nor on which of them died.
+plan alone, so that scores and weights do not depend on how many replicas there are, nor on which of them died.
 """
 
 from __future__ import annotations

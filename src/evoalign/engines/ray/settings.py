@@ -23,7 +23,7 @@ class RayConfig(EngineSettings):
 
     name: Literal["ray"]  # pyright: ignore[reportIncompatibleVariableOverride]
     replicas: Count = 2
-    """Engines that share the members. The journal does not depend on how many, where runs are `deterministic`."""
+    """Engines that share the members. Scores and weights do not depend on how many, where runs are `deterministic`."""
     replica: ReplicaConfig = Field(default_factory=lambda: {"name": DEFAULT}, validate_default=True)
     """The engine of each replica, with its own settings."""
     address: str | None = None
