@@ -25,13 +25,15 @@ class Replica:
         if Path(folder).is_dir():  # names in a config are seen from where the run was started
             os.chdir(folder)
         self._config = config
+        self._engine: Any = None
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         self._sending: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     def about(self) -> tuple[str, list[TensorSpec]]:
         """Load the model; the dtype that is served and the model's tensors. Apart from the actor's creation, of whose
-        failure Ray keeps no more than a text."""
-        self._engine = engines.create(self._config, tokens.load(self._config.model))
+        failure Ray keeps no more than a text. Asked again, the same."""
+        if self._engine is None:
+            self._engine = engines.create(self._config, tokens.load(self._config.model))
         return str(self._engine.dtype).removeprefix("torch."), list(self._engine.specs())
 
     def start(self, layout: Layout, keep_start: bool, moves: bool) -> Facts:
