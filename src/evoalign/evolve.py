@@ -16,6 +16,7 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
+from evoalign.engines.base import scored_by
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
@@ -58,6 +59,7 @@ def evolve(
         plan = Plan(generation, sigma, members)
         requests = requests_of(config, rows, prompts, generation)
         rollouts = collect(engine, plan, requests)
+        by = scored_by(engine)
         mean = collect(engine, MEAN_PLAN, requests) if objective.asks_mean else []
         clock.mark("rollout")
         group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation)
@@ -65,7 +67,7 @@ def evolve(
         clock.mark("score")
         update = replace(update_of(config, plan, shaping.shape(scores_MP, es.shaping)), summation=journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
-        journal.append(update, fitness_M, objective.state)
+        journal.append(update, fitness_M, objective.state, by)
         with watching.phase("updating"):
             engine.apply(update)
             weights_hash = engine.fingerprint()

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +21,11 @@ from evoalign.engines.ray.replica import Replica
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.testing import engines as contract
 from evoalign.types import Rollout, population
+from raying import CORES, all_hashes, call, cluster, engine_of, generations, journal, settings
+
+__all__ = ["cluster"]
 
 pytestmark = pytest.mark.long
-CORES = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Generator[Any]:
-    """One cluster for all: an engine uses the one that this process is connected to."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray")
-    ray.init(
-        address="local", num_cpus=CORES, num_gpus=0, include_dashboard=False, object_store_memory=2**27,
-        log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    yield ray
-    ray.shutdown()
-
-
-def settings(space: str, replicas: int, **ray: Any) -> dict[str, Any]:
-    replica = {"name": "transformers", "device": "cpu", "threads": 1}
-    return {
-        "space": space, "model": {"name": "tiny"}, "deterministic": True, "checks": {"placebo": 0},
-        "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
-                 "test_data": str(DATA / "questions_test.json"), "train_size": 6, "test_size": 6},
-        "es": {"num_generations": 3, "population_size": 12, "sigma": 0.01, "learning_rate": 0.005},
-        "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8}, "report": False,
-        "engine": {"name": "ray", "replicas": replicas, "cpus": 1, "chunk": 2, "replica": replica, **ray},
-    }  # fmt: skip
-
-
-DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
-
-
-def journal(to: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run writes of its generations."""
-    evoalign.train({**given, "output_dir": str(to)})
-    return generations(to)
-
-
-def generations(run: Path) -> list[dict[str, Any]]:
-    """The lines of a journal below its head, which says how many replicas there were, and without the chain of hashes
-    that begins with it."""
-    lines = (run / "journal.jsonl").read_text().splitlines()[1:]
-    return [{k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")} for line in lines]
 
 
 @pytest.fixture
@@ -77,17 +37,6 @@ def config() -> Config:
 def bench(config: Config) -> Iterator[contract.Bench]:
     with contract.started(RayEngine, config) as found:
         yield found
-
-
-def _got(seat: team.Seat, what: Callable[[Any], Any]) -> Any:
-    import ray
-
-    return ray.get(seat.actor.__ray_call__.remote(what), timeout=60)
-
-
-def engine_of(bench: contract.Bench) -> RayEngine:
-    assert isinstance(bench.engine, RayEngine)
-    return bench.engine
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
@@ -110,15 +59,14 @@ def test_a_replica_that_is_lost_in_mid_rollout_loses_nothing(how: signal.Signals
             bench.engine.apply(bench.update())
             plan = bench.plan(population(12))
             answers: list[Rollout] = []
-            pid = _got(engine_of(bench).team.seats[0], lambda _: os.getpid())
+            pid = call(engine_of(bench).team.seats[0], lambda _: os.getpid())
             for rollout in bench.engine.rollout(plan, bench.requests):
                 answers.append(rollout)
                 if lose and len(answers) == 1:
                     os.kill(pid, how)
             bench.engine.apply(dataclasses.replace(bench.update(), index=1))
-            hashes = engine_of(bench).team.ask_all("fingerprint")
-            hashes = engine_of(bench).team.ask_all("fingerprint")
-            assert len(hashes) == 2 and len(set(hashes.values())) == 1
+            hashes = all_hashes(bench)
+            assert len(hashes) == 2 and len(set(hashes)) == 1
             found = (sorted(answers, key=lambda r: (r.member.index, r.request)), bench.engine.fingerprint())
             wanted = wanted or found
             assert found == wanted
@@ -152,16 +100,16 @@ def test_a_replica_whose_mean_differs_is_made_anew(config: Config, caplog: pytes
         def spoil(replica: Any) -> None:
             next(iter(replica._engine.mean.parts)).master.add_(1.0)
 
-        _got(engine_of(bench).team.seats[1], spoil)
+        call(engine_of(bench).team.seats[1], spoil)
         assert bench.engine.fingerprint() == wanted
         assert "replica 1 has another mean than the others" in caplog.text
-        assert set(engine_of(bench).team.ask_all("fingerprint").values()) == {wanted}
+        assert all_hashes(bench) == [wanted] * 3
 
 
 def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
     engine = config.engine.model_copy(update={"restarts": 0})
     with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
-        os.kill(_got(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
+        os.kill(call(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
         with pytest.raises(EvoalignError, match=r"replica 0 died.*engine\.restarts"):
             bench.engine.fingerprint()
 

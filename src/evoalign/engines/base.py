@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -80,6 +80,18 @@ def metrics_of(engine: Engine) -> Mapping[str, float]:
     """What an engine says of how busy it is, by `metrics`, where it has such a method: for a generation's row."""
     measure: Callable[[], Mapping[str, float]] | None = getattr(engine, "metrics", None)
     return {} if measure is None else measure()
+
+
+def parts_of(engine: Engine) -> Sequence[Engine]:
+    """The engines of which one is made up, by `parts`, where it has such a method; else itself."""
+    parts: Callable[[], Sequence[Engine]] | None = getattr(engine, "parts", None)
+    return [engine] if parts is None else parts()
+
+
+def scored_by(engine: Engine) -> Mapping[str, Any]:
+    """Who scored what of the last rollout, by `scored_by`, where an engine has such a method: for the journal."""
+    said: Callable[[], Mapping[str, Any]] | None = getattr(engine, "scored_by", None)
+    return {} if said is None else said()
 
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:

@@ -14,6 +14,7 @@ from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.cost import rounding
 from evoalign.engines import Engine
+from evoalign.engines.base import parts_of
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
 from evoalign.preflight import pace
@@ -69,7 +70,9 @@ def check_canary(case: Case) -> Finding:
     prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
     width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
-    canary.check(engine, space, layout, tokens_.encode(prompt), generation=0, width=width, exact=facts.deterministic)
+    asked = tokens_.encode(prompt)
+    for part in parts_of(engine):
+        canary.check(part, space, layout, asked, generation=0, width=width, exact=facts.deterministic)
     took = seconds_text(time.perf_counter() - began)
     return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")
 

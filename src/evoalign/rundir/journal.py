@@ -7,7 +7,8 @@ resolved config, so that the base model and this one file rebuild the mean of an
 
     {"type": "header", format_version, versions, device, dtype, config, given_as, space, evolved_parameters,
      hashes of config, noise table, tokenizer, data, model and the starting mean, machine, summation}
-    {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective}
+    {"type": "update", index, generation, members, signs, scores, coefficients, rms_c, sigma, step, decay, objective,
+     scored_by}
     {"type": "seal", index, weights_hash}
     {"type": "validation", index, reward}
     {"type": "end", index, reason, limit}
@@ -21,6 +22,9 @@ for them, and leave the hashes that stand for a generation as they are: those of
 `objective` is the state of the objective after the generation. It is there only where an objective has a state, which
 no earlier release could have: journals without one are what they always were, and readers of before refuse such a line
 by name. So the format is still version 1. Weights do not depend on it.
+
+`scored_by` says which replica of engine ray scored which members, and which scored them again. It is there only where
+answers are checked so (`engine.audit`); weights do not depend on it either.
 
 `summation` is how products of factors are added in an update (`evoalign.types.Summation`), `machine` what a library's
 product may depend on: the CPU's instructions, the threads. A journal of before has neither: see `Header.sums`.
@@ -155,8 +159,14 @@ class Journal:
         self._file.seek(log.size)
         return self
 
-    def append(self, update: Update, fitness_M: Sequence[float], objective: Mapping[str, float] | None = None) -> None:
-        """Record an update, and the objective's state after it, before any weight moves."""
+    def append(
+        self,
+        update: Update,
+        fitness_M: Sequence[float],
+        objective: Mapping[str, float] | None = None,
+        scored_by: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record an update, the objective's state after it, and who scored what, before any weight moves."""
         c = update.coefficients
         self._place = self._write(
             {
@@ -172,6 +182,7 @@ class Journal:
                 "step": update.step,
                 "decay": update.decay,
                 **({"objective": dict(objective)} if objective else {}),
+                **({"scored_by": dict(scored_by)} if scored_by else {}),
             }
         )
 

@@ -78,6 +78,24 @@ class Header(Line):
         return self
 
 
+class ScoredChunk(BaseModel):
+    """Members that were answered together, and the replicas that gave the answer which counted, the first one first."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    members: list[Count]
+    by: Annotated[list[Count], Field(min_length=1)]
+
+
+class ScoredBy(BaseModel):
+    """Who scored what of a generation, and why replicas were thrown out, so far, by their numbers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    chunks: Annotated[list[ScoredChunk], Field(min_length=1)]
+    expelled: dict[str, str]
+
+
 class UpdatedLine(Line):
     """An update, written ahead of the weights."""
 
@@ -93,6 +111,7 @@ class UpdatedLine(Line):
     step: Finite
     decay: Finite
     objective: Annotated[dict[str, Finite], Field(min_length=1)] | None = None
+    scored_by: ScoredBy | None = None
 
     @model_validator(mode="after")
     def _one_each(self) -> UpdatedLine:

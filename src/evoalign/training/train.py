@@ -24,7 +24,7 @@ from evoalign.checks.signs import scripts
 from evoalign.config import NO_ES, Config, from_dict
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
-from evoalign.engines.base import metrics_of
+from evoalign.engines.base import metrics_of, parts_of
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError, RunExistsError
 from evoalign.evaluation import Evaluation
@@ -379,7 +379,8 @@ class _EvolutionStrategies:
         """Raise CanaryError where members do not answer with their own weights."""
         parts, prompt = self.parts, self.parts.tokens.encode(self.task.prompt(self.data.train[0]))
         width, exact = self._width(min(generation, self.config.es.num_generations - 1)), parts.facts.deterministic
-        canary.check(parts.engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
+        for engine in parts_of(parts.engine):
+            canary.check(engine, parts.space, parts.layout, prompt, generation=generation, width=width, exact=exact)
 
     def _width(self, generation: int) -> float:
         return evolve.sigma_at(self.config, generation, self._course.plateaus())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import time
 from typing import Any
 
 from evoalign.config import Config
@@ -19,7 +20,10 @@ STORE = 256 * 2**20
 
 
 class Cluster:
-    """Room for so many replicas. `close` gives it back."""
+    """Room for so many replicas, each a placement group of its own, so that one may come, or move, when a host does.
+
+    `close` gives it back. Raises ModelError where there is none for as many as are to begin.
+    """
 
     def __init__(self, config: Config) -> None:
         assert isinstance(config.engine, RayConfig)
@@ -29,7 +33,13 @@ class Cluster:
         self._ours = not self.ray.is_initialized()
         if self._ours:
             self._connect()
-        self._group = self._placed()
+        self._bundle: dict[str, float] = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        self._groups = [self._group() for _ in range(self.settings.replicas)]
+        until = time.monotonic() + WAIT
+        while len(self.placed()) < self.settings.fewest:
+            if time.monotonic() > until:
+                self._refuse()
+            time.sleep(0.05)
 
     def _connect(self) -> None:
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
@@ -53,39 +63,54 @@ class Cluster:
             **quiet,
         )
 
-    def _placed(self) -> Any:
+    def _group(self) -> Any:
         from ray.util.placement_group import placement_group
 
-        bundle = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-        group = placement_group([bundle] * self.settings.replicas, strategy="PACK")
-        if group.wait(WAIT):
-            return group
-        has = {name: self.ray.cluster_resources().get(name, 0) for name in bundle}
+        return placement_group([self._bundle], strategy="PACK")
+
+    def placed(self) -> list[int]:
+        """The replicas for which there is room by now."""
+        return [place for place, group in enumerate(self._groups) if group is not None and group.wait(0)]
+
+    def node(self, place: int) -> str:
+        """The host of a replica's room, as the cluster has it and not as the replica says."""
+        from ray.util.placement_group import placement_group_table
+
+        return str(placement_group_table(self._groups[place])["bundles_to_node_id"].get(0, ""))
+
+    def _refuse(self) -> None:
+        has = {name: self.ray.cluster_resources().get(name, 0) for name in self._bundle}
         self.close()
         raise ModelError(
-            f"engine.replicas: {self.settings.replicas} replicas of {bundle} find no room on a cluster of {has}; lower "
-            "engine.replicas, engine.cpus or engine.gpus"
+            f"engine.replicas: {self.settings.fewest} replicas of {self._bundle} find no room on a cluster of {has}; "
+            "lower engine.replicas, engine.at_least, engine.cpus or engine.gpus"
         )
 
     def actor(self, cls: type, place: int, *args: Any) -> Any:
         """A new actor in the room of replica `place`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        strategy = PlacementGroupSchedulingStrategy(self._groups[place], placement_group_bundle_index=0)
         options: dict[str, Any] = {"num_cpus": self.settings.cpus, "scheduling_strategy": strategy, "max_restarts": 0}
         if self.gpus:
             options["num_gpus"] = self.gpus
         return self.ray.remote(cls).options(**options).remote(*args)
 
+    def vacate(self, place: int) -> None:
+        """Give back the room of one replica, for good."""
+        from ray.util.placement_group import remove_placement_group
+
+        group, self._groups[place] = self._groups[place], None
+        if group is not None:
+            remove_placement_group(group)
+
     def close(self) -> None:
         """End the cluster, where it is this process's own, or give the room back."""
-        group = getattr(self, "_group", None)
         if self._ours:
             self.ray.shutdown()
-        elif group is not None:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(group)
+            return
+        for place in range(len(self._groups)):
+            self.vacate(place)
 
 
 def _gpus(settings: RayConfig) -> float:

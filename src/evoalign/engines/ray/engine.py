@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import check_members
+from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.ray import wire
 from evoalign.engines.ray.schedule import Schedule
 from evoalign.engines.ray.settings import RayConfig
-from evoalign.engines.ray.team import LOG, FaultError, Team
-from evoalign.errors import EvoalignError
+from evoalign.engines.ray.team import LOG, FaultError, Seat, Team
+from evoalign.errors import ConfigError, EvoalignError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens
@@ -33,8 +33,10 @@ class RayEngine:
     def __init__(self, config: Config, tokens: Tokens) -> None:
         assert isinstance(config.engine, RayConfig)
         self._settings = config.engine
+        if self._settings.audit and config.deterministic is False:
+            raise ConfigError("engine.audit compares answers bit by bit: set deterministic: true, or engine.audit: 0")
         self.team = Team(config)
-        self._late: dict[Any, Any] = {}
+        self._schedule = Schedule(self.team)
         self._chunk = self._settings.chunk
         try:
             self._dtype, self._specs = self.team.ask("about")
@@ -54,12 +56,21 @@ class RayEngine:
         if space.carrier != "adapter":
             self._chunk = 1
         self.team.begin = (layout, keep_start, optimizer is not None)
-        found = list(self.team.ask_all("start", *self.team.begin).values())
+        self.team.mean_bytes = 4 * layout.parameters * (1 if optimizer is None else 3)  # slots: at most two
+        said = self.team.ask_all("start", *self.team.begin)
+        found = list(said.values()) or [self.team.ask("start", *self.team.begin)]
+        for seat, facts in said.items():
+            self.team.seen(seat, facts)
         if len({facts.model_hash for facts in found}) > 1:
             raise EvoalignError("the replicas loaded different weights; give all hosts the same model")
-        facts, count = found[0], self._settings.replicas
+        facts = found[0]
+        if self._settings.audit and not all(f.deterministic for f in found):
+            raise ConfigError(
+                f"engine.audit compares answers bit by bit, and {facts.engine} on {facts.device} repeats none so: set "
+                "deterministic: true, or engine.audit: 0"
+            )
         return Facts(
-            engine=f"ray, {count} x {facts.engine}",
+            engine=f"ray, {self._settings.replicas} x {facts.engine}",
             device=facts.device,
             dtype=facts.dtype,
             deterministic=all(f.deterministic for f in found),
@@ -72,21 +83,31 @@ class RayEngine:
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Chunks of members, or of the mean's requests, answered by whoever is free."""
         check_members(plan, requests)
-        yield from Schedule(self.team, self._late).run(plan, requests, self._chunk)
+        yield from self._schedule.run(plan, requests, self._chunk)
 
     def apply(self, update: Update) -> None:
         """All replicas are told; whoever still answers moves afterwards."""
         data = wire.update_bytes(update)
         self.team.updates.append(data)
         self.team.tell("apply", [data])
+        self._schedule.counts["sent_bytes"] += len(data) * len(self.team.ready)
+        self.team.welcome()
 
     def fingerprint(self) -> str:
-        """That of one replica; now and then of all, and those that differ from most others are started again."""
-        if len(self.team.updates) % self._settings.compare_every:
-            return self.team.ask("fingerprint")
-        found = self.team.ask_all("fingerprint")
-        if not found:
-            return self.team.ask("fingerprint")
+        """That of one replica; now and then of all, and always where answers are checked: those that differ from most
+        others are started again."""
+        updates = len(self.team.updates)
+        if self.team.audit is None and updates % self._settings.compare_every:
+            found = self.team.stand()
+        else:
+            found = self._agreed()
+        self.team.known[updates] = found
+        return found
+
+    def _agreed(self) -> str:
+        """The hash that most replicas have."""
+        while not (found := self.team.stands()):
+            self.team.settled()
         (usual, many), *others = Counter(found.values()).most_common()
         if others and 2 * many <= len(found):
             LOG.warning("no two replicas agree on the mean: all are made anew from what was written down")
@@ -94,7 +115,7 @@ class RayEngine:
         for seat, weights_hash in found.items():
             if weights_hash != usual:
                 self.team.revive(seat, f"has another mean than the others after {len(self.team.updates)} updates")
-        return usual or self.team.ask("fingerprint")
+        return usual or self.team.stand()
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._sent("state")
@@ -130,19 +151,67 @@ class RayEngine:
         put = self.team.cluster.ray.put
         kept = [("state", name, put(t.numpy())) for name, t in state.items()]
         kept += [("optimizer_state", name, put(t.numpy())) for name, t in (optimizer or {}).items()]
-        before = self.team.loaded, self.team.with_slots, self.team.updates
-        self.team.loaded, self.team.with_slots, self.team.updates = kept, optimizer is not None, []
+        team = self.team
+        before = team.loaded, team.with_slots, team.updates, team.known
+        team.loaded, team.with_slots, team.updates, team.known = kept, optimizer is not None, [], {}
         for one in kept:
             self.team.tell("keep", *one)
         try:
             self.team.ask_all("load", optimizer is not None)
         except EvoalignError:
-            self.team.loaded, self.team.with_slots, self.team.updates = before
+            team.loaded, team.with_slots, team.updates, team.known = before
             raise
 
     def metrics(self) -> Mapping[str, float]:
-        """Replicas started again so far."""
-        return {"restarts": float(sum(seat.restarts for seat in self.team.seats))}
+        """Replicas at work, how often one was started again and thrown out, and so far: chunks that were handed to a
+        second replica or scored again to check them, and bytes of what is sent and received, without what Ray adds."""
+        team = self.team
+        found = {"replicas": len(team.ready), "restarts": sum(seat.restarts for seat in team.seats)}
+        found |= {"expelled": len(team.expelled)} if team.audit else {}
+        return {name: float(value) for name, value in (found | self._schedule.counts).items()}
+
+    def scored_by(self) -> Mapping[str, Any]:
+        """Who scored what of the last rollout, where answers are checked."""
+        return self._schedule.record
+
+    def parts(self) -> Sequence[OneReplica]:
+        """Each replica that is at work, as an engine by itself."""
+        return [OneReplica(self, seat) for seat in self.team.ready]
 
     def close(self) -> None:
         self.team.close()
+
+
+class OneReplica(RayEngine):
+    """One of the replicas, for checks of each of them. What changes the mean is refused."""
+
+    def __init__(self, whole: RayEngine, seat: Seat) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.team, self._whole, self._seat = whole.team, whole, seat
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """All of it by this replica; where it fails, by any."""
+        check_members(plan, requests)
+        data, asked = wire.requests_bytes(requests), pairs_of(plan.members, requests)
+        try:
+            found = self.team.get(self._seat, self._seat.actor.rollout.remote(wire.plan_bytes(plan), data))
+            yield from wire.rollouts_of(found, asked)
+        except (FaultError, wire.GarbageError) as fault:
+            self.team.revive(self._seat, str(fault))
+            yield from self._whole.rollout(plan, requests)
+
+    def fingerprint(self) -> str:
+        try:
+            return wire.stand_of(self.team.get(self._seat, self._seat.actor.fingerprint.remote())).weights_hash
+        except (FaultError, wire.GarbageError) as fault:
+            self.team.revive(self._seat, str(fault))
+            return self._whole.fingerprint()
+
+    def apply(self, update: Update) -> None:
+        raise EvoalignError("one replica alone does not move; move the engine")
+
+    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """By all of them: a mean is loaded by all or by none."""
+        self._whole.load(state, optimizer)
+
+    def close(self) -> None:
+        """The engine is closed, not one of its replicas."""

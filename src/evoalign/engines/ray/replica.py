@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from evoalign import engines, optimizer, spaces, tokens
 from evoalign.config import Config
 from evoalign.engines.base import metrics_of
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.copying import Giver, taken
 from evoalign.types import Facts, Layout, TensorSpec
 
 
@@ -26,8 +28,13 @@ class Replica:
             os.chdir(folder)
         self._config = config
         self._engine: Any = None
+        self._facts: Facts | None = None
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         self._sending: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._giver: Giver | None = None
+        self._updates = self._unhashed = 0
+        self._began = self._update_seconds = 0.0
+        self._copied: tuple[int, float] = (0, 0.0)
 
     def about(self) -> tuple[str, list[TensorSpec]]:
         """Load the model; the dtype that is served and the model's tensors. Apart from the actor's creation, of whose
@@ -37,22 +44,33 @@ class Replica:
         return str(self._engine.dtype).removeprefix("torch."), list(self._engine.specs())
 
     def start(self, layout: Layout, keep_start: bool, moves: bool) -> Facts:
-        """See `Engine.start`."""
-        moved_by = optimizer.create(self._config.es.optimizer) if moves else None
-        return self._engine.start(spaces.create(self._config), layout, moved_by, keep_start)
+        """See `Engine.start`. Asked again, the same."""
+        facts = self._facts
+        if facts is None:
+            moved_by = optimizer.create(self._config.es.optimizer) if moves else None
+            facts = self._facts = self._engine.start(spaces.create(self._config), layout, moved_by, keep_start)
+        return facts
 
     def rollout(self, plan: bytes, requests: bytes) -> bytes:
         """One chunk; see `Engine.rollout`."""
+        self._unhashed, self._began = 0, 0.0  # what comes next would be timed with it
         return wire.rollouts_bytes(self._engine.rollout(wire.plan_of(plan), wire.requests_of(requests)))
 
     def apply(self, updates: Sequence[bytes]) -> None:
         """Move the mean, once for each."""
+        self._began = self._began or time.perf_counter()
         for update in updates:
             self._engine.apply(wire.update_of(update))
+        self._updates += len(updates)
+        self._unhashed += len(updates)
 
-    def fingerprint(self) -> str:
-        """`weights_hash` of the mean."""
-        return self._engine.fingerprint()
+    def fingerprint(self) -> tuple[Any, ...]:
+        """A `Stand`, with the `weights_hash` of the mean; that of several updates waits for a device once."""
+        found = self._engine.fingerprint()
+        if self._unhashed:
+            self._update_seconds = (time.perf_counter() - self._began) / self._unhashed
+            self._unhashed, self._began = 0, 0.0
+        return tuple(wire.Stand(self._updates, found, self._update_seconds, *self._copied))
 
     def send(self, what: Literal["state", "optimizer_state"], first: bool) -> tuple[str, np.ndarray[Any, Any]] | None:
         """The next tensor of the mean, or of the optimizer's slots; None after the last."""
@@ -76,6 +94,24 @@ class Replica:
             self._engine.load(self._kept.get("state", {}), slots)
         finally:
             self._kept.clear()
+        self._updates = 0
+
+    def listen(self, backend: Literal["gloo", "nccl"]) -> tuple[str, int, str]:
+        """Where another replica can get a copy of the mean, once, by `take`."""
+        self._giver = Giver(backend)
+        return self._giver.where
+
+    def give(self) -> bool:
+        """Hand the mean to who takes it; whether that went well: it is who takes that failed if not."""
+        giver, self._giver = self._giver, None
+        return giver is not None and giver.give(self._updates, self._engine.state(), self._engine.optimizer_state())
+
+    def take(self, where: tuple[str, int, str]) -> None:
+        """Get the mean of the replica that listens there."""
+        began = time.perf_counter()
+        self._updates, state, slots, size = taken(*where)
+        self._engine.load(state, slots or None)
+        self._copied = size, time.perf_counter() - began
 
     def metrics(self) -> Mapping[str, float]:
         """What the engine says of how busy it is."""

@@ -1,44 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who answers which chunk of a rollout, until all are answered, whatever becomes of replicas."""
+"""The chunks of a rollout, put to replicas by the rules of `deal` until all are answered, whatever becomes of them."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from evoalign.engines.base import pairs_of
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.deal import Chunk, Deal
 from evoalign.engines.ray.team import FaultError, Seat, Team
 from evoalign.types import Member, Plan, Request, Rollout
 
-SLOW = 1.5
-"""Times the usual after which a chunk is handed to a second replica that has nothing to do."""
 REQUESTS = 64
 """Of the mean, or of requests that name their member, that a replica is handed at once."""
-TICK = 0.5
-"""Seconds at the most between two looks at what hangs or is slow."""
 
 
-@dataclass(eq=False)
-class Chunk:
-    """Members and the requests that they answer; what is sent, and how many replicas have it now."""
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Members and the requests that they answer, and what is sent of both."""
 
-    asked: list[tuple[Member, Request]]
+    members: tuple[Member, ...]
+    pairs: list[tuple[Member, Request]]
     plan: bytes
     requests: Any
-    holders: int = 0
-    is_done: bool = False
 
 
 @dataclass(eq=False)
-class _Work:
+class Work:
+    """What a replica was asked. `deal` is None once its rollout is over, and the answer is nobody's."""
+
     seat: Seat
-    chunk: Chunk
-    began: float = field(default_factory=time.monotonic)
+    chunk: Chunk[Seat]
+    began: float
+    deal: Deal[Seat] | None
 
 
 def chunks_of(plan: Plan, requests: Sequence[Request], size: int) -> Iterator[tuple[Plan, Sequence[Request]]]:
@@ -63,89 +60,102 @@ def _pieces(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 class Schedule:
-    """The chunks of one rollout. `late` are chunks of former ones that slow replicas still have, by call."""
+    """The rollouts of a team. Calls that slow replicas have not answered outlive theirs."""
 
-    def __init__(self, team: Team, late: dict[Any, _Work]) -> None:
-        self._team, self._running = team, late
-        self._ray = team.cluster.ray
+    def __init__(self, team: Team) -> None:
+        self._team, self._ray = team, team.cluster.ray
+        self._running: dict[Any, Work] = {}
+        self.record: dict[str, Any] = {}
+        """Who scored what of the last rollout, where answers are checked."""
+        self.counts = {"copies": 0, "checked": 0, "sent_bytes": 0, "received_bytes": 0}
 
     def run(self, plan: Plan, requests: Sequence[Request], size: int) -> Iterator[Rollout]:
-        """All completions, chunk by chunk as they come."""
-        sent: dict[int, Any] = {}
-        todo: deque[Chunk] = deque()
-        for part, asked in chunks_of(plan, requests, size):
-            ref = sent.setdefault(id(asked), None) or self._ray.put(wire.requests_bytes(asked))
-            sent[id(asked)] = ref
-            todo.append(Chunk(pairs_of(part.members, asked), wire.plan_bytes(part), ref))
+        """All completions: chunk by chunk as they come or, where answers are checked, once all are believed."""
+        audit = self._team.audit
+        chunks = [Chunk[Seat](asked) for asked in self._asked(plan, requests, size)]
+        deal = Deal(chunks, audit.draws(plan, chunks) if audit else None, self._team.may_check)
         try:
-            yield from self._answers(todo, len(todo))
+            for chunk in self._believed(deal):
+                if not audit:
+                    yield from chunk.believed
+            if audit:
+                self.record = audit.record(chunks, self._team.expelled)
+                self.counts["checked"] += sum(chunk.wanted > 1 for chunk in chunks)
+                yield from (rollout for chunk in chunks for rollout in chunk.believed)
         finally:  # what slow replicas still have, or what is left half-way, is nobody's
+            self.counts["copies"] += deal.copies
             for work in self._running.values():
-                work.chunk.is_done = True
+                work.deal = None
 
-    def _answers(self, todo: deque[Chunk], left: int) -> Iterator[Rollout]:
-        spent = list[float]()
-        while left:
-            self._hand_out(todo, spent)
-            for work, rollouts in self._finished():
-                chunk = work.chunk
-                chunk.holders -= 1
-                if chunk.is_done:
+    def _asked(self, plan: Plan, requests: Sequence[Request], size: int) -> Iterator[Asked]:
+        sent: dict[int, Any] = {}
+        for part, asked in chunks_of(plan, requests, size):
+            if id(asked) not in sent:
+                data = wire.requests_bytes(asked)
+                self.counts["sent_bytes"] += len(data)
+                sent[id(asked)] = self._ray.put(data)
+            yield Asked(part.members, pairs_of(part.members, asked), wire.plan_bytes(part), sent[id(asked)])
+
+    def _believed(self, deal: Deal[Seat]) -> Iterator[Chunk[Seat]]:
+        """Chunks as they are done; one that a replica alone answered that was wrong later comes again."""
+        while deal.open:
+            self._hand_out(deal)
+            if not self._running and self._team.settled():
+                self._hand_out(deal)
+            if not self._running:
+                self._team.await_more(f"{deal.open} chunks are left that no replica can answer or check")
+                continue
+            for work, answer in self._finished():
+                if work.deal is None:
                     continue
-                if rollouts is not None:
-                    spent.append(time.monotonic() - work.began)
-                    chunk.is_done = True
-                    left -= 1
-                    yield from rollouts
-                elif not chunk.holders:
-                    todo.appendleft(chunk)
+                if answer is None:
+                    deal.lost(work.seat, work.chunk)
+                    continue
+                was_done = work.chunk.is_done
+                for wrong in deal.answered(work.seat, work.chunk, answer, time.monotonic()):
+                    self._expel(deal, wrong)
+                if work.chunk.is_done and not was_done:
+                    yield work.chunk
 
-    def _hand_out(self, todo: deque[Chunk], spent: Sequence[float]) -> None:
+    def _hand_out(self, deal: Deal[Seat]) -> None:
         busy = {work.seat for work in self._running.values()}
-        for seat in self._team.seats:
-            if seat in busy or seat.joining is not None:
-                continue
-            chunk = todo.popleft() if todo else self._slow(spent)
-            if chunk is None:
-                return
-            chunk.holders += 1
-            self._running[seat.actor.rollout.remote(chunk.plan, chunk.requests)] = _Work(seat, chunk)
+        for seat in self._team.ready:
+            now = time.monotonic()
+            chunk = None if seat in busy else deal.next(seat, now)
+            if chunk is not None:
+                asked: Asked = chunk.load
+                self.counts["sent_bytes"] += len(asked.plan)
+                self._running[seat.actor.rollout.remote(asked.plan, asked.requests)] = Work(seat, chunk, now, deal)
 
-    def _slow(self, spent: Sequence[float]) -> Chunk | None:
-        """A chunk that takes longer than is usual, and that one replica alone has."""
-        if not spent:
-            return None
-        late = time.monotonic() - SLOW * statistics.median(spent)
-        held = [w for w in self._running.values() if w.chunk.holders == 1 and not w.chunk.is_done and w.began < late]
-        return min(held, key=lambda work: work.began).chunk if held else None
-
-    def _finished(self) -> Iterator[tuple[_Work, list[Rollout] | None]]:
+    def _finished(self) -> Iterator[tuple[Work, list[Rollout] | None]]:
         """What ended: answers, or None of a replica that failed and was started again."""
-        joining = {seat.joining: seat for seat in self._team.seats if seat.joining is not None}
-        ready, _ = self._ray.wait([*self._running, *joining], num_returns=1, timeout=TICK)
-        for ref in ready:
-            if ref in joining:
-                self._join(joining[ref])
-                continue
-            work = self._running.pop(ref)
+        for ref in self._team.poll(self._running):
+            work = self._running.pop(ref, None)
+            if work is None:
+                continue  # of a replica that failed meanwhile
             try:
-                yield work, wire.rollouts_of(self._team.get(work.seat, ref), work.chunk.asked)
+                data = self._team.get(work.seat, ref)
+                self.counts["received_bytes"] += len(data) if isinstance(data, bytes) else 0
+                yield work, wire.rollouts_of(data, work.chunk.load.pairs)
             except (FaultError, wire.GarbageError) as fault:
-                yield work, self._again(work.seat, str(fault))
+                yield from self._again(work, str(fault))
         now, patience = time.monotonic(), self._team.settings.patience
         for ref, work in list(self._running.items()):
-            if now - work.began > patience:
-                del self._running[ref]
-                yield work, self._again(work.seat, f"gave no answer for {patience:g} s")
+            if now - work.began > patience and self._running.pop(ref, None) is not None:
+                yield from self._again(work, f"gave no answer for {patience:g} s")
 
-    def _again(self, seat: Seat, why: str) -> None:
-        for ref in [ref for ref, work in self._running.items() if work.seat is seat]:
-            del self._running[ref]
-        self._team.revive(seat, why)
+    def _again(self, work: Work, why: str) -> Iterator[tuple[Work, None]]:
+        """A replica failed: all that it has is lost."""
+        yield work, None
+        for lost in self._forget(work.seat):
+            yield lost, None
+        self._team.revive(work.seat, why)
 
-    def _join(self, seat: Seat) -> None:
-        ref, seat.joining = seat.joining, None
-        try:
-            self._team.get(seat, ref)
-        except FaultError as fault:
-            self._team.revive(seat, str(fault))
+    def _forget(self, seat: Seat) -> list[Work]:
+        refs = [ref for ref, work in self._running.items() if work.seat is seat]
+        return [self._running.pop(ref) for ref in refs]
+
+    def _expel(self, deal: Deal[Seat], seat: Seat) -> None:
+        self._forget(seat)
+        deal.disown(seat)
+        self._team.expel(seat, "gave another answer than two others")

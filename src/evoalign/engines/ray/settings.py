@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from evoalign.config.base import Count, Positive
 from evoalign.config.engines import DEFAULT, EngineSettings, Held, ReplicaConfig
@@ -26,6 +26,8 @@ class RayConfig(EngineSettings):
     """Engines that share the members. Scores and weights do not depend on how many, where runs are `deterministic`."""
     replica: ReplicaConfig = Field(default_factory=lambda: {"name": DEFAULT}, validate_default=True)
     """The engine of each replica, with its own settings."""
+    at_least: Count | None = None
+    """Replicas with which a run begins where there is no room for all yet; the others join once there is. None: all."""
     address: str | None = None
     """An existing cluster, such as 10.0.0.1:6379 or auto. None: one of this run's own, on this host alone."""
     cpus: Positive = 1.0
@@ -42,9 +44,17 @@ class RayConfig(EngineSettings):
     compare_every: Count = 10
     """Every so many updates the hashes of all replicas' means are compared; one that differs is started again."""
 
+    catch_up: Literal["auto", "replay", "copy"] = "auto"
+    """How a replica that joins gets the mean: by replaying all updates, or as a copy of another's weights. auto: what
+    is likely to take less time."""
+    audit: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the chunks that another replica scores again, to find one whose answers are wrong."""
+
     path = "evoalign.engines.ray.engine:RayEngine"
     can_be_replica = False
-    resources = frozenset({"replicas", "address", "cpus", "gpus", "restarts", "patience", "compare_every"})
+    resources = frozenset({
+        "replicas", "at_least", "address", "cpus", "gpus", "restarts", "patience", "compare_every", "catch_up", "audit",
+    })  # fmt: skip
 
     @field_validator("replica")
     @classmethod
@@ -52,6 +62,22 @@ class RayConfig(EngineSettings):
         if getattr(replica, "url", None) is not None:
             raise ValueError("a server that runs already is one engine, not several: leave out its url")
         return replica
+
+    @model_validator(mode="after")
+    def _enough(self) -> RayConfig:
+        if self.at_least is not None and self.at_least > self.replicas:
+            raise ValueError(f"at_least {self.at_least} is more than replicas {self.replicas}; lower it")
+        if self.audit and self.fewest < 3:
+            raise ValueError(
+                f"audit takes three replicas, one to answer, one to check and one to decide; there are {self.fewest}: "
+                "raise replicas or at_least, or set audit: 0"
+            )
+        return self
+
+    @property
+    def fewest(self) -> int:
+        """Replicas with which a run begins."""
+        return self.at_least or self.replicas
 
     @property
     def where(self) -> str:

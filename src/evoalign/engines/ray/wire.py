@@ -8,10 +8,12 @@ as JSON and checked, and what is not as it should be is a fault of the replica.
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from evoalign.errors import EvoalignError
 from evoalign.types import Member, Plan, Request, Rollout, Sampling, Update
@@ -20,11 +22,35 @@ _PLAN = struct.Struct("<QdI")
 _MEMBER = struct.Struct("<iIb")
 _UPDATE = struct.Struct("<QQdddBI")
 _COEFFICIENT = struct.Struct("<d")
+_HASH = re.compile("[0-9a-f]{64}")
 _SUMMATIONS = ("ordered", "library", "own")
 
 
 class GarbageError(EvoalignError):
     """A replica's answer is not one."""
+
+
+class Stand(NamedTuple):
+    """Where a replica is: updates made, the mean's hash, and what it took: seconds for an update with its hash, and
+    bytes and seconds of the last copy of a mean that it got."""
+
+    updates: int
+    weights_hash: str
+    update_seconds: float
+    copied_bytes: int
+    copied_seconds: float
+
+
+def stand_of(said: object) -> Stand:
+    """What a replica says of where it is. Raises GarbageError for all else."""
+    fields = cast(tuple[Any, ...], said if isinstance(said, tuple) else ())
+    kinds = (int, str, float, int, float)
+    if len(fields) != len(kinds) or not all(type(f) is k for f, k in zip(fields, kinds, strict=True)):
+        raise GarbageError("answered what is no hash of its mean")
+    stand = Stand(*fields)
+    if not _HASH.fullmatch(stand.weights_hash) or not all(0 <= n < math.inf for n in (stand[0], *stand[2:])):
+        raise GarbageError("answered what is no hash of its mean")
+    return stand
 
 
 def plan_bytes(plan: Plan) -> bytes:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of engine `ray` share: a cluster on loopback, a small run, its journal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evoalign
+from evoalign.engines.ray import team
+from evoalign.engines.ray.engine import RayEngine
+from evoalign.testing import engines as contract
+
+CORES = 6
+DATA = Path(__file__).parent.parent / "data" / "tasks" / "conciseness"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Generator[Any]:
+    """One cluster for all: an engine uses the one that this process is connected to."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray")
+    ray.init(
+        address="local", num_cpus=CORES, num_gpus=0, include_dashboard=False, object_store_memory=2**27,
+        log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+def settings(space: str, replicas: int, **ray: Any) -> dict[str, Any]:
+    replica = {"name": "transformers", "device": "cpu", "threads": 1}
+    return {
+        "space": space, "model": {"name": "tiny"}, "deterministic": True, "checks": {"placebo": 0},
+        "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
+                 "test_data": str(DATA / "questions_test.json"), "train_size": 6, "test_size": 6},
+        "es": {"num_generations": 3, "population_size": 12, "sigma": 0.01, "learning_rate": 0.005},
+        "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8}, "report": False,
+        "engine": {"name": "ray", "replicas": replicas, "cpus": 1, "chunk": 2, "replica": replica, **ray},
+    }  # fmt: skip
+
+
+def journal(to: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run writes of its generations."""
+    evoalign.train({**given, "output_dir": str(to)})
+    return generations(to)
+
+
+def generations(run: Path) -> list[dict[str, Any]]:
+    """The lines of a journal below its head, which says how many replicas there were, and without the chain of hashes
+    that begins with it."""
+    lines = (run / "journal.jsonl").read_text().splitlines()[1:]
+    return [{k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")} for line in lines]
+
+
+def call(seat: team.Seat, what: Callable[[Any], Any]) -> Any:
+    import ray
+
+    return ray.get(seat.actor.__ray_call__.remote(what), timeout=60)
+
+
+def all_hashes(bench: contract.Bench) -> list[str]:
+    """Of all replicas, once nobody joins any more."""
+    of = engine_of(bench).team
+    while any(seat.joining for seat in of.seats):
+        of.poll(())
+    return list(of.stands().values())
+
+
+def engine_of(bench: contract.Bench) -> RayEngine:
+    assert isinstance(bench.engine, RayEngine)
+    return bench.engine
