@@ -16,7 +16,7 @@ from evoalign.engines.ray import team
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.testing import engines as contract
 
-CORES = 6
+CORES = 8
 DATA = Path(__file__).parent.parent / "data" / "tasks" / "conciseness"
 
 

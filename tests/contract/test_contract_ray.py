@@ -117,7 +117,7 @@ def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
 def test_more_replicas_than_there_is_room_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.engines.ray.cluster.WAIT", 3.0)
     many = config.model_copy(update={"engine": config.engine.model_copy(update={"replicas": CORES + 1})})
-    with pytest.raises(EvoalignError, match=r"engine\.replicas: 7 replicas .* find no room"):
+    with pytest.raises(EvoalignError, match=r"engine\.replicas: 9 replicas .* find no room"):
         RayEngine(many, tokens.load(config.model))
 
 

@@ -70,13 +70,22 @@ class Cluster:
 
     def placed(self) -> list[int]:
         """The replicas for which there is room by now."""
-        return [place for place, group in enumerate(self._groups) if group is not None and group.wait(0)]
+        there = [place for place, group in enumerate(self._groups) if group is not None]
+        return [place for place in there if self._table(place)["state"] == "CREATED"]
 
     def node(self, place: int) -> str:
         """The host of a replica's room, as the cluster has it and not as the replica says."""
+        return str(self._table(place)["bundles_to_node_id"].get(0, ""))
+
+    def address(self, place: int) -> str:
+        """Where that host's own processes listen for other hosts: loopback where it is the only one."""
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+        return "127.0.0.1" if len(nodes) < 2 else str(nodes[self.node(place)])
+
+    def _table(self, place: int) -> dict[str, Any]:
         from ray.util.placement_group import placement_group_table
 
-        return str(placement_group_table(self._groups[place])["bundles_to_node_id"].get(0, ""))
+        return {"state": "", "bundles_to_node_id": {}} | dict(placement_group_table(self._groups[place]))
 
     def _refuse(self) -> None:
         has = {name: self.ray.cluster_resources().get(name, 0) for name in self._bundle}

@@ -151,16 +151,19 @@ class RayEngine:
         put = self.team.cluster.ray.put
         kept = [("state", name, put(t.numpy())) for name, t in state.items()]
         kept += [("optimizer_state", name, put(t.numpy())) for name, t in (optimizer or {}).items()]
+        for seat in self.team.ready:
+            self._put(seat, kept)
+        found = self.team.ask_all("load", optimizer is not None)  # where it is refused, what was loaded before stays
         team = self.team
-        before = team.loaded, team.with_slots, team.updates, team.known
         team.loaded, team.with_slots, team.updates, team.known = kept, optimizer is not None, [], {}
-        for one in kept:
-            self.team.tell("keep", *one)
-        try:
-            self.team.ask_all("load", optimizer is not None)
-        except EvoalignError:
-            team.loaded, team.with_slots, team.updates, team.known = before
-            raise
+        for seat in team.seats:
+            if seat.stage == "catching up" and seat not in found:  # to the mean that was before
+                self._put(seat, kept)
+                seat.told.append(seat.actor.load.remote(optimizer is not None))
+
+    @staticmethod
+    def _put(seat: Seat, kept: Sequence[tuple[str, str, Any]]) -> None:
+        seat.told += [seat.actor.keep.remote(*one) for one in kept]
 
     def metrics(self) -> Mapping[str, float]:
         """Replicas at work, how often one was started again and thrown out, and so far: chunks that were handed to a
