@@ -12,6 +12,8 @@ import torch
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
+from evoalign.tasks.base import Data, Task
+from evoalign.tasks.grading import Graders, kept_here
 from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 ABSENT = Member(index=-2, noise=1 << 32, sign=1)
@@ -80,6 +82,13 @@ def metrics_of(engine: Engine) -> Mapping[str, float]:
     """What an engine says of how busy it is, by `metrics`, where it has such a method: for a generation's row."""
     measure: Callable[[], Mapping[str, float]] | None = getattr(engine, "metrics", None)
     return {} if measure is None else measure()
+
+
+def graders_of(engine: Engine, task: Task, data: Data) -> Graders | None:
+    """Processes beside an engine that score completions, made by `graders`, where it has such a method and any: they
+    end with the engine. Raises EvoalignError."""
+    make: Callable[[Task, Data], Graders | None] | None = getattr(engine, "graders", None)
+    return None if make is None or kept_here(task) is not None else make(task, data)
 
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:
