@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster to place replicas on: the one at an address, or one of this process's own that ends with it."""
+"""A Ray cluster to place actors on: the one at an address, or one of this process's own that ends with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ class Cluster:
         self._ours = not self.ray.is_initialized()
         if self._ours:
             self._connect()
-        self._group = self._placed()
+        self._groups: list[Any] = []
+        bundle = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        try:
+            self._group = self.room("replicas", self.settings.replicas, bundle, "engine.cpus or engine.gpus")
+        except ModelError:
+            self.close()
+            raise
 
     def _connect(self) -> None:
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
@@ -46,45 +52,46 @@ class Cluster:
         count = self.settings.replicas
         self.ray.init(
             address="local",
-            num_cpus=max(1, round(count * self.settings.cpus + 0.5)),
+            num_cpus=max(1, round(count * self.settings.cpus + 0.5)) + self.settings.graders,
             num_gpus=None if self.gpus else 0,
             object_store_memory=STORE,
             _node_ip_address="127.0.0.1",
             **quiet,
         )
 
-    def _placed(self) -> Any:
+    def room(self, who: str, count: int, bundle: dict[str, float], others: str = "") -> Any:
+        """Room for so many actors, each of which takes a `bundle`. Raises ModelError that names `engine.who`."""
         from ray.util.placement_group import placement_group
 
-        bundle = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-        group = placement_group([bundle] * self.settings.replicas, strategy="PACK")
+        group = placement_group([bundle] * count, strategy="PACK")
+        self._groups.append(group)
         if group.wait(WAIT):
             return group
         has = {name: self.ray.cluster_resources().get(name, 0) for name in bundle}
-        self.close()
         raise ModelError(
-            f"engine.replicas: {self.settings.replicas} replicas of {bundle} find no room on a cluster of {has}; lower "
-            "engine.replicas, engine.cpus or engine.gpus"
+            f"engine.{who}: {count} {who} of {bundle} find no room on a cluster of {has}; lower engine.{who}"
+            + (f", {others}" if others else "")
         )
 
     def actor(self, cls: type, place: int, *args: Any) -> Any:
         """A new actor in the room of replica `place`."""
+        return self.placed(self._group, place, cls, *args, num_cpus=self.settings.cpus, num_gpus=self.gpus or None)
+
+    def placed(self, group: Any, place: int, cls: type, *args: Any, **options: Any) -> Any:
+        """A new actor in the room at a place of a group, with options of Ray's."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
-        options: dict[str, Any] = {"num_cpus": self.settings.cpus, "scheduling_strategy": strategy, "max_restarts": 0}
-        if self.gpus:
-            options["num_gpus"] = self.gpus
-        return self.ray.remote(cls).options(**options).remote(*args)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        return self.ray.remote(cls).options(scheduling_strategy=strategy, max_restarts=0, **options).remote(*args)
 
     def close(self) -> None:
         """End the cluster, where it is this process's own, or give the room back."""
-        group = getattr(self, "_group", None)
         if self._ours:
             self.ray.shutdown()
-        elif group is not None:
-            from ray.util.placement_group import remove_placement_group
+            return
+        from ray.util.placement_group import remove_placement_group
 
+        for group in self._groups:
             remove_placement_group(group)
 
 

@@ -17,12 +17,15 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.base import check_members
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.graders import Pool
 from evoalign.engines.ray.schedule import Schedule
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.ray.team import LOG, FaultError, Team
 from evoalign.errors import EvoalignError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
+from evoalign.tasks.base import Data, Task
+from evoalign.tasks.grading import Graders
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, Plan, Request, Rollout, TensorSpec, Update
 
@@ -32,7 +35,8 @@ class RayEngine:
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
         assert isinstance(config.engine, RayConfig)
-        self._settings = config.engine
+        self._config, self._settings = config, config.engine
+        self.pool: Pool | None = None
         self.team = Team(config)
         self._late: dict[Any, Any] = {}
         self._chunk = self._settings.chunk
@@ -140,9 +144,19 @@ class RayEngine:
             self.team.loaded, self.team.with_slots, self.team.updates = before
             raise
 
+    def graders(self, task: Task, data: Data) -> Graders | None:
+        """As many as the settings say; they end with the engine. Raises EvoalignError."""
+        if not self._settings.graders:
+            return None
+        self.pool = Pool(self._config, data, self.team.cluster)
+        return self.pool
+
     def metrics(self) -> Mapping[str, float]:
-        """Replicas started again so far."""
-        return {"restarts": float(sum(seat.restarts for seat in self.team.seats))}
+        """Replicas, and graders, started again so far."""
+        found = {"restarts": float(sum(seat.restarts for seat in self.team.seats))}
+        return found if self.pool is None else found | {"grader_restarts": float(self.pool.restarts)}
 
     def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
         self.team.close()

@@ -28,6 +28,9 @@ class RayConfig(EngineSettings):
     """The engine of each replica, with its own settings."""
     address: str | None = None
     """An existing cluster, such as 10.0.0.1:6379 or auto. None: one of this run's own, on this host alone."""
+    graders: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes of one CPU core each that score completions while others are decoded, wherever the cluster has room. 0:
+    the run's own process scores."""
     cpus: Positive = 1.0
     """CPU cores that Ray keeps for a replica."""
     gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
@@ -36,7 +39,7 @@ class RayConfig(EngineSettings):
     """Members that a replica is handed at once; dense members go one by one. What shares a batch decides the last bits
     of a score, so it is part of the run."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often one replica may be started again before the run gives up."""
+    """How often one replica, or one grader, may be started again before the run gives up."""
     patience: Positive = 600.0
     """Seconds without an answer after which a replica is held to hang, and is started again."""
     compare_every: Count = 10
@@ -44,7 +47,7 @@ class RayConfig(EngineSettings):
 
     path = "evoalign.engines.ray.engine:RayEngine"
     can_be_replica = False
-    resources = frozenset({"replicas", "address", "cpus", "gpus", "restarts", "patience", "compare_every"})
+    resources = frozenset({"replicas", "graders", "address", "cpus", "gpus", "restarts", "patience", "compare_every"})
 
     @field_validator("replica")
     @classmethod
@@ -60,6 +63,10 @@ class RayConfig(EngineSettings):
     @property
     def devices(self) -> int:
         return self.replicas * self.replica.devices
+
+    @property
+    def scored_by(self) -> int:
+        return self.graders
 
     @property
     def carries_experts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

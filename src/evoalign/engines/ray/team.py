@@ -18,7 +18,7 @@ LOG = logging.getLogger("evoalign.engine.ray")
 
 
 class FaultError(Exception):
-    """A replica did not answer as one that works would."""
+    """A replica, or a grader, did not answer as one that works would."""
 
 
 @dataclass(eq=False)
@@ -90,21 +90,8 @@ class Team:
         told, seat.told = seat.told, []
         found: Any = None
         for one in (*told, ref):
-            found = self._got(one)
+            found = answer(self._ray, one, self.settings.patience)
         return found
-
-    def _got(self, ref: Any) -> Any:
-        errors = self._ray.exceptions
-        try:
-            return self._ray.get(ref, timeout=self.settings.patience)
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, EvoalignError):
-                raise error.cause from None
-            raise FaultError(f"failed: {_line(error.cause)}") from error
-        except errors.GetTimeoutError as error:
-            raise FaultError(f"gave no answer for {self.settings.patience:g} s") from error
-        except errors.RayError as error:
-            raise FaultError(f"died: {_line(error)}") from error
 
     def revive(self, seat: Seat, why: str) -> None:
         """Start a replica anew; it catches up by itself, by replaying all updates. Raises EvoalignError where that was
@@ -132,6 +119,21 @@ class Team:
         for seat in self.seats:
             self._ray.kill(seat.actor)
         self.cluster.close()
+
+
+def answer(ray: Any, ref: Any, patience: float) -> Any:
+    """What a call of an actor came to. Raises FaultError, and EvoalignError where that is what it raised."""
+    errors = ray.exceptions
+    try:
+        return ray.get(ref, timeout=patience)
+    except errors.RayTaskError as error:
+        if isinstance(error.cause, EvoalignError):
+            raise error.cause from None
+        raise FaultError(f"failed: {_line(error.cause)}") from error
+    except errors.GetTimeoutError as error:
+        raise FaultError(f"gave no answer for {patience:g} s") from error
+    except errors.RayError as error:
+        raise FaultError(f"died: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:
