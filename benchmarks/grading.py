@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -37,7 +38,7 @@ from evoalign.types import Generation
 HERE = Path(__file__).absolute()
 DATA = HERE.parents[1] / "data" / "tasks" / "conciseness"
 MILLISECONDS, BATCH = 2.0, 16
-ARMS = {"computes": "computes", "waits": "waits", "cheap": "cheap", "here": "computes", "one batch": "computes"}
+ARMS = {"waits": "waits", "computes": "computes", "cheap": "cheap", "here": "computes", "one batch": "computes"}
 
 
 def computes(completions: list[str]) -> list[float]:
@@ -98,7 +99,7 @@ def row(arm: str, pairs: int) -> dict[str, Any]:
     quartiles = {name: [round(q, 3) for q in statistics.quantiles(values, n=4)] for name, values in ratios.items()}
     return {
         "arm": arm, "pairs": pairs, "share_off": round(shares["off"], 4), "share_on": round(shares["on"], 4),
-        "on_to_off": quartiles, "medians": medians, "versions": versions(),
+        "on_to_off": quartiles, "medians": medians, "load": os.getloadavg()[1], "versions": versions(),
     }  # fmt: skip
 
 
@@ -117,8 +118,8 @@ def main() -> None:
             f"{found['on_to_off']['rollout'][1]:.3f}",
             flush=True,
         )
-    if options.json is not None:
-        options.json.write_text("".join(f"{json.dumps(found)}\n" for found in rows), encoding="utf-8")
+        if options.json is not None:
+            options.json.write_text("".join(f"{json.dumps(found)}\n" for found in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between a driver, its replicas and its graders: it comes back as it was, is as small as is said, and is checked."""
+"""What travels between a driver, replicas and graders: it comes back as it was, is as small as is said, is checked."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_several_graders_give_the_same_columns(make: Make) -> None:
 
 def test_of_several_graders_the_first_error_in_order_counts(make: Make) -> None:
     task = make("length", batch=3, isolated=False)
-    with pytest.raises(RewardError, match="no score for 0.2"):
+    with pytest.raises(RewardError, match=r"no score for 0\.2"):
         columns(task, Saying(), Helpers(task, fails=["2.0", "0.2"]))
 
 
