@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster to place replicas on: the one at an address, or one of this process's own that ends with it."""
+"""A Ray cluster to place actors on: the one at an address, or one of this process's own that ends with it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Cluster:
         if self._ours:
             self._connect()
         self._bundle: dict[str, float] = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        self._others: list[Any] = []
         self._groups = [self._group() for _ in range(self.settings.replicas)]
         until = time.monotonic() + WAIT
         while len(self.placed()) < self.settings.fewest:
@@ -56,7 +57,7 @@ class Cluster:
         count = self.settings.replicas
         self.ray.init(
             address="local",
-            num_cpus=max(1, round(count * self.settings.cpus + 0.5)),
+            num_cpus=max(1, round(count * self.settings.cpus + 0.5)) + self.settings.graders,
             num_gpus=None if self.gpus else 0,
             object_store_memory=STORE,
             _node_ip_address="127.0.0.1",
@@ -95,15 +96,31 @@ class Cluster:
             "lower engine.replicas, engine.at_least, engine.cpus or engine.gpus"
         )
 
+    def room(self, who: str, count: int, bundle: dict[str, float]) -> Any:
+        """Room for so many actors, each of which takes a `bundle`. Raises ModelError that names `engine.who`."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([bundle] * count, strategy="PACK")
+        self._others.append(group)
+        if group.wait(WAIT):
+            return group
+        has = {name: self.ray.cluster_resources().get(name, 0) for name in bundle}
+        raise ModelError(
+            f"engine.{who}: {count} {who} of {bundle} find no room on a cluster of {has}; lower engine.{who}"
+        )
+
     def actor(self, cls: type, place: int, *args: Any) -> Any:
         """A new actor in the room of replica `place`."""
+        return self.actor_in(
+            self._groups[place], 0, cls, *args, num_cpus=self.settings.cpus, num_gpus=self.gpus or None
+        )
+
+    def actor_in(self, group: Any, place: int, cls: type, *args: Any, **options: Any) -> Any:
+        """A new actor in the room at a place of a group, with options of Ray's."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._groups[place], placement_group_bundle_index=0)
-        options: dict[str, Any] = {"num_cpus": self.settings.cpus, "scheduling_strategy": strategy, "max_restarts": 0}
-        if self.gpus:
-            options["num_gpus"] = self.gpus
-        return self.ray.remote(cls).options(**options).remote(*args)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        return self.ray.remote(cls).options(scheduling_strategy=strategy, max_restarts=0, **options).remote(*args)
 
     def vacate(self, place: int) -> None:
         """Give back the room of one replica, for good."""
@@ -118,8 +135,12 @@ class Cluster:
         if self._ours:
             self.ray.shutdown()
             return
+        from ray.util.placement_group import remove_placement_group
+
         for place in range(len(self._groups)):
             self.vacate(place)
+        for group in self._others:
+            remove_placement_group(group)
 
 
 def _gpus(settings: RayConfig) -> float:

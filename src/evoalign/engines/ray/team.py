@@ -28,7 +28,7 @@ COPY_RATE = 0.5e9
 
 
 class FaultError(Exception):
-    """A replica did not answer as one that works would."""
+    """A replica, or a grader, did not answer as one that works would."""
 
 
 Stage = Literal["waiting", "loading", "catching up", "ready", "out"]
@@ -184,21 +184,8 @@ class Team:
         told, seat.told = seat.told, []
         found: Any = None
         for one in (*told, ref):
-            found = self._got(one)
+            found = answer(self._ray, one, self.settings.patience)
         return found
-
-    def _got(self, ref: Any) -> Any:
-        errors = self._ray.exceptions
-        try:
-            return self._ray.get(ref, timeout=self.settings.patience)
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, EvoalignError):
-                raise error.cause from None
-            raise FaultError(f"failed: {_line(error.cause)}") from error
-        except errors.GetTimeoutError as error:
-            raise FaultError(f"gave no answer for {self.settings.patience:g} s") from error
-        except errors.RayError as error:
-            raise FaultError(f"died: {_line(error)}") from error
 
     # --- coming and going
 
@@ -335,6 +322,21 @@ class Team:
         for seat in there:
             self._ray.kill(seat.actor)
         self.cluster.close()
+
+
+def answer(ray: Any, ref: Any, patience: float) -> Any:
+    """What a call of an actor came to. Raises FaultError, and EvoalignError where that is what it raised."""
+    errors = ray.exceptions
+    try:
+        return ray.get(ref, timeout=patience)
+    except errors.RayTaskError as error:
+        if isinstance(error.cause, EvoalignError):
+            raise error.cause from None
+        raise FaultError(f"failed: {_line(error.cause)}") from error
+    except errors.GetTimeoutError as error:
+        raise FaultError(f"gave no answer for {patience:g} s") from error
+    except errors.RayError as error:
+        raise FaultError(f"died: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:
