@@ -29,9 +29,10 @@ class Replica:
         self._sending: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     def about(self) -> tuple[str, list[TensorSpec]]:
-        """Load the model; the dtype that is served and the model's tensors. Apart from the actor's creation, of whose
-        failure Ray keeps no more than a text."""
-        self._engine = engines.create(self._config, tokens.load(self._config.model))
+        """Load the model, once; the dtype that is served and the model's tensors. Apart from the actor's creation, of
+        whose failure Ray keeps no more than a text."""
+        if not hasattr(self, "_engine"):
+            self._engine = engines.create(self._config, tokens.load(self._config.model))
         return str(self._engine.dtype).removeprefix("torch."), list(self._engine.specs())
 
     def start(self, layout: Layout, keep_start: bool, moves: bool) -> Facts:
@@ -78,3 +79,8 @@ class Replica:
     def metrics(self) -> Mapping[str, float]:
         """What the engine says of how busy it is."""
         return metrics_of(self._engine)
+
+    def close(self) -> None:
+        """End the engine in order: one over a server has processes and files of its own."""
+        if hasattr(self, "_engine"):
+            self._engine.close()

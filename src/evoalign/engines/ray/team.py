@@ -15,6 +15,8 @@ from evoalign.engines.ray.settings import RayConfig
 from evoalign.errors import EvoalignError
 
 LOG = logging.getLogger("evoalign.engine.ray")
+ENDING = 15.0
+"""Seconds that replicas have to end in order; a server in one has ten of them."""
 
 
 class FaultError(Exception):
@@ -128,7 +130,9 @@ class Team:
         seat.joining = seat.actor.fingerprint.remote() if self.begin is not None else seat.told[-1]
 
     def close(self) -> None:
-        """End all replicas, and the cluster where it is this process's own."""
+        """End all replicas, in order where they still answer, and the cluster where it is this process's own."""
+        ending = [seat.actor.close.remote() for seat in self.seats]
+        self._ray.wait(ending, num_returns=len(ending), timeout=ENDING)
         for seat in self.seats:
             self._ray.kill(seat.actor)
         self.cluster.close()
