@@ -45,6 +45,7 @@ take_down() {
   if ((${#steps[@]})); then
     kill -TERM "${steps[@]}" 2>/dev/null || true
     wait "${steps[@]}" || true
+    srun --nodes="${#nodes[@]}" --ntasks-per-node=1 rm -rf "/tmp/ray-$SLURM_JOB_ID" </dev/null || true
   fi
   rm -rf "$own"
   if [[ -n $requeue ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -78,6 +79,7 @@ start() {
 }
 
 is_whole() {
+  timeout 5 bash -c "exec 3<>/dev/tcp/${address/://}" 2>/dev/null || return 1
   timeout 60 python - "$address" "${#nodes[@]}" 2>/dev/null <<'PYTHON'
 import sys
 
