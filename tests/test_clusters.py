@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples for clusters. Scripts are run on loopback, by stand-ins for what starts them elsewhere; manifests have the
-fields of their schemas, and all have commands that evoalign has."""
+"""The examples for clusters. Scripts are run on loopback, by stand-ins for what starts them elsewhere; manifests have
+the fields of their schemas, and all have commands that evoalign has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "space": "lora", "model": {"name": "tiny"}, "deterministic": True, "report": False,
     "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
              "test_data": str(DATA / "questions_test.json"), "train_size": 6, "test_size": 6},
-    "es": {"num_generations": 30, "population_size": 12, "sigma": 0.01, "learning_rate": 0.005},
+    "es": {"num_generations": 10, "population_size": 12, "sigma": 0.01, "learning_rate": 0.005},
     "sampling": {"max_tokens": 8}, "evaluation": {"max_tokens": 8}, "checks": {"placebo": 0},
     "engine": {"name": "ray", "chunk": 2, "replica": {"name": "transformers", "device": "cpu", "threads": 1}},
 }  # fmt: skip
