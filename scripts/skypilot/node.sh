@@ -61,8 +61,10 @@ PYTHON
 
 if ((rank > 0)); then
   until_true "$patience" is_there || exit 0
-  ray start --address="${addresses[0]}:$port" "${common[@]}" </dev/null &
-  wait $! || true
+  while is_there; do # the port answers before others can join
+    ray start --address="${addresses[0]}:$port" "${common[@]}" </dev/null &
+    wait $! || sleep 2
+  done
   exit 0
 fi
 

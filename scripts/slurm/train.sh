@@ -78,9 +78,10 @@ start() {
   steps+=($!)
 }
 
-is_whole() {
+# has NODES: whether so many have joined.
+has() {
   timeout 5 bash -c "exec 3<>/dev/tcp/${address/://}" 2>/dev/null || return 1
-  timeout 60 python - "$address" "${#nodes[@]}" 2>/dev/null <<'PYTHON'
+  timeout 60 python - "$address" "$1" 2>/dev/null <<'PYTHON'
 import sys
 
 import ray
@@ -90,9 +91,9 @@ sys.exit(sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]))
 PYTHON
 }
 
-wait_for_nodes() {
+wait_for() {
   local end=$((SECONDS + patience)) step
-  until is_whole; do
+  until has "$1"; do
     for step in "${steps[@]}"; do
       if ! kill -0 "$step" 2>/dev/null || ((SECONDS > end)); then
         say "a node did not join in $patience s, or left:"
@@ -107,8 +108,9 @@ wait_for_nodes() {
 head_address=$(address_of "${nodes[0]}")
 address=$head_address:$port
 start "${nodes[0]}" --head --port="$port" --include-dashboard=false
+wait_for 1 # nobody can join a head that is not yet there
 for node in "${nodes[@]:1}"; do start "$node" --address="$address"; done
-wait_for_nodes
+wait_for "${#nodes[@]}"
 replicas=$((${#nodes[@]} * (gpus > 0 ? gpus : 1)))
 say "${#nodes[@]} nodes have joined; $replicas replicas"
 
