@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +143,32 @@ def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
     cut["engine"]["replicas"] = 1
     evoalign.train(cut, resume=True)
     assert generations(tmp_path / "cut") == wanted
+
+
+def test_a_cluster_of_its_own_listens_on_loopback_alone_and_ends_with_it() -> None:
+    """In a process of its own: this one has a cluster that a test has started."""
+    script = """
+import json, os, sys
+import psutil
+from evoalign import tokens
+from evoalign.config import from_dict
+from evoalign.engines.ray.engine import RayEngine
+
+config = from_dict(json.loads(sys.argv[1]))
+engine = RayEngine(config, tokens.load(config.model))
+own = psutil.Process()
+family = [own, *own.children(recursive=True)]
+listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+print(len(family), sorted(set(listening)), os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]))
+engine.close()
+_, alive = psutil.wait_procs(family[1:], timeout=30)
+print([p.name() for p in alive])
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    asked = [sys.executable, "-c", script, json.dumps(settings("lora", 1))]
+    said = subprocess.run(asked, capture_output=True, text=True, env=clean, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+    first, left = said.stdout.strip().splitlines()[-2:]
+    count, rest = first.split(" ", 1)
+    assert int(count) > 4 and rest == "['127.0.0.1', '::ffff:127.0.0.1'] token 64"
+    assert left == "[]"

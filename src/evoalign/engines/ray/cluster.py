@@ -156,9 +156,13 @@ def _gpus(settings: RayConfig) -> float:
 def _imported(settings: RayConfig) -> Any:
     """Ray, which reads these as it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if settings.address is None and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        # A token of this run's own: Ray would write one to a file.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if settings.address is None and "ray" not in sys.modules:
+        # On Linux Ray takes the host's address for 127.0.0.1 and listens everywhere, unless it is told that this is no
+        # system for clusters.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if "RAY_AUTH_MODE" not in os.environ:
+            # A token of this run's own: Ray would write one to a file.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray
     except ImportError as error:

@@ -56,8 +56,8 @@ class RayConfig(EngineSettings):
     path = "evoalign.engines.ray.engine:RayEngine"
     can_be_replica = False
     resources = frozenset({
-        "replicas", "at_least", "graders", "address", "cpus", "gpus", "restarts", "patience", "compare_every", "catch_up",
-        "audit",
+        "replicas", "at_least", "graders", "address", "cpus", "gpus", "restarts", "patience", "compare_every",
+        "catch_up", "audit",
     })  # fmt: skip
 
     @field_validator("replica")
