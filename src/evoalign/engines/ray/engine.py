@@ -130,15 +130,14 @@ class RayEngine:
         put = self.team.cluster.ray.put
         kept = [("state", name, put(t.numpy())) for name, t in state.items()]
         kept += [("optimizer_state", name, put(t.numpy())) for name, t in (optimizer or {}).items()]
-        before = self.team.loaded, self.team.with_slots, self.team.updates
-        self.team.loaded, self.team.with_slots, self.team.updates = kept, optimizer is not None, []
         for one in kept:
             self.team.tell("keep", *one)
-        try:
-            self.team.ask_all("load", optimizer is not None)
-        except EvoalignError:
-            self.team.loaded, self.team.with_slots, self.team.updates = before
-            raise
+        found = self.team.ask_all("load", optimizer is not None)  # where it is refused, what was loaded before stays
+        self.team.loaded, self.team.with_slots, self.team.updates = kept, optimizer is not None, []
+        for seat in self.team.seats:
+            if seat not in found:  # started again meanwhile, with the mean that was before
+                seat.told += [seat.actor.keep.remote(*one) for one in kept]
+                seat.told.append(seat.actor.load.remote(optimizer is not None))
 
     def metrics(self) -> Mapping[str, float]:
         """Replicas started again so far."""
