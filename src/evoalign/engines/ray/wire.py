@@ -21,6 +21,7 @@ _MEMBER = struct.Struct("<iIb")
 _UPDATE = struct.Struct("<QQdddBI")
 _COEFFICIENT = struct.Struct("<d")
 _SUMMATIONS = ("ordered", "library", "own")
+_TOKENS = 2**31
 
 
 class GarbageError(EvoalignError):
@@ -109,7 +110,7 @@ def _rollout(row: Any, wanted: dict[tuple[int, int], tuple[Member, Request]]) ->
     if not isinstance(text, str) or reason not in ("stop", "length") or (logprobs is None) == request.logprobs:
         raise ValueError
     tokens = tuple(ids)
-    if not all(type(i) is int and i >= 0 for i in tokens) or len(tokens) > request.sampling.max_tokens:
+    if not all(type(i) is int and 0 <= i < _TOKENS for i in tokens) or len(tokens) > request.sampling.max_tokens:
         raise ValueError
     said = None if logprobs is None else tuple(map(float, logprobs))
     if said is not None and len(said) != len(tokens):
