@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,7 @@ class Field:
         self.folder, self.draw = folder, random.Random(seed)
         self.place = folder / "place"
         self.place.mkdir(parents=True)
+        forkserver.ensure_running()  # without the mark: it stays
         os.environ[PLACE], os.environ[MARK] = str(self.place), secrets.token_hex(8)
         self.wanted: list[dict[str, Any]] = []
         self.lengths: dict[str, float] = {}
