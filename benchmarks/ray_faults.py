@@ -645,7 +645,7 @@ def replicas() -> list[psutil.Process]:
 
 
 class Nodes:
-    """A cluster of three nodes on the loopback address, with room for three replicas."""
+    """A cluster of three nodes on this host, with room for three replicas."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
@@ -657,7 +657,7 @@ class Nodes:
             self.of.add_node(**self._node())
 
     def _node(self) -> dict[str, Any]:
-        return {"num_cpus": 1, "object_store_memory": 2**27, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+        return {"num_cpus": 1, "object_store_memory": 2**27, "include_dashboard": False}
 
     def kill(self, node: Any) -> None:
         """Its node manager; whose child here it is, so that it must not stay a zombie."""
