@@ -5,14 +5,15 @@
 
 Driver and head of the cluster are in one namespace, both replicas in the other. `wire` is what the counters of the only
 link between them say, both ways, headers and acknowledgements included, less what passes in as many idle seconds.
-`payload` is what `evoalign.engines.ray.wire` encodes in the same generations. Both are fitted by a line over the members:
-so many bytes a member, and so many a generation. A member answers one prompt with at most four tokens.
+`payload` is what `evoalign.engines.ray.wire` encodes in the same generations. Lines are fitted to both over the
+members: so many bytes a member, and so many a generation. A member answers one prompt with at most four tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import signal
@@ -21,18 +22,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from ray_faults import settings
 
 from evoalign import optimizer, spaces, tokens
 from evoalign.config import from_dict
 from evoalign.engines.ray import wire
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.types import Plan, Request, Sampling, Update, population
+from ray_faults import settings
 
 RESULTS = Path(__file__).parent / "results" / "ray_bytes.json"
 HERE, THERE = "evoalign-driver", "evoalign-replicas"
@@ -46,7 +46,7 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def namespaces() -> Iterator[None]:
+def namespaces() -> Generator[None]:
     """Two with one link between them, and nothing else."""
     try:
         for name in (HERE, THERE):
@@ -63,7 +63,7 @@ def namespaces() -> Iterator[None]:
 
 
 @contextmanager
-def node(address: str) -> Iterator[None]:
+def node(address: str) -> Generator[None]:
     """A node of the cluster in the other namespace, until the end."""
     words = ["ip", "netns", "exec", THERE, str(Path(sys.executable).with_name("ray")), "start", "--block"]
     words += [f"--address={address}", f"--node-ip-address={ADDRESSES[THERE]}", f"--num-cpus={REPLICAS}"]
@@ -166,12 +166,16 @@ def rows_of(space: str, members: Sequence[int], times: int, measure: Measure) ->
         engine.close()
 
 
+def _pid(_: Any) -> int:
+    return os.getpid()
+
+
 def joined(engine: RayEngine) -> None:
     """Kill a replica, and wait until another is in its place and has the mean of the first."""
     import ray
 
     before = engine.team.ask("fingerprint")
-    pid = ray.get(engine.team.seats[1].actor.__ray_call__.remote(lambda _: os.getpid()))
+    pid: Any = ray.get(engine.team.seats[1].actor.__ray_call__.remote(_pid))
     os.kill(pid, signal.SIGKILL)
     while len(found := engine.team.ask_all("fingerprint")) < REPLICAS:
         time.sleep(0.1)
@@ -183,9 +187,9 @@ def inside(members: Sequence[int], space_names: Sequence[str], times: int, file:
     import ray
 
     measure, rows = Measure(), list[dict[str, Any]]()
-    context = ray.init(
+    context: Any = ray.init(
         address="local", num_cpus=0, num_gpus=0, include_dashboard=False, object_store_memory=2**28,
-        log_to_driver=False, logging_level="fatal", _node_ip_address=ADDRESSES[HERE],
+        log_to_driver=False, logging_level=logging.CRITICAL, _node_ip_address=ADDRESSES[HERE],
     )  # fmt: skip
     try:
         with node(context.address_info["address"]):
