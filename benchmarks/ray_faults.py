@@ -672,17 +672,23 @@ class Nodes:
 
 
 def raylets(field_: Field, count: int) -> Iterator[Row]:
-    """A quarter of the head's, the others of a node with a replica, each with a new node for the next."""
+    """A quarter of the driver's, the others of a node with a replica."""
+    of_driver = count // 4 or int(count > 1)
+    yield from _of_replicas(field_, count - of_driver)
+    yield from _of_drivers(field_, of_driver)
+
+
+def _of_replicas(field_: Field, count: int) -> Iterator[Row]:
+    """One cluster, with a new node after each that is lost."""
     import ray
 
-    of_head = count // 4 or (count > 1)
     with patched(field_):
         field_.patience = 120.0
         nodes = Nodes()
         ray.init(address=nodes.of.address, log_to_driver=False, logging_level=logging.CRITICAL)
         try:
             field_.measure()
-            for _ in range(count - of_head):
+            for _ in range(count):
                 row = Row("raylet", "of a replica", "")
                 for _ in range(3):  # a run may be over before
                     row = Row("raylet", "of a replica", "")
@@ -694,14 +700,17 @@ def raylets(field_: Field, count: int) -> Iterator[Row]:
             field_.drop()
             ray.shutdown()
             nodes.of.shutdown()
-    length = 15.0
-    for number in range(of_head):
+
+
+def _of_drivers(field_: Field, count: int) -> Iterator[Row]:
+    """A cluster for each, and another one to go on."""
+    for number in range(count):
 
         def do(to: Path, row: Row, number: int = number) -> None:
             nodes = Nodes()
             try:
                 driver = Driver(to, nodes.of.address)
-                row.moment, lines, more = _moment(field_.draw, length, number)
+                row.moment, lines, more = _moment(field_.draw, 15.0, number)
                 row.happened = driver.reach(lines, more)
                 nodes.kill(nodes.of.head_node)
                 driver.end()
