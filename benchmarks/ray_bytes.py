@@ -59,6 +59,10 @@ def namespaces() -> Generator[None]:
         yield
     finally:
         for name in (HERE, THERE):
+            found = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for pid in map(int, found.stdout.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
@@ -256,6 +260,7 @@ def main() -> None:
     if options.inside is not None:
         inside(options.members, options.spaces, options.times, options.inside)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces go in that case, too
     rows_file = options.json.with_suffix(".part")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with namespaces():
