@@ -740,7 +740,7 @@ def _one_node_less(field_: Field, nodes: Nodes, to: Path, row: Row) -> None:
             time.sleep(0.005)
         time.sleep(more)
         used = set(field_.nodes())
-        lost.extend(sorted((n for n in nodes.of.worker_nodes if n._node_id in used), key=lambda n: n._node_id)[:1])
+        lost.extend([n for n in list[Any](nodes.of.worker_nodes) if n._node_id in used][:1])
         row.happened = not is_over.is_set()
         for node in lost:
             nodes.kill(node)
