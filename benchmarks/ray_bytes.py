@@ -161,7 +161,8 @@ def rows_of(space: str, members: Sequence[int], times: int, measure: Measure) ->
         nothing = measure.of(lambda: [engine.team.ask("metrics") for _ in range(200)])
         yield {"space": space, "what": "200 calls that do nothing", **nothing}
         yield {"space": space, "what": "a replica joins", "weights": weights, **measure.of(lambda: joined(engine))}
-        engine.load(dict(engine.state()), dict(engine.optimizer_state()) or None)
+        state, slots = dict(engine.state()), dict(engine.optimizer_state()) or None
+        yield {"space": space, "what": "weights are loaded", **measure.of(lambda: engine.load(state, slots))}
         row = measure.of(lambda: joined(engine))
         yield {"space": space, "what": "a replica joins, of a run that was resumed", "weights": weights, **row}
         idle = measure.of(lambda: time.sleep(IDLE))
