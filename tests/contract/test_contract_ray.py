@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import evoalign
 from evoalign import tokens
@@ -107,6 +108,17 @@ def test_a_replica_whose_mean_differs_is_made_anew(config: Config, caplog: pytes
         assert bench.engine.fingerprint() == wanted
         assert "replica 1 has another mean than the others" in caplog.text
         assert all_hashes(bench) == [wanted] * 3
+
+
+def test_weights_that_are_refused_are_not_loaded_by_who_joins(config: Config) -> None:
+    engine = config.engine.model_copy(update={"compare_every": 1})
+    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
+        wanted = bench.engine.fingerprint()
+        os.kill(_got(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
+        with pytest.raises(EvoalignError, match="does not fit"):
+            bench.engine.load({"no_such_tensor": torch.zeros(1)})
+        assert bench.engine.fingerprint() == wanted
+        assert engine_of(bench).metrics()["restarts"] == 1
 
 
 def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
