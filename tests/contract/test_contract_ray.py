@@ -114,7 +114,7 @@ def test_weights_that_are_refused_are_not_loaded_by_who_joins(config: Config) ->
     engine = config.engine.model_copy(update={"compare_every": 1})
     with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
         wanted = bench.engine.fingerprint()
-        os.kill(_got(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
+        os.kill(call(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
         with pytest.raises(EvoalignError, match="does not fit"):
             bench.engine.load({"no_such_tensor": torch.zeros(1)})
         assert bench.engine.fingerprint() == wanted
