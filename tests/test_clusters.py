@@ -33,6 +33,7 @@ DATA = SCRIPTS.parent / "data" / "tasks" / "conciseness"
 ADDRESSES = ["127.0.0.1", "127.0.0.2"]
 SECONDS = 240.0
 JOB = 90_000_000 + os.getpid()
+STARTED: list[subprocess.Popen[bytes]] = []
 
 CONFIG: dict[str, Any] = {
     "space": "lora", "model": {"name": "tiny"}, "deterministic": True, "report": False,
@@ -176,6 +177,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         (programs / name).chmod(0o755)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     yield tmp_path
+    for process in STARTED:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(SECONDS)
+    STARTED.clear()
     for place in ("/tmp/ray-evoalign", f"/tmp/ray-{JOB}"):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -189,7 +195,9 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def train(folder: Path, name: str, script: Path, log: Path, **more: str) -> subprocess.Popen[bytes]:
     words = [script, folder / "config.yaml", "--set", f"output_dir={folder / name}"]
     with log.open("wb") as output:
-        return subprocess.Popen(words, env=environment(folder, **more), cwd=folder, stdout=output, stderr=output)
+        process = subprocess.Popen(words, env=environment(folder, **more), cwd=folder, stdout=output, stderr=output)
+    STARTED.append(process)
+    return process
 
 
 def generations(run: Path) -> list[dict[str, Any]]:
@@ -222,6 +230,7 @@ def check_secret(folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_a_slurm_job_that_is_requeued_ends_like_one_that_sky_starts(folder: Path) -> None:
     job = slurm(folder)
     end = time.monotonic() + SECONDS
@@ -239,10 +248,13 @@ def test_a_slurm_job_that_is_requeued_ends_like_one_that_sky_starts(folder: Path
 
     assert slurm(folder).wait(SECONDS) == 0, (folder / "slurm.log").read_text()
     machines = sky(folder)
-    processes = [process for machine in machines for process in below(machine.pid)]
+    seen = set[psutil.Process]()
+    while machines[0].poll() is None and time.monotonic() < end + 3 * SECONDS:
+        seen.update(process for machine in machines if machine.poll() is None for process in below(machine.pid))
+        time.sleep(0.5)
     for machine in machines:
         assert machine.wait(SECONDS) == 0, (folder / "sky0.log").read_text()
-    check_gone(processes)
+    check_gone(seen)
     found = generations(folder / "slurm")
     assert found[: len(part)] == part and found == generations(folder / "sky") and len(found) > len(part)
 
