@@ -539,14 +539,14 @@ def _command(words: Sequence[str], log: Path, own: dict[str, str | None]) -> Non
 class Driver:
     """A run in a process of its own: where it is killed, and how it is resumed."""
 
-    def __init__(self, to: Path, address: str | None) -> None:
-        self.to, self.mark = to, secrets.token_hex(8)
+    def __init__(self, to: Path, address: str | None, **engine: Any) -> None:
+        self.to, self.mark, self.engine = to, secrets.token_hex(8), engine
         self.began = time.monotonic()
         self._begin(address)
 
     def _begin(self, address: str | None, *more: str) -> None:
         config = self.to.with_suffix(".yaml")
-        engine = {} if address is None else {"address": address}
+        engine = self.engine | ({} if address is None else {"address": address})
         config.write_text(yaml.safe_dump(json.loads(json.dumps(settings(self.to, **engine)))))
         own = {MARK: self.mark} | ({} if address else {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None})
         words = ["train", str(config), *more]
@@ -709,7 +709,8 @@ def _of_drivers(field_: Field, count: int) -> Iterator[Row]:
         def do(to: Path, row: Row, number: int = number) -> None:
             nodes = Nodes()
             try:
-                driver = Driver(to, nodes.of.address)
+                # Ray does not end a driver whose node manager is gone: new replicas never answer, until it gives up.
+                driver = Driver(to, nodes.of.address, patience=40.0, restarts=2)
                 row.moment, lines, more = _moment(field_.draw, 15.0, number)
                 row.happened = driver.reach(lines, more)
                 nodes.kill(nodes.of.head_node)
