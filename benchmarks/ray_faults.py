@@ -317,15 +317,16 @@ class Field:
         """A run, and whether it is as the reference; what it left; why replicas were started again."""
         if is_new:
             self.drop()
-        to, before, began = self.run_folder(), self._restarts(), time.monotonic()
-        self.last, row.is_new = to, self.kept is None
+        to, was, before, began = self.run_folder(), self.kept, self._restarts(), time.monotonic()
+        self.last = to
         with told() as row.why, limited(LONGEST):
             try:
                 run(to)
                 row.same = not self.wanted or generations(to) == self.wanted
             except Exception as error:
                 row.error = f"{type(error).__name__}: {error}"[:300]
-        row.restarts = self._restarts() - before
+        row.is_new = self.kept is not was or was is None
+        row.restarts = self._restarts() - (0 if row.is_new else before)
         row.same = row.same and not any("another mean" in line for line in row.why)
         row.left += self._left()
         row.seconds = round(time.monotonic() - began, 1)
