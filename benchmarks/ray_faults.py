@@ -317,15 +317,16 @@ class Field:
         """A run, and whether it is as the reference; what it left; why replicas were started again."""
         if is_new:
             self.drop()
-        to, before, began = self.run_folder(), self._restarts(), time.monotonic()
-        self.last, row.is_new = to, self.kept is None
+        to, was, before, began = self.run_folder(), self.kept, self._restarts(), time.monotonic()
+        self.last = to
         with told() as row.why, limited(LONGEST):
             try:
                 run(to)
                 row.same = not self.wanted or generations(to) == self.wanted
             except Exception as error:
                 row.error = f"{type(error).__name__}: {error}"[:300]
-        row.restarts = self._restarts() - before
+        row.is_new = self.kept is not was or was is None
+        row.restarts = self._restarts() - (0 if row.is_new else before)
         row.same = row.same and not any("another mean" in line for line in row.why)
         row.left += self._left()
         row.seconds = round(time.monotonic() - began, 1)
@@ -539,14 +540,14 @@ def _command(words: Sequence[str], log: Path, own: dict[str, str | None]) -> Non
 class Driver:
     """A run in a process of its own: where it is killed, and how it is resumed."""
 
-    def __init__(self, to: Path, address: str | None) -> None:
-        self.to, self.mark = to, secrets.token_hex(8)
+    def __init__(self, to: Path, address: str | None, **engine: Any) -> None:
+        self.to, self.mark, self.engine = to, secrets.token_hex(8), engine
         self.began = time.monotonic()
         self._begin(address)
 
     def _begin(self, address: str | None, *more: str) -> None:
         config = self.to.with_suffix(".yaml")
-        engine = {} if address is None else {"address": address}
+        engine = self.engine | ({} if address is None else {"address": address})
         config.write_text(yaml.safe_dump(json.loads(json.dumps(settings(self.to, **engine)))))
         own = {MARK: self.mark} | ({} if address else {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None})
         words = ["train", str(config), *more]
@@ -650,8 +651,8 @@ class Nodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        soon = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3,
-                "health_check_initial_delay_ms": 0}  # fmt: skip
+        # A node that is gone refuses, and is found at once; one that is slow has time to answer.
+        soon = {"health_check_period_ms": 500, "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 5}
         self.of = Cluster(initialize_head=True, head_node_args=self._node() | {"_system_config": soon})
         for _ in range(2):
             self.of.add_node(**self._node())
@@ -709,7 +710,8 @@ def _of_drivers(field_: Field, count: int) -> Iterator[Row]:
         def do(to: Path, row: Row, number: int = number) -> None:
             nodes = Nodes()
             try:
-                driver = Driver(to, nodes.of.address)
+                # Ray does not end a driver whose node manager is gone: new replicas never answer, until it gives up.
+                driver = Driver(to, nodes.of.address, patience=40.0, restarts=2)
                 row.moment, lines, more = _moment(field_.draw, 15.0, number)
                 row.happened = driver.reach(lines, more)
                 nodes.kill(nodes.of.head_node)
