@@ -95,9 +95,12 @@ class Measure:
 
     def __init__(self) -> None:
         self.payload, self.calls = Counter[str](), 0
-        self._count("plan_bytes", "plan", lambda given, found: len(found))
-        self._count("requests_bytes", "requests", lambda given, found: len(found))
+        members = len(wire.members_bytes(population(1)))
+        self._count("members_bytes", "plan", lambda given, found: len(found))
+        self._count("asked_bytes", "requests", lambda given, found: len(found))
         self._count("update_bytes", "update", lambda given, found: REPLICAS * len(found))
+        # An update's members are written by the same function.
+        self._count("update_bytes", "plan", lambda given, found: -members * len(given.members))
         self._count("rollouts_of", "completions", lambda given, found: len(given))
 
     def _count(self, function: str, name: str, size: Callable[[Any, Any], int]) -> None:

@@ -97,7 +97,8 @@ def _check_alike(bench: Bench, same: Same) -> None:
     """Every replica answers a chunk as the others do, whoever was handed what so far."""
     plan = bench.plan(population(CHUNK), generation=3)
     asked = [(member, request) for member in plan.members for request in bench.requests]
-    said = _engine(bench).team.ask_all("rollout", wire.plan_bytes(plan), wire.requests_bytes(bench.requests))
+    sent = wire.members_bytes(plan.members), wire.asked_bytes(plan, bench.requests)
+    said = _engine(bench).team.ask_all("rollout", *sent)
     first, *others = [wire.rollouts_of(data, asked) for data in said.values()]
     assert len(others) == 1
     for one, other in zip(first, others[0], strict=True):

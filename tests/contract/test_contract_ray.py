@@ -83,11 +83,11 @@ def test_garbage_is_a_fault(config: Config, monkeypatch: pytest.MonkeyPatch, tmp
     class Broken(Replica):
         """Answers rubbish once, in the first process that is asked."""
 
-        def rollout(self, plan: bytes, requests: bytes) -> bytes:
+        def rollout(self, members: bytes, asked: bytes) -> bytes:
             try:
                 (tmp_path / "told").open("x").close()
             except FileExistsError:
-                return super().rollout(plan, requests)
+                return super().rollout(members, asked)
             return b'[[0, 0, [1], "x", "stop", null]]'
 
     monkeypatch.setattr(team, "Replica", Broken)

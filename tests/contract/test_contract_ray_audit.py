@@ -42,15 +42,15 @@ class Quick(Replica):
     def about(self) -> tuple[str, list[Any]]:
         return "float32", []
 
-    def rollout(self, plan: bytes, requests: bytes) -> bytes:
+    def rollout(self, members: bytes, asked: bytes) -> bytes:
         time.sleep(0.005)  # so that all of them get some
-        members = wire.plan_of(plan).members
+        who = wire.members_of(members)
         text = "honest"
-        if self.lies_as_checker and members[0].index in self.handed:
+        if self.lies_as_checker and who[0].index in self.handed:
             text = "lie"
         elif self.forges:
             self.forges, text = self.forges - 1, "forged"
-        return wire.rollouts_bytes(Rollout(m, 0, (m.index,), text, "stop") for m in members)
+        return wire.rollouts_bytes(Rollout(m, 0, (m.index,), text, "stop") for m in who)
 
     def told(self, forges: int, lies: bool, handed: Sequence[int]) -> None:
         self.forges, self.lies_as_checker, self.handed = forges, lies, frozenset(handed)
@@ -136,10 +136,9 @@ def test_the_journal_says_who_scored_what_and_is_else_the_same(monkeypatch: pyte
     class Forger(Replica):
         """Whoever makes the file first is the one: it changes all its answers."""
 
-        def rollout(self, plan: bytes, requests: bytes) -> bytes:
-            answers = super().rollout(plan, requests)
-            members = wire.plan_of(plan).members
-            if members[0].is_mean:
+        def rollout(self, members: bytes, asked: bytes) -> bytes:
+            answers = super().rollout(members, asked)
+            if wire.members_of(members)[0].is_mean:
                 return answers
             try:
                 (tmp_path / "forger").open("x").close()

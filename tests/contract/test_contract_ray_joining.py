@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
 
-import evoalign
 from evoalign.checks import canary
 from evoalign.config import Config, from_dict
 from evoalign.engines.base import parts_of
@@ -18,8 +17,8 @@ from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replica import Replica
 from evoalign.errors import CanaryError, EvoalignError
 from evoalign.testing import engines as contract
-from evoalign.types import population
-from raying import all_hashes, call, cluster, engine_of, generations, journal, settings
+from evoalign.types import Rollout, population
+from raying import CORES, all_hashes, call, cluster, engine_of, settings
 
 pytestmark = pytest.mark.long
 __all__ = ["cluster"]
@@ -53,7 +52,7 @@ def test_who_joins_stands_where_the_others_do(variant: str, how: str) -> None:
         assert len(set(all_hashes(bench))) == 1 and bench.engine.fingerprint() != wanted
 
 
-def test_updates_reach_who_is_still_joining(tmp_path: Path) -> None:
+def test_updates_reach_who_is_still_joining() -> None:
     with contract.started(RayEngine, config_of("lora")) as bench:
         of = engine_of(bench).team
         bench.engine.apply(bench.update())
@@ -97,43 +96,39 @@ def test_nobody_waits_long_for_a_copy_that_nobody_takes(monkeypatch: pytest.Monk
         assert len(set(all_hashes(bench))) == 1  # who gave is none the worse for it
 
 
-def test_replicas_join_a_run_once_there_is_room_for_them(cluster: Any, tmp_path: Path) -> None:
-    wanted = journal(tmp_path / "two", settings("lora", 2) | {"es": settings("lora", 2)["es"] | {"num_generations": 6}})
-    room = cluster.util.placement_group([{"CPU": 6}])  # of eight cores: room for two replicas
+def test_replicas_join_once_there_is_room_for_them(cluster: Any) -> None:
+    room = cluster.util.placement_group([{"CPU": CORES - 2}])
     assert room.wait(60)
-    given: dict[str, Any] = settings("lora", 4, at_least=1) | {"output_dir": str(tmp_path / "grows")}
-    given["es"]["num_generations"] = 6
-    seen: list[float] = []
+    with contract.started(RayEngine, config_of("lora", 4, at_least=1)) as bench:
+        of, plan = engine_of(bench).team, bench.plan(population(8))
+        assert {seat.stage for seat in of.seats} == {"ready", "waiting"} and len(of.ready) <= 2
+        bench.engine.apply(bench.update())
+        wanted, alone = bench.engine.fingerprint(), list(bench.engine.rollout(plan, bench.requests))
+        cluster.util.remove_placement_group(room)
+        until, found = time.monotonic() + 300, alone
+        while len(of.ready) < 4 and time.monotonic() < until:
+            found = list(bench.engine.rollout(plan, bench.requests))
+        assert sorted(found, key=_place) == sorted(alone, key=_place)
+        assert all_hashes(bench) == [wanted] * 4
+        assert bench.engine.metrics()["replicas"] == 4
 
-    def follow(generation: Any) -> None:
-        row = (tmp_path / "grows" / "metrics.jsonl").read_text().splitlines()[-1]
-        import json
 
-        seen.append(json.loads(row)["engine"]["replicas"])
-        if generation.index == 0:
-            cluster.util.remove_placement_group(room)
-        if generation.index == 2:  # a small model's run is over before anybody has started
-            import time
-
-            time.sleep(40)
-
-    evoalign.train(given, on_generation=follow)
-    assert seen[0] <= 2 and max(seen) == 4
-    assert generations(tmp_path / "grows") == wanted
+def _place(rollout: Rollout) -> tuple[int, int]:
+    return rollout.member.index, rollout.request
 
 
 def _nothing(*_: Any) -> None:
     """In place of members' adapters."""
 
 
-def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(Replica):
         """The second of them ignores the members' adapters."""
 
-        def rollout(self, plan: bytes, requests: bytes) -> bytes:
+        def rollout(self, members: bytes, asked: bytes) -> bytes:
             if self._deaf:
                 self._engine._put_adapters = _nothing
-            return super().rollout(plan, requests)
+            return super().rollout(members, asked)
 
         _deaf = False
 

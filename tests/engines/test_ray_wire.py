@@ -30,14 +30,16 @@ SAID = [Rollout(m, 0, (7, 1), "é\ud800 \x00", "stop") for m in (A, B)]
 
 
 @given(st.integers(0, 2**64 - 1), FINITE, MEMBERS)
-def test_a_plan_comes_back(generation: int, sigma: float, members: tuple[Member, ...]) -> None:
+def test_a_plan_and_its_requests_come_back(generation: int, sigma: float, members: tuple[Member, ...]) -> None:
     plan = Plan(generation, sigma, members)
-    assert wire.plan_of(wire.plan_bytes(plan)) == plan
+    found, requests = wire.asked_of(wire.asked_bytes(plan, REQUESTS), wire.members_bytes(members))
+    assert found == plan and tuple(requests) == REQUESTS
 
 
-def test_a_member_is_at_most_16_bytes_of_a_plan() -> None:
-    sizes = [len(wire.plan_bytes(Plan(0, 1.0, population(n)))) for n in (10, 1010)]
-    assert (sizes[1] - sizes[0]) / 1000 <= 16
+def test_a_member_is_at_most_16_bytes_of_a_plan_and_sigma_is_sent_once() -> None:
+    assert len(wire.members_bytes(population(10))) <= 160
+    sizes = {len(wire.asked_bytes(Plan(0, 1.0, population(n)), REQUESTS)) for n in (10, 1010)}
+    assert len(sizes) == 1
 
 
 @given(MEMBERS, FINITE, FINITE, st.sampled_from(("ordered", "library", "own")), st.data())
@@ -47,10 +49,6 @@ def test_an_update_comes_back_to_the_bit(
     coefficients = tuple(data.draw(st.lists(FINITE, min_size=len(members), max_size=len(members))))
     update = Update(3, 4, members, coefficients, sigma, step, 0.25, summation)
     assert wire.update_of(wire.update_bytes(update)) == update
-
-
-def test_requests_come_back() -> None:
-    assert tuple(wire.requests_of(wire.requests_bytes(REQUESTS))) == REQUESTS
 
 
 def test_completions_come_back_in_the_order_in_which_they_were_asked() -> None:

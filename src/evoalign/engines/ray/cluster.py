@@ -11,7 +11,7 @@ from typing import Any
 
 from evoalign.config import Config
 from evoalign.engines.ray.settings import RayConfig
-from evoalign.errors import ModelError
+from evoalign.errors import EvoalignError, ModelError
 
 WAIT = 120.0
 """Seconds for room on a cluster."""
@@ -121,6 +121,15 @@ class Cluster:
 
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
         return self.ray.remote(cls).options(scheduling_strategy=strategy, max_restarts=0, **options).remote(*args)
+
+    def check(self) -> None:
+        """Raise EvoalignError where the node manager of this process is gone: Ray would wait for good."""
+        own = self.ray.get_runtime_context().get_node_id()
+        if any(node["NodeID"] == own and not node["Alive"] for node in self.ray.nodes()):
+            raise EvoalignError(
+                "the Ray node manager of the run's own host is gone, and with it the cluster; start it again, and "
+                "resume the run"
+            )
 
     def vacate(self, place: int) -> None:
         """Give back the room of one replica, for good."""

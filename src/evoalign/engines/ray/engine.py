@@ -208,10 +208,10 @@ class OneReplica(RayEngine):
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """All of it by this replica; where it fails, by any."""
         check_members(plan, requests)
-        data, asked = wire.requests_bytes(requests), pairs_of(plan.members, requests)
+        members, asked = wire.members_bytes(plan.members), wire.asked_bytes(plan, requests)
         try:
-            found = self.team.get(self._seat, self._seat.actor.rollout.remote(wire.plan_bytes(plan), data))
-            yield from wire.rollouts_of(found, asked)
+            found = self.team.get(self._seat, self._seat.actor.rollout.remote(members, asked))
+            yield from wire.rollouts_of(found, pairs_of(plan.members, requests))
         except (FaultError, wire.GarbageError) as fault:
             self.team.revive(self._seat, str(fault))
             yield from self._whole.rollout(plan, requests)

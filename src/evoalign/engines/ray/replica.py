@@ -51,10 +51,10 @@ class Replica:
             facts = self._facts = self._engine.start(spaces.create(self._config), layout, moved_by, keep_start)
         return facts
 
-    def rollout(self, plan: bytes, requests: bytes) -> bytes:
+    def rollout(self, members: bytes, asked: bytes) -> bytes:
         """One chunk; see `Engine.rollout`."""
         self._unhashed, self._began = 0, 0.0  # what comes next would be timed with it
-        return wire.rollouts_bytes(self._engine.rollout(wire.plan_of(plan), wire.requests_of(requests)))
+        return wire.rollouts_bytes(self._engine.rollout(*wire.asked_of(asked, members)))
 
     def apply(self, updates: Sequence[bytes]) -> None:
         """Move the mean, once for each."""

@@ -24,8 +24,9 @@ class Asked:
 
     members: tuple[Member, ...]
     pairs: list[tuple[Member, Request]]
-    plan: bytes
-    requests: Any
+    sent: bytes
+    shared: Any
+    """Of Ray's store, which a host gets once."""
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Work:
     """What a replica was asked. `deal` is None once its rollout is over, and the answer is nobody's."""
 
     seat: Seat
+    actor: Any
     chunk: Chunk[Seat]
     began: float
     deal: Deal[Seat] | None
@@ -91,10 +93,11 @@ class Schedule:
         sent: dict[int, Any] = {}
         for part, asked in chunks_of(plan, requests, size):
             if id(asked) not in sent:
-                data = wire.requests_bytes(asked)
+                data = wire.asked_bytes(part, asked)
                 self.counts["sent_bytes"] += len(data)
                 sent[id(asked)] = self._ray.put(data)
-            yield Asked(part.members, pairs_of(part.members, asked), wire.plan_bytes(part), sent[id(asked)])
+            members = wire.members_bytes(part.members)
+            yield Asked(part.members, pairs_of(part.members, asked), members, sent[id(asked)])
 
     def _believed(self, deal: Deal[Seat]) -> Iterator[Chunk[Seat]]:
         """Chunks as they are done; one that a replica alone answered that was wrong later comes again."""
@@ -124,8 +127,10 @@ class Schedule:
             chunk = None if seat in busy else deal.next(seat, now)
             if chunk is not None:
                 asked: Asked = chunk.load
-                self.counts["sent_bytes"] += len(asked.plan)
-                self._running[seat.actor.rollout.remote(asked.plan, asked.requests)] = Work(seat, chunk, now, deal)
+                self.counts["sent_bytes"] += len(asked.sent)
+                self._running[seat.actor.rollout.remote(asked.sent, asked.shared)] = Work(
+                    seat, seat.actor, chunk, now, deal
+                )
 
     def _finished(self) -> Iterator[tuple[Work, list[Rollout] | None]]:
         """What ended: answers, or None of a replica that failed and was started again."""
@@ -133,6 +138,9 @@ class Schedule:
             work = self._running.pop(ref, None)
             if work is None:
                 continue  # of a replica that failed meanwhile
+            if work.actor is not work.seat.actor:  # it was started again since, and its work is lost
+                yield work, None
+                continue
             try:
                 data = self._team.get(work.seat, ref)
                 self.counts["received_bytes"] += len(data) if isinstance(data, bytes) else 0
@@ -141,7 +149,12 @@ class Schedule:
                 yield from self._again(work, str(fault))
         now, patience = time.monotonic(), self._team.settings.patience
         for ref, work in list(self._running.items()):
-            if now - work.began > patience and self._running.pop(ref, None) is not None:
+            if ref not in self._running:
+                continue
+            if work.actor is not work.seat.actor:
+                del self._running[ref]
+                yield work, None
+            elif now - work.began > patience and self._running.pop(ref, None) is not None:
                 yield from self._again(work, f"gave no answer for {patience:g} s")
 
     def _again(self, work: Work, why: str) -> Iterator[tuple[Work, None]]:

@@ -214,9 +214,11 @@ class Team:
         return bool(placed)
 
     def revive(self, seat: Seat, why: str) -> None:
-        """Start a replica anew, and let it catch up. Raises EvoalignError where that was done too often."""
+        """Start a replica anew, and let it catch up. Raises EvoalignError where that was done too often, or where this
+        process has lost the cluster."""
         if seat.stage == "out":
             return
+        self.cluster.check()
         seat.restarts += 1
         if seat.restarts > self.settings.restarts:
             raise EvoalignError(

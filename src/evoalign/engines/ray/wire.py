@@ -22,7 +22,7 @@ from evoalign.errors import EvoalignError, RewardError
 from evoalign.rewards.objective import Columns
 from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling, Update
 
-_PLAN = struct.Struct("<QdI")
+_PLAN = struct.Struct("<Qd")
 _MEMBER = struct.Struct("<iIb")
 _UPDATE = struct.Struct("<QQdddBI")
 _COEFFICIENT = struct.Struct("<d")
@@ -58,16 +58,14 @@ def stand_of(said: object) -> Stand:
     return stand
 
 
-def plan_bytes(plan: Plan) -> bytes:
-    """A plan in 20 bytes, and 9 a member."""
-    head = _PLAN.pack(plan.generation, plan.sigma, len(plan.members))
-    return head + _members_bytes(plan.members)
+def members_bytes(members: Iterable[Member]) -> bytes:
+    """Members in 9 bytes each."""
+    return b"".join(_MEMBER.pack(m.index, m.noise, m.sign) for m in members)
 
 
-def plan_of(data: bytes) -> Plan:
-    """What `plan_bytes` wrote."""
-    generation, sigma, count = _PLAN.unpack_from(data)
-    return Plan(generation, sigma, _members_of(data, _PLAN.size, count))
+def members_of(data: bytes) -> tuple[Member, ...]:
+    """What `members_bytes` wrote."""
+    return tuple(Member(*fields) for fields in _MEMBER.iter_unpack(data))
 
 
 def update_bytes(update: Update) -> bytes:
@@ -76,40 +74,34 @@ def update_bytes(update: Update) -> bytes:
     head = _UPDATE.pack(
         update.index, update.generation, update.sigma, update.step, update.decay, summation, len(update.members)
     )
-    return head + _members_bytes(update.members) + b"".join(map(_COEFFICIENT.pack, update.coefficients))
+    return head + members_bytes(update.members) + b"".join(map(_COEFFICIENT.pack, update.coefficients))
 
 
 def update_of(data: bytes) -> Update:
     """What `update_bytes` wrote."""
     index, generation, sigma, step, decay, summation, count = _UPDATE.unpack_from(data)
-    members = _members_of(data, _UPDATE.size, count)
     first = _UPDATE.size + count * _MEMBER.size
+    members = members_of(data[_UPDATE.size : first])
     coefficients = tuple(c for (c,) in _COEFFICIENT.iter_unpack(data[first:]))
     return Update(index, generation, members, coefficients, sigma, step, decay, _SUMMATIONS[summation])
 
 
-def _members_bytes(members: Iterable[Member]) -> bytes:
-    return b"".join(_MEMBER.pack(m.index, m.noise, m.sign) for m in members)
+def asked_bytes(plan: Plan, requests: Sequence[Request]) -> bytes:
+    """What all chunks of a rollout have in common: generation and sigma in 16 bytes, and the requests as JSON."""
+    head = _PLAN.pack(plan.generation, plan.sigma)
+    return head + json.dumps([asdict(request) for request in requests]).encode()
 
 
-def _members_of(data: bytes, first: int, count: int) -> tuple[Member, ...]:
-    return tuple(Member(*_MEMBER.unpack_from(data, first + i * _MEMBER.size)) for i in range(count))
-
-
-def requests_bytes(requests: Sequence[Request]) -> bytes:
-    """Requests as JSON."""
-    return json.dumps([asdict(request) for request in requests]).encode()
-
-
-def requests_of(data: bytes) -> list[Request]:
-    """What `requests_bytes` wrote."""
+def asked_of(data: bytes, members: bytes) -> tuple[Plan, list[Request]]:
+    """What `asked_bytes` wrote, for the members that `members_bytes` wrote."""
     found: list[Request] = []
-    for row in json.loads(data):
+    for row in json.loads(data[_PLAN.size :]):
         sampling = row["sampling"] | {"stop": tuple(row["sampling"]["stop"])}
         member = None if row["member"] is None else Member(**row["member"])
         more = {"prompt_ids": tuple(row["prompt_ids"]), "sampling": Sampling(**sampling), "member": member}
         found.append(Request(**(row | more)))
-    return found
+    generation, sigma = _PLAN.unpack_from(data)
+    return Plan(generation, sigma, members_of(members)), found
 
 
 def rollouts_bytes(rollouts: Iterable[Rollout]) -> bytes:
