@@ -117,17 +117,16 @@ def _place(rollout: Rollout) -> tuple[int, int]:
     return rollout.member.index, rollout.request
 
 
-def _nothing(*_: Any) -> None:
-    """In place of members' adapters."""
-
-
 def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(Replica):
         """The second of them ignores the members' adapters."""
 
         def rollout(self, members: bytes, asked: bytes) -> bytes:
+            def nothing(*_: Any) -> None:
+                """In place of members' adapters."""
+
             if self._deaf:
-                self._engine._put_adapters = _nothing
+                self._engine._put_adapters = nothing
             return super().rollout(members, asked)
 
         _deaf = False

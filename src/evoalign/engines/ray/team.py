@@ -16,7 +16,7 @@ from evoalign.engines.ray.cluster import Cluster
 from evoalign.engines.ray.replica import Replica
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.ray.wire import GarbageError, Stand, stand_of
-from evoalign.errors import EvoalignError
+from evoalign.errors import EvoalignError, plain
 
 LOG = logging.getLogger("evoalign.engine.ray")
 TICK = 0.5
@@ -342,5 +342,6 @@ def answer(ray: Any, ref: Any, patience: float) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    """What it is, and its last line: of an actor that could not be made, the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {plain(lines[-1])[:300]}"
