@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations of `engine: ray` in virtual time: replicas are numbers, and chunks are dealt by the class that deals them.
+"""Generations of `engine: ray` in virtual time: replicas are numbers, and the class that deals chunks deals them.
 
 One driver does one thing after the other, as `Schedule` does: it asks `Deal` for every free replica, waits for the next
 answer or for `TICK`, and parses that answer. What each of these takes is given. Used by ray_straggler.py and
@@ -66,6 +66,8 @@ class Cluster:
         self.workers, self.costs, self.prompts = workers, costs, prompts
         self.clock = 0.0
         self.copies = self.failures = 0
+        self.busy = 0.0
+        """Seconds of the driver in which it did not wait."""
         self._seconds, self._comes_back, self._rules = seconds, comes_back, rules
         self._free = dict.fromkeys(range(len(workers)))
         self._events: list[tuple[float, int, _Event]] = []
@@ -79,9 +81,9 @@ class Cluster:
                 chunk = deal.next(self.workers[place], self.clock)
                 if chunk is not None:
                     del self._free[place]
-                    self.clock += self.costs.dispatch
+                    self._works(self.costs.dispatch)
                     self._start(self.workers[place], chunk, deal)
-            self.clock += self.costs.look * len(self.workers)
+            self._works(self.costs.look * len(self.workers))
             until = self.clock + TICK
             if self._events and self._events[0][0] <= until:
                 self._ended(deal)
@@ -96,6 +98,10 @@ class Cluster:
             self._push(max(self.clock, worker.fails_at), _Event(worker, chunk, deal, failed=True))
         else:
             self._push(ends, _Event(worker, chunk, deal))
+
+    def _works(self, seconds: float) -> None:
+        self.clock += seconds
+        self.busy += seconds
 
     def _push(self, when: float, event: _Event) -> None:
         heapq.heappush(self._events, (when, next(self._count), event))
@@ -114,7 +120,7 @@ class Cluster:
             return
         self._free[event.worker.place] = None
         if event.chunk is not None:  # of an earlier rollout too, it is fetched and parsed
-            self.clock += self.costs.answer + self.costs.completion * event.chunk.load * self.prompts
+            self._works(self.costs.answer + self.costs.completion * event.chunk.load * self.prompts)
             if event.deal is deal:
                 deal.answered(event.worker, event.chunk, event.worker.place, self.clock)
 
