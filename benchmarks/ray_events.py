@@ -77,12 +77,7 @@ class Cluster:
         """Seconds until chunks of so many members are answered."""
         began, deal = self.clock, self._rules([Chunk[Worker](size) for size in sizes])
         while deal.open:
-            for place in sorted(self._free):
-                chunk = deal.next(self.workers[place], self.clock)
-                if chunk is not None:
-                    del self._free[place]
-                    self._works(self.costs.dispatch)
-                    self._start(self.workers[place], chunk, deal)
+            self._hand_out(deal)
             self._works(self.costs.look * len(self.workers))
             until = self.clock + TICK
             if self._events and self._events[0][0] <= until:
@@ -91,6 +86,16 @@ class Cluster:
                 self.clock = until
         self.copies += deal.copies
         return self.clock - began
+
+    def _hand_out(self, deal: Deal[Worker]) -> None:
+        for place in sorted(self._free) if deal._todo else tuple(self._free):
+            chunk = deal.next(self.workers[place], self.clock)
+            if chunk is not None:
+                del self._free[place]
+                self._works(self.costs.dispatch)
+                self._start(self.workers[place], chunk, deal)
+            elif not deal._todo:
+                return  # what is late is so for all that are free: `Schedule` asks them too, to the same end
 
     def _start(self, worker: Worker, chunk: Chunk[Worker], deal: Deal[Worker]) -> None:
         ends = self.clock + self._seconds(worker, chunk.load)

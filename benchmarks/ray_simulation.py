@@ -4,10 +4,10 @@
     python benchmarks/ray_simulation.py                       [--rows FILE] [--straggler FILE] [--to FILE]
 
 Taken from measured rows: what a chunk takes and how it spreads (rows of ray_scaling.py), updates, scoring, replicas
-that join, and what the driver does by itself (ray_costs.py, on this machine). First come predictions of points that were
-measured and to which nothing was fitted: generations on one replica from those without Ray, on two from these and from
-one replica, and generations with a slow replica from chunks of a usual one alone. Then all rows give the parameters of
-the curves. Not simulated: a network that is slow or lost, hosts that differ, completions of different lengths, and
+that join, and what the driver does by itself (ray_costs.py, on this machine). First come predictions of points that
+were measured and to which nothing was fitted: generations on one replica from those without Ray, on two from these and
+from one replica, and generations with a slow replica from chunks of a usual one alone. Then all rows give the parameters
+of the curves. Not simulated: a network that is slow or lost, hosts that differ, completions of different lengths, and
 evaluations and checkpoints between generations.
 """
 
