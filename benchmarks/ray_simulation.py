@@ -6,8 +6,8 @@
 Taken from measured rows: what a chunk takes and how it spreads (rows of ray_scaling.py), updates, scoring, replicas
 that join, and what the driver does by itself (ray_costs.py, on this machine). First come predictions of points that
 were measured and to which nothing was fitted: generations on one replica from those without Ray, on two from these and
-from one replica, and generations with a slow replica from chunks of a usual one alone. Then all rows give the parameters
-of the curves. Not simulated: a network that is slow or lost, hosts that differ, completions of different lengths, and
+from one replica, and generations with a slow replica from chunks of a usual one alone. Then all rows give what the
+curves are of. Not simulated: a network that is slow or lost, hosts that differ, completions of different lengths, and
 evaluations and checkpoints between generations.
 """
 
@@ -28,12 +28,14 @@ from typing import Any
 import numpy as np
 
 import ray_costs
+from evoalign.engines.ray.deal import Deal
 from ray_events import Cluster, Costs, Undeclined, Worker, sizes_of
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS, MEMBERS, DENSE, STRONG = 8, 128, 32, 4096
 REPLICAS = tuple(2**i for i in range(13))
 HOURS = 3600.0
+LONGER = 8
 GRADING = 0.005
 """Seconds that a completion takes to be graded in a case that is made up: Conciseness takes microseconds."""
 Row = Mapping[str, Any]
@@ -189,6 +191,26 @@ def stragglers_measured(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         yield _point(point, "from chunks alone", "rollout", row["took"], statistics.median(said))
 
 
+def rules() -> Iterable[dict[str, Any]]:
+    """Seconds over work / (sum of speeds), with four replicas of which one is four times as slow, and a driver without
+    cost: what the rules alone come to, with and without the one by which a slow replica declines."""
+    for chunk in (1, 2, 4, 8, 16, 32):
+        row: dict[str, Any] = {"chunk": chunk}
+        for name, dealt in (("", Deal), ("undeclined_", Undeclined)):
+            found = [ratio for slow in (0, 3) for seed in range(20) for ratio in _ratios(chunk, slow, seed, dealt)]
+            row |= {f"{name}median": statistics.median(found), f"{name}worst": max(found)}
+        yield row
+
+
+def _ratios(chunk: int, slow: int, seed: int, dealt: Any) -> list[float]:
+    draw, workers = random.Random(seed), [Worker(i, 4.0 if i == slow else 1.0) for i in range(4)]
+    least = 256 / sum(1 / worker.slowness for worker in workers)
+    cluster = Cluster(
+        workers, lambda worker, size: size * worker.slowness * draw.uniform(0.9, 1.1) / 50, Costs(), rules=dealt
+    )
+    return [50 * cluster.rollout(sizes_of(256, chunk)) / least for _ in range(20)]
+
+
 # Curves
 
 
@@ -223,9 +245,9 @@ def curve(model: Model, case: str, replicas: Sequence[int]) -> Iterable[dict[str
         "spread of chunks": replace(model, spread=(1.0,)),
     }
     for count in replicas:
-        members = MEMBERS * count if case == "weak" else STRONG
-        chunk = MEMBERS if case == "weak" else max(1, min(MEMBERS, members // count))
-        repeats = 5 if count <= 256 else 2
+        members = STRONG if case == "strong" else MEMBERS * count
+        chunk = min(MEMBERS, max(1, members // count))
+        repeats = 20 if count <= 64 else 4
         total: dict[str, float] = {}
         for name, one in parts.items():
             took = generations(one, count, members, chunk, repeats)
@@ -240,6 +262,12 @@ def curve(model: Model, case: str, replicas: Sequence[int]) -> Iterable[dict[str
             "efficiency": at_one["all"] * members / (count * total["all"]), "limit": limit,
             "without": {name: seconds for name, seconds in total.items() if name != "all"},
         }  # fmt: skip
+
+
+def longer(model: Model) -> Model:
+    """With completions of LONGER times as many tokens, each of which is taken to cost as much as now."""
+    chunk = tuple((members, LONGER * seconds) for members, seconds in model.chunk)
+    return replace(model, chunk=chunk, costs=replace(model.costs, completion=LONGER * model.costs.completion))
 
 
 def slow_ones(model: Model) -> Iterable[dict[str, Any]]:
@@ -278,8 +306,8 @@ def graded(model: Model) -> Iterable[dict[str, Any]]:
 
 
 def joining(rows: Sequence[Row]) -> list[float]:
-    """Seconds of replicas that came back, where that was measured."""
-    return [float(r["seconds"]) for r in rows if r.get("case") == "join" and isinstance(r.get("seconds"), int | float)]
+    """Seconds of replicas that were started again until they stood where the others were, where that was measured."""
+    return [r["loading"] + r["catching up"] for r in rows if r.get("case") == "join"]
 
 
 def main() -> None:
@@ -305,6 +333,7 @@ def main() -> None:
     if options.straggler.exists():
         points += stragglers_measured(json.loads(options.straggler.read_text(encoding="utf-8")))
     model = of_all(rows, costs, driver["put_byte"])
+    cases = {"weak": model, "long": longer(model), "strong": model}
     found = {
         "versions": {
             "python": platform.python_version(), "numpy": np.__version__, "ray": importlib.metadata.version("ray"),
@@ -317,7 +346,8 @@ def main() -> None:
             "grading": GRADING,
         },
         "points": points,
-        "curves": [point for case in ("weak", "strong") for point in curve(model, case, REPLICAS)],
+        "rules": list(rules()),
+        "curves": [point for case, one in cases.items() for point in curve(one, case, REPLICAS)],
         "slow": list(slow_ones(model)),
         "failing": list(failing(model, comes_back)),
         "graded": list(graded(model)),
