@@ -56,11 +56,11 @@ class _Seat:
     stage = "ready"
 
     def __init__(self) -> None:
-        self.actor = SimpleNamespace(rollout=SimpleNamespace(remote=lambda plan, requests: _Call(plan)))
+        self.actor = SimpleNamespace(rollout=SimpleNamespace(remote=_Call))
 
 
 class _Call:
-    def __init__(self, plan: bytes) -> None:
+    def __init__(self, plan: bytes, requests: bytes) -> None:
         self.plan = plan
 
 
@@ -71,7 +71,7 @@ class _Team:
 
     def __init__(self, replicas: int, chunks: int) -> None:
         self.seats = [_Seat() for _ in range(replicas)]
-        self.cluster = SimpleNamespace(ray=SimpleNamespace(put=lambda data: data))
+        self.cluster = SimpleNamespace(ray=SimpleNamespace(put=bytes))
         self.settings = SimpleNamespace(patience=1e9)
         self._answers = {m.index: _answer([m], 1) for m in population(chunks)}
 
@@ -100,7 +100,9 @@ def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
 
 def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]:
     """Of a call, of what it came to, of waiting for one of so many, and of a byte that is put where actors find it."""
-    import ray
+    import ray as module
+
+    ray: Any = module
 
     class Echo:
         def rollout(self, plan: bytes, requests: bytes) -> bytes:
@@ -150,8 +152,9 @@ def update_bytes(members: int) -> int:
 
 def costs() -> dict[str, float]:
     """Seconds of the driver, for ray_events.Costs, and of a byte that is put; and what they were put together from."""
-    import ray
+    import ray as module
 
+    ray: Any = module
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error",
              object_store_memory=2**28, _node_ip_address="127.0.0.1")  # fmt: skip
     try:

@@ -88,13 +88,13 @@ class Cluster:
         return self.clock - began
 
     def _hand_out(self, deal: Deal[Worker]) -> None:
-        for place in sorted(self._free) if deal._todo else tuple(self._free):
+        for place in sorted(self._free) if deal.todo else tuple(self._free):
             chunk = deal.next(self.workers[place], self.clock)
             if chunk is not None:
                 del self._free[place]
                 self._works(self.costs.dispatch)
                 self._start(self.workers[place], chunk, deal)
-            elif not deal._todo:
+            elif not deal.todo:
                 return  # what is late is so for all that are free: `Schedule` asks them too, to the same end
 
     def _start(self, worker: Worker, chunk: Chunk[Worker], deal: Deal[Worker]) -> None:

@@ -90,7 +90,7 @@ def generations(
     slow: Mapping[int, float] | None = None,
     lasts: float | None = None,
     comes_back: float = 0.0,
-    rules: Any = None,
+    rules: type[Deal[Worker]] = Deal,
 ) -> list[Took]:
     """Simulated, one after the other. `slow` says how many times as long a replica takes; `lasts` is the mean time
     between failures of one."""
@@ -103,8 +103,7 @@ def generations(
         return model.seconds(size) * worker.slowness * draw.choice(model.spread)
 
     workers = [Worker(i, (slow or {}).get(i, 1.0), lives()) for i in range(replicas)]
-    more = {} if rules is None else {"rules": rules}
-    cluster = Cluster(workers, seconds, model.costs, PROMPTS, lambda: (comes_back, lives()), **more)
+    cluster = Cluster(workers, seconds, model.costs, PROMPTS, lambda: (comes_back, lives()), rules)
     found: list[Took] = []
     for _ in range(count):
         before = cluster.busy, cluster.copies, cluster.failures
@@ -184,8 +183,8 @@ def stragglers_measured(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         def seconds(worker: Worker, size: int, row: Any = row, draw: random.Random = draw) -> float:
             return size * row["member_seconds"] * worker.slowness + draw.choice(row["added"])
 
-        rules = {"rules": Undeclined} if found.get("undeclined") else {}
-        cluster = Cluster(workers, seconds, Costs(), **rules)
+        dealt = Undeclined if found.get("undeclined") else Deal
+        cluster = Cluster(workers, seconds, Costs(), rules=dealt)
         said = [cluster.rollout(sizes_of(row["members"], row["chunk"])) for _ in range(200)]
         point = f"4 replicas, one slow, chunks of {row['chunk']}"
         yield _point(point, "from chunks alone", "rollout", row["took"], statistics.median(said))
@@ -249,6 +248,7 @@ def curve(model: Model, case: str, replicas: Sequence[int]) -> Iterable[dict[str
         chunk = min(MEMBERS, max(1, members // count))
         repeats = 20 if count <= 64 else 4
         total: dict[str, float] = {}
+        usual: list[Took] = []
         for name, one in parts.items():
             took = generations(one, count, members, chunk, repeats)
             total[name] = statistics.mean(t.total for t in took)
@@ -334,7 +334,7 @@ def main() -> None:
         points += stragglers_measured(json.loads(options.straggler.read_text(encoding="utf-8")))
     model = of_all(rows, costs, driver["put_byte"])
     cases = {"weak": model, "long": longer(model), "strong": model}
-    found = {
+    found: dict[str, Any] = {
         "versions": {
             "python": platform.python_version(), "numpy": np.__version__, "ray": importlib.metadata.version("ray"),
             "cores": os.cpu_count(), "gpu": rows[0].get("gpu"),

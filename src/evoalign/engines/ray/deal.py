@@ -57,7 +57,8 @@ class Deal(Generic[W]):
         may_check: Callable[[W, Sequence[W]], bool] | None = None,
     ) -> None:
         self.chunks = list(chunks)
-        self._todo = deque(self.chunks)
+        self.todo = deque(self.chunks)
+        """Chunks that nobody has or has answered."""
         self._is_checked, self._may_check = is_checked, may_check
         self._begun: dict[Chunk[W], None] = {}
         """Those that are neither to be dealt nor believed; whatever was dealt last is last."""
@@ -72,8 +73,8 @@ class Deal(Generic[W]):
 
     def next(self, worker: W, now: float) -> Chunk[W] | None:
         """What a free worker is to answer, noted as its own from `now` on; None: nothing for now."""
-        if self._todo:
-            chunk = None if self._is_late(worker, now) else self._todo.popleft()
+        if self.todo:
+            chunk = None if self._is_late(worker, now) else self.todo.popleft()
         else:
             chunk = self._to_check(worker) or self._slow(worker, now)
         if chunk is not None:
@@ -103,9 +104,9 @@ class Deal(Generic[W]):
         """A worker will not answer what it has."""
         chunk.holders.pop(worker, None)
         self._pace.pop(worker, None)  # it is started anew, or gone
-        if not chunk.answers and not chunk.holders and chunk not in self._todo:
+        if not chunk.answers and not chunk.holders and chunk not in self.todo:
             self._begun.pop(chunk, None)
-            self._todo.appendleft(chunk)
+            self.todo.appendleft(chunk)
 
     def disown(self, worker: W) -> None:
         """Nothing that this worker alone has answered is believed any more."""
@@ -147,7 +148,7 @@ class Deal(Generic[W]):
                 pace = self._pace.get(other)
                 if pace and now - began <= SLOW * pace:
                     others += max(0, int((now + mine - max(now, began + pace)) / pace))
-        return others >= len(self._todo)
+        return others >= len(self.todo)
 
     def _slow(self, worker: W, now: float) -> Chunk[W] | None:
         """The chunk that one other worker has had longest, where that is longer than is usual."""
