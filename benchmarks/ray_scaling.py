@@ -3,7 +3,7 @@
 
     python benchmarks/ray_scaling.py --parts plain --json runs/ray.jsonl           one GPU, 7B shape
     python benchmarks/ray_scaling.py --parts ray --replicas 1 2 --json runs/ray.jsonl
-    python benchmarks/ray_scaling.py --parts join --replicas 2 --json runs/ray.jsonl
+    python benchmarks/ray_scaling.py --parts ray --replicas 2 --spaces lowrank --joins 30 --json runs/ray.jsonl
 
 A generation is rollout, rewards, update and fingerprint. Conciseness' prompts, greedy, 128 tokens without regard to
 what they say, random weights. Cases:
@@ -46,7 +46,7 @@ class Bench:
         )  # fmt: skip
         graphs = sorted({PROMPTS, rows // 2, rows})
         if replicas:
-            config = _on_ray(config, replicas, graphs)
+            config = _on_ray(config, replicas, graphs, options.freeze)
         else:
             v.only_graphs(graphs)
         assert isinstance(config, Config)
@@ -69,7 +69,7 @@ class Bench:
 
     def generation(self, members: int) -> dict[str, float]:
         """Seconds of each phase, and tokens."""
-        from evoalign.types import Plan, Update, population
+        from evoalign.types import Plan, population
 
         who, sigma = population(members), self.config.es.sigma
         clock = [time.perf_counter()]
@@ -77,31 +77,79 @@ class Bench:
         clock.append(time.perf_counter())
         self.task.columns([r.text for r in found], [self.examples[r.request] for r in found])
         clock.append(time.perf_counter())
-        coefficients = tuple(self._draw.gauss(0, 1) for _ in who)
-        self.engine.apply(Update(next(self._index), 1, who, coefficients, sigma, self.config.es.learning_rate))
-        self.engine.fingerprint()
+        self.move(members)
         clock.append(time.perf_counter())
         phases = dict(zip(("rollout", "score", "update"), (b - a for a, b in itertools.pairwise(clock)), strict=True))
         tokens = sum(len(r.token_ids) for r in found)
         return phases | {"seconds": clock[-1] - clock[0], "tokens": tokens, "rows": len(found)}
+
+    def move(self, members: int) -> None:
+        """An update with its hash."""
+        from evoalign.types import Update, population
+
+        who, es = population(members), self.config.es
+        coefficients = tuple(self._draw.gauss(0, 1) for _ in who)
+        self.engine.apply(Update(next(self._index), 1, who, coefficients, es.sigma, es.learning_rate))
+        self.engine.fingerprint()
 
     def case(self, name: str, members: int, chunk: int | None = None) -> None:
         """A case's generations, the first left out; written down."""
         if self.replicas and chunk is not None:
             self.engine._chunk = chunk
         self.generation(members)
+        if self.replicas:
+            for seat in self.engine.team.seats:
+                _call(seat, lambda replica: replica.inside.clear())
         took = [self.generation(members) for _ in range(self.options.repeats)]
+        inside: list[Any] = []
+        if self.replicas:
+            inside = [_call(seat, lambda replica: list(replica.inside)) for seat in self.engine.team.seats]
         v.emit(
-            self.options.file, benchmark="ray", case=name, shape=self.options.shape, space=self.space,
+            self.options.file, benchmark="ray", case=name, inside=inside, frozen=self.options.freeze,
+            shape=self.options.shape, space=self.space,
             replicas=self.replicas, members=members, prompts=PROMPTS, chunk=chunk, took=took,
             engine=self.facts.engine, gpu=v.machine(),
         )  # fmt: skip
         speed = v.spread([t["tokens"] / t["seconds"] for t in took])
         phases = ", ".join(f"{p} {v.median(t[p] for t in took):.3f} s" for p in ("rollout", "score", "update"))
         v.say(f"{name}, {self.space}, {self.replicas or 'no'} replicas: {speed} tokens/s; {phases}")
+        for place, calls in enumerate(inside):
+            both = (f"{v.median(call[i] for call in calls):.3f} s" for i in (0, 1))
+            v.say(f"  replica {place}: in the engine and in all of the call, a chunk: {', '.join(both)}")
+
+    def join(self, how: str, members: int) -> None:
+        """Seconds of one replica that is started again after some updates."""
+        of, seat = self.engine.team, self.engine.team.seats[1]
+        of.settings = of.settings.model_copy(update={"catch_up": how})
+        wanted = self.engine.fingerprint()
+        of.revive(seat, "is started again to see how long that takes")
+        while seat.stage != "ready":
+            of.poll(())
+        assert set(of.stands().values()) == {wanted}
+        stand = _call(seat, lambda replica: replica.fingerprint())
+        row = dict(seat.seconds, updates=stand[0], copied_bytes=stand[3], copied_seconds=stand[4])
+        v.emit(
+            self.options.file, benchmark="ray", case="join", how=how, shape=self.options.shape, space=self.space,
+            replicas=self.replicas, members=members, gpu=v.machine(), **row,
+        )  # fmt: skip
+        v.say(f"join by {how} after {stand[0]} updates of {members} members, {self.space}: {row}")
 
 
-def _on_ray(config: Any, replicas: int, graphs: list[int]) -> Any:
+class _Timed:
+    """Keeps the seconds of an engine's own rollout."""
+
+    def __init__(self, engine: Any, seen: list[list[float]]) -> None:
+        self._engine, self._seen = engine, seen
+
+    def rollout(self, *asked: Any) -> list[Any]:
+        """All at once."""
+        began = time.perf_counter()
+        found = list(self._engine.rollout(*asked))
+        self._seen.append([time.perf_counter() - began])
+        return found
+
+
+def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
     from evoalign import engines
     from evoalign.config import from_dict
     from evoalign.engines.ray import replica, team
@@ -124,6 +172,25 @@ def _on_ray(config: Any, replicas: int, graphs: list[int]) -> Any:
                 self._engine.rpc(vllm_shapes.redraw, options[1])
             return found
 
+        def start(self, *asked: Any) -> Any:
+            import gc
+
+            found = super().start(*asked)
+            if freeze:
+                gc.collect()
+                gc.freeze()
+            return found
+
+        def rollout(self, plan: bytes, requests: bytes) -> bytes:
+            began = time.perf_counter()
+            self.inside = getattr(self, "inside", [])
+            engine, self._engine = self._engine, _Timed(self._engine, self.inside)
+            try:
+                return super().rollout(plan, requests)
+            finally:
+                self._engine = engine
+                self.inside[-1].append(time.perf_counter() - began)
+
     team.Replica = Measured
     wanted = config.model_dump(mode="json", exclude_unset=True)
     wanted["engine"] = {
@@ -131,6 +198,12 @@ def _on_ray(config: Any, replicas: int, graphs: list[int]) -> Any:
         "cpus": 4 if v.has_gpu() else 0.5,
     }  # fmt: skip
     return from_dict(wanted)
+
+
+def _call(seat: Any, what: Any) -> Any:
+    import ray
+
+    return ray.get(seat.actor.__ray_call__.remote(what), timeout=60)
 
 
 def plain(options: argparse.Namespace, folder: Path) -> None:
@@ -155,12 +228,17 @@ def ray(options: argparse.Namespace, folder: Path) -> None:
             bench.case("weak", options.members * replicas, options.members)
             if replicas > 1:
                 bench.case("strong", options.members, options.members // replicas)
+        if replicas > 1 and options.joins:
+            while len(bench.engine.team.updates) < options.joins:
+                bench.move(options.members)
+            for how in ("replay", "copy"):
+                bench.join(how, options.members)
         bench.engine.close()
 
 
 def report(options: argparse.Namespace) -> None:
     """Table of all rows of the file: tokens per second, and the share of what as many engines without Ray make."""
-    rows = v.rows_of(options.file, benchmark="ray", shape=options.shape)
+    rows = [r for r in v.rows_of(options.file, benchmark="ray", shape=options.shape) if r["case"] != "join"]
 
     def speed(row: dict[str, Any]) -> float:
         return v.median(t["tokens"] / t["seconds"] for t in row["took"])
@@ -189,6 +267,10 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=MEMBERS if v.has_gpu() else 4, help="adapters for each GPU")
     parser.add_argument("--dense", type=int, default=DENSE if v.has_gpu() else 2, help="dense members")
     parser.add_argument("--tokens", type=int, default=TOKENS if v.has_gpu() else 8)
+    parser.add_argument("--joins", type=int, default=0, help="updates after which a replica joins; 0: none does")
+    parser.add_argument(
+        "--freeze", action="store_true", help="no look of Python's collector at what a replica starts with"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

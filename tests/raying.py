@@ -16,7 +16,7 @@ from evoalign.engines.ray import team
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.testing import engines as contract
 
-CORES = 6
+CORES = 8
 DATA = Path(__file__).parent.parent / "data" / "tasks" / "conciseness"
 
 
@@ -24,6 +24,7 @@ DATA = Path(__file__).parent.parent / "data" / "tasks" / "conciseness"
 def cluster() -> Generator[Any]:
     """One cluster for all: an engine uses the one that this process is connected to."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback, as a run's own
     ray = pytest.importorskip("ray")
     ray.init(
         address="local", num_cpus=CORES, num_gpus=0, include_dashboard=False, object_store_memory=2**27,

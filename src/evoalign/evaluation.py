@@ -17,9 +17,10 @@ from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError, RewardError, cut, plain
 from evoalign.plugins import FAILURES, raised
-from evoalign.rollouts import collect, columns_of, derive_seed, sampling_of
+from evoalign.rollouts import collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
+from evoalign.tasks.grading import Graders, grading
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
@@ -96,9 +97,17 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, tokens: Tokens, task: Task, examples: Sequence[Example], settings: EvaluationConfig
+    engine: Engine,
+    tokens: Tokens,
+    task: Task,
+    examples: Sequence[Example],
+    settings: EvaluationConfig,
+    graders: Graders | None = None,
 ) -> Evaluation:
-    """Score the unperturbed model: every example, `samples` times for each of `seeds` (greedy: once)."""
+    """Score the unperturbed model: every example, `samples` times for each of `seeds` (greedy: once).
+
+    `graders` score, where they can; None: this process does.
+    """
     sampling = sampling_of(settings)
     greedy = sampling.temperature == 0
     draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
@@ -107,9 +116,11 @@ def evaluate(
     requests = [
         Request(i, prompts[e], sampling, derive_seed("evaluation", seed, e, k)) for i, (e, seed, k) in enumerate(keys)
     ]
-    rollouts = collect(engine, MEAN_PLAN, requests)
+    with grading(task, examples, graders) as begun:
+        answers = begun.of([e for e, _, _ in keys])
+        rollouts = collect(engine, MEAN_PLAN, requests, answers.take)
+        columns = columns_taken(answers)
     texts, asked = [r.text for r in rollouts], [examples[e] for e, _, _ in keys]
-    columns = columns_of(task, texts, asked)
     rewards = task.weighted.rewards(columns, texts, asked)
     several = columns if len(columns) > 1 else {}
     scored = [

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from evoalign.config import Config, SamplingConfig
 from evoalign.engines.base import Engine, pairs_of
-from evoalign.errors import EvoalignError, RewardError
-from evoalign.plugins import FAILURES, raised
+from evoalign.errors import EvoalignError
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
+from evoalign.tasks.grading import Answers, scored
 from evoalign.tokens import Tokens
 from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
@@ -35,12 +35,16 @@ class LostError(EvoalignError):
         self.member = member
 
 
-def collect(engine: Engine, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+def collect(
+    engine: Engine, plan: Plan, requests: Sequence[Request], take: Callable[[int, Rollout], None] | None = None
+) -> list[Rollout]:
     """All completions of a plan, member by member and each in the order of the requests: the one door to an engine.
 
-    Raises LostError where a completion is missing or was not asked for; nothing is scored then.
+    `take` is called with each as it comes, and its place in that order. Raises LostError where a completion is missing
+    or was not asked for; no score counts then.
     """
     asked = {(m.index, r.index): m for m, r in pairs_of(plan.members, requests)}
+    places = {key: place for place, key in enumerate(asked)}
     found: dict[tuple[int, int], Rollout] = {}
     with watching.phase("answering", len(asked)) as work:
         for rollout in engine.rollout(plan, requests):
@@ -50,6 +54,8 @@ def collect(engine: Engine, plan: Plan, requests: Sequence[Request]) -> list[Rol
             found[key] = rollout
             work.done += 1
             work.tokens += len(rollout.token_ids)
+            if take is not None:
+                take(places[key], rollout)
     for key, member in asked.items():
         if key not in found:
             raise LostError(
@@ -65,14 +71,15 @@ def derive_seed(*parts: object) -> int:
 
 
 def columns_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-    """`task.columns`, whatever a task of the user's own makes of it. Raises RewardError."""
-    try:
-        with watching.phase("scoring"):
-            return task.checked_columns(task.columns(texts, [task.handed(e) for e in examples]), texts, examples)
-    except EvoalignError:
-        raise
-    except FAILURES as error:  # also of values that have no length
-        raise RewardError(f"task {task.name} failed to score: {raised(error)}; fix it") from error
+    """`task.columns` of completions that are there already. Raises RewardError."""
+    with watching.phase("scoring"):
+        return scored(task, texts, examples)
+
+
+def columns_taken(answers: Answers) -> Columns:
+    """The columns of completions that were taken as they came, once all of them are scored. Raises RewardError."""
+    with watching.phase("scoring"):
+        return answers.columns()
 
 
 def rewards_of(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
@@ -139,20 +146,29 @@ def rows_of(config: Config, total: int, generation: int) -> list[int]:
 
 
 def group_of(
-    task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout], members: int, generation: int = 0
+    task: Task,
+    examples: Sequence[Example],
+    rollouts: Sequence[Rollout],
+    members: int,
+    generation: int = 0,
+    answers: Answers | None = None,
 ) -> Group:
-    """What all members said and earned, of all the completions that `collect` gave, in its order."""
+    """What all members said and earned, of all the completions that `collect` gave, in its order.
+
+    `answers` took them as they came. Raises RewardError.
+    """
     texts, asked, prompts = [r.text for r in rollouts], [*examples] * members, len(examples)
-    group = grouped(columns_of(task, texts, asked), texts, examples, generation)
+    columns = columns_of(task, texts, asked) if answers is None else columns_taken(answers)
+    group = grouped(columns, texts, examples, generation)
     if task.fitness is None:
         return group
     whole = [range(i, i + prompts) for i in range(0, len(texts), prompts)]
     return replace(group, fitness_M=np.array(task.fitness_of(texts, asked, whole), dtype=np.float64))
 
 
-def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout]) -> Group:
+def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout], answers: Answers | None = None) -> Group:
     """The group with what the unperturbed model said and earned, of its completions in the order of the prompts."""
-    return replace(group, mean=group_of(task, group.examples, rollouts, 1, group.generation))
+    return replace(group, mean=group_of(task, group.examples, rollouts, 1, group.generation, answers))
 
 
 def requests_of(

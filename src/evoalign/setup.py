@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
-from evoalign.config import Config, TaskConfig, from_dict, load
+from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
+from evoalign.engines.base import graders_of
 from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
-from evoalign.tasks.data import held_back
+from evoalign.tasks.grading import Graders, with_validation
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -53,6 +54,7 @@ class Parts(Served):
     task: Task
     data: Data
     objective: Objective
+    graders: Graders | None = None
 
     @property
     def max_score(self) -> float:
@@ -66,7 +68,8 @@ class Parts(Served):
 
     def evaluate(self, split: Split) -> Evaluation:
         """The mean on a split."""
-        return evaluation.evaluate(self.engine, self.tokens, self.task, self.data.of(split), self.config.evaluation)
+        examples, how = self.data.of(split), self.config.evaluation
+        return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how, self.graders)
 
     def close(self) -> None:
         self.engine.close()
@@ -92,8 +95,14 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
     except BaseException:
         chosen.close()
         raise
+    try:
+        graders = graders_of(served.engine, chosen, data)
+    except BaseException:
+        served.close()
+        chosen.close()
+        raise
     kept = {f.name: getattr(served, f.name) for f in fields(served)}
-    return Parts(**kept, task=chosen, data=data, objective=objective)
+    return Parts(**kept, task=chosen, data=data, objective=objective, graders=graders)
 
 
 def serve(config: Config) -> Served:
@@ -132,7 +141,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         for split, examples in (("training", data.train), ("test", data.test)):
             if not examples:
                 raise DataError(f"task {chosen.name}: the {split} split is empty; give it at least one example")
-        data = _with_validation(chosen, data, config.task)
+        data = with_validation(chosen, data, config.task)
         if config.follows_validation is not None and not data.validation:
             raise ConfigError(
                 f"{config.follows_validation} goes by the validation split, and task {chosen.name} has none: set "
@@ -186,25 +195,6 @@ def check_scorer(config: Config, task: Task) -> None:
     """Raise ModelError, ConfigError where the models that a task asks would not load; no weight is read."""
     if task.asks_scorer and config.scorer is not None:
         scorer.check(config.scorer)
-
-
-def _with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
-    """The splits of a task of one's own that gives none for validation, as the settings say.
-
-    `asked` are those of the run; a task that was handed over has settings too. Raises ConfigError, DataError: what is
-    asked for is not passed over.
-    """
-    path = asked.validation_data or task.config.validation_data
-    size = asked.validation_size or task.config.validation_size
-    if data.validation or path is size is None:
-        return data
-    if path is not None or size is None:
-        raise ConfigError(
-            f"task.validation_data: the load_data of task {task.name} gives no validation split; let it read {path}, "
-            "as evoalign.tasks.data.load does, or set task.validation_size alone"
-        )
-    train, validation = held_back(data.train, size, f"the training split of task {task.name}")
-    return replace(data, train=train, validation=validation)
 
 
 def start(config: Config, engine: Engine) -> tuple[Space, Layout, Facts]:

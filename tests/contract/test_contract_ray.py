@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import evoalign
 from evoalign import tokens
@@ -106,6 +110,17 @@ def test_a_replica_whose_mean_differs_is_made_anew(config: Config, caplog: pytes
         assert all_hashes(bench) == [wanted] * 3
 
 
+def test_weights_that_are_refused_are_not_loaded_by_who_joins(config: Config) -> None:
+    engine = config.engine.model_copy(update={"compare_every": 1})
+    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
+        wanted = bench.engine.fingerprint()
+        os.kill(call(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
+        with pytest.raises(EvoalignError, match="does not fit"):
+            bench.engine.load({"no_such_tensor": torch.zeros(1)})
+        assert bench.engine.fingerprint() == wanted
+        assert engine_of(bench).metrics()["restarts"] == 1
+
+
 def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
     engine = config.engine.model_copy(update={"restarts": 0})
     with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
@@ -117,7 +132,7 @@ def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
 def test_more_replicas_than_there_is_room_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.engines.ray.cluster.WAIT", 3.0)
     many = config.model_copy(update={"engine": config.engine.model_copy(update={"replicas": CORES + 1})})
-    with pytest.raises(EvoalignError, match=r"engine\.replicas: 7 replicas .* find no room"):
+    with pytest.raises(EvoalignError, match=r"engine\.replicas: 9 replicas .* find no room"):
         RayEngine(many, tokens.load(config.model))
 
 
@@ -140,3 +155,32 @@ def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
     cut["engine"]["replicas"] = 1
     evoalign.train(cut, resume=True)
     assert generations(tmp_path / "cut") == wanted
+
+
+def test_a_cluster_of_its_own_listens_on_loopback_alone_and_ends_with_it() -> None:
+    """In a process of its own: this one has a cluster that a test has started."""
+    script = """
+import json, os, sys
+import psutil
+from evoalign import tokens
+from evoalign.config import from_dict
+from evoalign.engines.ray.engine import RayEngine
+
+config = from_dict(json.loads(sys.argv[1]))
+engine = RayEngine(config, tokens.load(config.model))
+own = psutil.Process()
+family = [own, *own.children(recursive=True)]
+listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+print(len(family), sorted(set(listening)), os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]))
+engine.close()
+_, alive = psutil.wait_procs(family[1:], timeout=30)
+print([p.name() for p in alive])
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    asked = [sys.executable, "-c", script, json.dumps(settings("lora", 1))]
+    said = subprocess.run(asked, capture_output=True, text=True, env=clean, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+    first, left = said.stdout.strip().splitlines()[-2:]
+    count, rest = first.split(" ", 1)
+    assert int(count) > 4 and rest == "['127.0.0.1', '::ffff:127.0.0.1'] token 64"
+    assert left == "[]"

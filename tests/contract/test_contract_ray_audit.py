@@ -5,6 +5,8 @@ never thrown out, and the journal says who scored what."""
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from scipy.stats import binom
 
 import evoalign
 from evoalign.config import from_dict
-from evoalign.engines.ray import team, wire
+from evoalign.engines.ray import deal, team, wire
 from evoalign.engines.ray.audit import Audit
 from evoalign.engines.ray.replica import Replica
 from evoalign.engines.ray.schedule import Schedule
@@ -41,6 +43,7 @@ class Quick(Replica):
         return "float32", []
 
     def rollout(self, plan: bytes, requests: bytes) -> bytes:
+        time.sleep(0.005)  # so that all of them get some
         members = wire.plan_of(plan).members
         text = "honest"
         if self.lies_as_checker and members[0].index in self.handed:
@@ -67,8 +70,12 @@ class Lasting(Team):
 
 @pytest.fixture(scope="module")
 def workers(cluster: Any) -> Iterator[Lasting]:
+    from ray import cloudpickle
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(team, "Replica", Quick)
+        patch.setattr(deal, "SLOW", 1e9)  # what a second one answers, too, would not be forged
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no module that an actor's process could import
         made = Lasting(from_dict(settings("lora", 4, audit=SHARE, chunk=1)))
     yield made
     made.close()

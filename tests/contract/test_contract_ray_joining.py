@@ -90,7 +90,7 @@ def test_nobody_waits_long_for_a_copy_that_nobody_takes(monkeypatch: pytest.Monk
             from datetime import timedelta
 
             copying.PATIENCE = timedelta(seconds=1)
-            replica.listen("gloo")
+            replica.listen("gloo", "127.0.0.1")
             return replica.give()
 
         assert call(of.seats[0], impatient) is False
@@ -99,7 +99,7 @@ def test_nobody_waits_long_for_a_copy_that_nobody_takes(monkeypatch: pytest.Monk
 
 def test_replicas_join_a_run_once_there_is_room_for_them(cluster: Any, tmp_path: Path) -> None:
     wanted = journal(tmp_path / "two", settings("lora", 2) | {"es": settings("lora", 2)["es"] | {"num_generations": 6}})
-    room = cluster.util.placement_group([{"CPU": 4}])  # of six cores: room for two replicas
+    room = cluster.util.placement_group([{"CPU": 6}])  # of eight cores: room for two replicas
     assert room.wait(60)
     given: dict[str, Any] = settings("lora", 4, at_least=1) | {"output_dir": str(tmp_path / "grows")}
     given["es"]["num_generations"] = 6
@@ -122,13 +122,17 @@ def test_replicas_join_a_run_once_there_is_room_for_them(cluster: Any, tmp_path:
     assert generations(tmp_path / "grows") == wanted
 
 
+def _nothing(*_: Any) -> None:
+    """In place of members' adapters."""
+
+
 def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Deaf(Replica):
         """The second of them ignores the members' adapters."""
 
         def rollout(self, plan: bytes, requests: bytes) -> bytes:
             if self._deaf:
-                self._engine._put_adapters = lambda *_: None
+                self._engine._put_adapters = _nothing
             return super().rollout(plan, requests)
 
         _deaf = False

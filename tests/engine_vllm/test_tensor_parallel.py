@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+import replicated
 from evoalign.config import from_dict
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.engines.vllm import VllmEngine
@@ -92,3 +93,8 @@ def test_two_workers_are_one_engine(model, space):
     assert want["start"][0] != want["moved"][0] != want["halved"][0]
     assert len(set(want["start"][2].values())) > 10
     assert got == want
+
+
+@pytest.mark.long
+def test_workers_stay_within_a_replica_and_die_with_it(model):
+    replicated.check_life(config(model, "lora", 2), replicated.equal, lose=True)

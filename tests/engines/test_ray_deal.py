@@ -43,7 +43,7 @@ def test_what_is_slow_is_dealt_once_more_and_the_first_answer_counts() -> None:
     assert third is not None and third.load == 2
     deal.answered("a", third, 1, 2.0)
     copy = deal.next("a", 2.0)
-    assert copy is held[1] and deal.copies == 1
+    assert copy is not None and copy is held[1] and deal.copies == 1
     assert deal.next("c", 9.0) is None  # two have it
     deal.answered("a", copy, "fast", 3.0)
     assert deal.answered("b", copy, "late", 30.0) == [] and copy.believed == "fast" and deal.open == 0

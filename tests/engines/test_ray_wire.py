@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between a driver and its replicas: it comes back as it was, is as small as is said, and is checked."""
+"""What travels between a driver, replicas and graders: it comes back as it was, is as small as is said, is checked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.engines.ray import wire
+from evoalign.errors import DataError, EvoalignError, RewardError, ScorerAwayError
 from evoalign.types import Member, Plan, Request, Rollout, Sampling, Update, population
 
 MEMBERS = st.lists(
@@ -67,7 +68,7 @@ GOOD: list[Any] = [[0, 0, [7, 1], "x", "stop", None], [1, 0, [7], "y", "length",
     *(
         json.dumps([GOOD[0], [*GOOD[1][:place], wrong, *GOOD[1][place + 1 :]]]).encode()
         for place, wrong in (
-            (2, "7"), (2, [1.5]), (2, [-1]), (2, [7] * 9), (2, None), (3, 5), (4, "gone"), (5, [0.0]),
+            (2, "7"), (2, [1.5]), (2, [-1]), (2, [2**31]), (2, [7] * 9), (2, None), (3, 5), (4, "gone"), (5, [0.0]),
             (0, True), (0, [1]),
         )
     ),
@@ -75,3 +76,49 @@ GOOD: list[Any] = [[0, 0, [7, 1], "x", "stop", None], [1, 0, [7], "y", "length",
 def test_what_is_no_list_of_completions_is_a_fault(data: object) -> None:
     with pytest.raises(wire.GarbageError):
         wire.rollouts_of(data, ASKED)
+
+
+# --- what is to be scored, and rewards ---
+
+COLUMNS = {"reward": [0.1, -0.0, None], "cost": [1e-320, 3.0, 1.7e308]}
+TEXTS = ["é\ud800 \x00", "", "a"]
+
+
+def test_a_piece_comes_back() -> None:
+    rows = [{"prompt": "one", "when": object()}, {"prompt": "two"}, {"prompt": "two"}]
+    split, places, texts, digest = wire.piece_of(wire.piece_bytes("test", range(3), TEXTS, rows))
+    assert (split, places, texts) == ("test", [0, 1, 2], TEXTS)
+    assert digest == wire.digest_of([{"prompt": "one", "when": object()}, *rows[1:]])
+    assert digest != wire.digest_of(rows[:2]) and digest != wire.digest_of([rows[1], rows[0], rows[2]])
+
+
+def test_columns_come_back_to_the_bit() -> None:
+    assert repr(wire.columns_of(wire.columns_bytes(COLUMNS), 3)) == repr(COLUMNS)
+    assert wire.columns_of(wire.columns_bytes({}), 0) == {}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"[]", b"\xff", None, b"{}", b'{"columns": []}', b'{"columns": {"a": 1}}', b'{"columns": {"a": [1.0]}}',
+        b'{"columns": {"a": [1.0, NaN]}}', b'{"columns": {"a": [1.0, Infinity]}}', b'{"columns": {"a": [1.0, 1e999]}}',
+        b'{"columns": {"a": [1.0, "2"]}}', b'{"columns": {"a": [1.0, true]}}', b'{"columns": {"a": [1.0, 2]}}',
+        b'{"columns": {"a\\n": [1.0, 2.0]}}', b'{"columns": {}, "more": 1}', b"[" * 100_000,
+        b'{"error": "x"}', b'{"error": "x", "kind": "print", "failed": null}',
+        b'{"error": "x", "kind": "Any", "failed": null}', b'{"error": 1, "kind": "RewardError", "failed": null}',
+        b'{"error": "x", "kind": "RewardError", "failed": []}', b'{"error": "x", "kind": [], "failed": null}',
+    ],
+)  # fmt: skip
+def test_what_is_no_columns_is_garbage(data: Any) -> None:
+    with pytest.raises(wire.GarbageError, match="answered what are no columns of 2 rewards"):
+        wire.columns_of(data, 2)
+
+
+@pytest.mark.parametrize(
+    "error", [RewardError("f gave NaN", {"reason": "value"}), ScorerAwayError("gone"), DataError("row 1")]
+)
+def test_what_a_task_raised_is_raised_here(error: EvoalignError) -> None:
+    with pytest.raises(type(error)) as caught:
+        wire.columns_of(wire.error_bytes(error), 2)
+    assert type(caught.value) is type(error) and str(caught.value) == str(error)
+    assert vars(caught.value) == vars(error)

@@ -82,6 +82,11 @@ class EngineSettings(Section):
         """Devices that it keeps busy."""
         return 1
 
+    @property
+    def scored_by(self) -> int:
+        """Processes beside the run's own that it has score completions."""
+        return 0
+
     def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
         """What it holds beside the weights and a mean of `mean` bytes, the start's copy among them."""
         return Held()

@@ -151,6 +151,10 @@ class GraderConfig(Section):
     """Seconds that one call of the reward functions may take."""
     retries: Annotated[int, Field(ge=0, le=10**6)] = 2
     """How often a call that timed out, died or raised is made again before the run stops."""
+    batch: Count | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Completions that they are given at once, which are scored as soon as they are there, while others are decoded.
+    For functions that look at each completion alone: it is part of the run. None: all of a generation, which nothing
+    can overlap. Written down only where it is set."""
     memory_gib: Gib | None = None
     """GiB that the worker, and each process that it starts, may allocate beyond what it starts with; None is half of
     the machine's memory. A call that needs more fails. Linux only."""

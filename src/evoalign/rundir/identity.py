@@ -50,6 +50,8 @@ def _tree(config: Config, without: set[str], unsampled: Collection[str] = ()) ->
     """All other sections but what of `sampling` is not used, in the form in which format version 1 hashes them."""
     tree = config.model_dump(mode="json", exclude={**dict.fromkeys(without, True), "sampling": {*unsampled}})
     del tree["evaluation"]["every"]
+    if config.grader.batch is not None:  # what reward functions see together
+        tree["grader"] = {"batch": config.grader.batch}
     both = (tree["sampling"], tree["evaluation"])
     if not any(section.get("stop") for section in both):  # else one that is left out would read as the other's
         for section in both:
@@ -72,7 +74,7 @@ def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[li
     """
     free = {f"engine.{name}" for name in ours.engine.resources}
     free |= {f"scorer.{name}" for name in ours.scorer.resources} if ours.scorer is not None else set[str]()
-    found = _differ(identity(ours, method), identity(theirs, method), "")
+    found = _differ({"grader": {}} | identity(ours, method), {"grader": {}} | identity(theirs, method), "")
     # What only one of them counts, as the steps of a schedule, is shown as it is, and not named where it is the same:
     # then another setting, which is named, is why it counts. Nothing that differs may be lost here.
     here, there = ours.model_dump(mode="json"), theirs.model_dump(mode="json")

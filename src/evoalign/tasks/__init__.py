@@ -48,11 +48,13 @@ def with_sources(config: TaskConfig) -> TaskConfig:
 
 def isolate(task: Task, grader: GraderConfig) -> Task:
     """The task with its scoring in a process that can be killed, where that is the user's own code, or can hang by what
-    a model says; else the task.
+    a model says; else the task. `grader.batch` is put into `per_call`, where the task has none of its own.
 
     Take it before `load_data`, and load the data before the engine: that starts the worker. `close` it at the end.
     """
     harmless = type(task) in PLAIN.values() and not task.isolated and task.fitness is None
+    if not isinstance(task, isolation.Isolated):
+        task.per_call = type(task).per_call or (None if task.asks_scorer else grader.batch)
     # Models that score are loaded once, in this process, whoever's class asks them.
     if harmless or task.asks_scorer or not grader.isolated or isinstance(task, isolation.Isolated):
         return task

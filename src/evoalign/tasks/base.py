@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from threading import Event
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
@@ -105,8 +106,14 @@ class Task(ABC):
     the process of the grader. That of a task of one's own always is."""
     shipped: ClassVar[tuple[str, str | None] | None] = None
     """The training and the test file, below the project's folder, where the config names no training data."""
-    per_call: ClassVar[int | None] = None
-    """How many completions that process is asked to score at once, which `grader.timeout` is for; None: all."""
+    per_call: int | None = None
+    """How many completions `columns` is given at once, which `grader.timeout` is for, where it scores each alone. None:
+    it may look at all of them together, and is given all, or as many as `grader.batch` says, which `isolate` puts
+    here."""
+    scores_elsewhere: bool = False
+    """Whether `columns` waits for another process, and may be called by a thread of this one."""
+    stopping: Event | None = None
+    """Set where nobody waits any more for `columns`, which a thread then leaves with CancelledError."""
     graded_text: ClassVar[str] = ""
     """What an answer has to hold in order to count, where there is such a text: a stop text must not cut it off."""
     weighted: WeightedSum = WeightedSum()
@@ -127,6 +134,11 @@ class Task(ABC):
     """What there is to say of the rows that were loaded, a sentence each: told as a run begins."""
     fitness: FitnessFunction | None = None
     """The function of `task.fitness`."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "per_call" not in vars(cls) and vars(cls).keys() & {"columns", "rewards"}:
+            cls.per_call = None  # what a base says of its own scoring
 
     def __init__(self, config: TaskConfig) -> None:
         self.config = config

@@ -30,6 +30,7 @@ class Conciseness(Task):
     name = "conciseness"
     max_reward = 0.0
     shipped = DATA
+    per_call = 16
     takes_system_prompt = True
 
     def __init__(self, config: TaskConfig) -> None:

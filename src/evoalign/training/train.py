@@ -317,6 +317,7 @@ class _EvolutionStrategies:
             session.done,
             parts.objective,
             self._course.plateaus,
+            parts.graders,
         )
 
     def _end_if_due(self, session: Session) -> None:

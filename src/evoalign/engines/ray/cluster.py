@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster to place replicas on: the one at an address, or one of this process's own that ends with it."""
+"""A Ray cluster to place actors on: the one at an address, or one of this process's own that ends with it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Cluster:
         if self._ours:
             self._connect()
         self._bundle: dict[str, float] = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        self._others: list[Any] = []
         self._groups = [self._group() for _ in range(self.settings.replicas)]
         until = time.monotonic() + WAIT
         while len(self.placed()) < self.settings.fewest:
@@ -56,7 +57,7 @@ class Cluster:
         count = self.settings.replicas
         self.ray.init(
             address="local",
-            num_cpus=max(1, round(count * self.settings.cpus + 0.5)),
+            num_cpus=max(1, round(count * self.settings.cpus + 0.5)) + self.settings.graders,
             num_gpus=None if self.gpus else 0,
             object_store_memory=STORE,
             _node_ip_address="127.0.0.1",
@@ -70,13 +71,22 @@ class Cluster:
 
     def placed(self) -> list[int]:
         """The replicas for which there is room by now."""
-        return [place for place, group in enumerate(self._groups) if group is not None and group.wait(0)]
+        there = [place for place, group in enumerate(self._groups) if group is not None]
+        return [place for place in there if self._table(place)["state"] == "CREATED"]
 
     def node(self, place: int) -> str:
         """The host of a replica's room, as the cluster has it and not as the replica says."""
+        return str(self._table(place)["bundles_to_node_id"].get(0, ""))
+
+    def address(self, place: int) -> str:
+        """Where that host's own processes listen for other hosts: loopback where it is the only one."""
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+        return "127.0.0.1" if len(nodes) < 2 else str(nodes[self.node(place)])
+
+    def _table(self, place: int) -> dict[str, Any]:
         from ray.util.placement_group import placement_group_table
 
-        return str(placement_group_table(self._groups[place])["bundles_to_node_id"].get(0, ""))
+        return {"state": "", "bundles_to_node_id": {}} | dict(placement_group_table(self._groups[place]))
 
     def _refuse(self) -> None:
         has = {name: self.ray.cluster_resources().get(name, 0) for name in self._bundle}
@@ -86,15 +96,31 @@ class Cluster:
             "lower engine.replicas, engine.at_least, engine.cpus or engine.gpus"
         )
 
+    def room(self, who: str, count: int, bundle: dict[str, float]) -> Any:
+        """Room for so many actors, each of which takes a `bundle`. Raises ModelError that names `engine.who`."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([bundle] * count, strategy="PACK")
+        self._others.append(group)
+        if group.wait(WAIT):
+            return group
+        has = {name: self.ray.cluster_resources().get(name, 0) for name in bundle}
+        raise ModelError(
+            f"engine.{who}: {count} {who} of {bundle} find no room on a cluster of {has}; lower engine.{who}"
+        )
+
     def actor(self, cls: type, place: int, *args: Any) -> Any:
         """A new actor in the room of replica `place`."""
+        return self.actor_in(
+            self._groups[place], 0, cls, *args, num_cpus=self.settings.cpus, num_gpus=self.gpus or None
+        )
+
+    def actor_in(self, group: Any, place: int, cls: type, *args: Any, **options: Any) -> Any:
+        """A new actor in the room at a place of a group, with options of Ray's."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._groups[place], placement_group_bundle_index=0)
-        options: dict[str, Any] = {"num_cpus": self.settings.cpus, "scheduling_strategy": strategy, "max_restarts": 0}
-        if self.gpus:
-            options["num_gpus"] = self.gpus
-        return self.ray.remote(cls).options(**options).remote(*args)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        return self.ray.remote(cls).options(scheduling_strategy=strategy, max_restarts=0, **options).remote(*args)
 
     def vacate(self, place: int) -> None:
         """Give back the room of one replica, for good."""
@@ -109,8 +135,12 @@ class Cluster:
         if self._ours:
             self.ray.shutdown()
             return
+        from ray.util.placement_group import remove_placement_group
+
         for place in range(len(self._groups)):
             self.vacate(place)
+        for group in self._others:
+            remove_placement_group(group)
 
 
 def _gpus(settings: RayConfig) -> float:
@@ -126,9 +156,13 @@ def _gpus(settings: RayConfig) -> float:
 def _imported(settings: RayConfig) -> Any:
     """Ray, which reads these as it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if settings.address is None and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        # A token of this run's own: Ray would write one to a file.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if settings.address is None and "ray" not in sys.modules:
+        # On Linux Ray takes the host's address for 127.0.0.1 and listens everywhere, unless it is told that this is no
+        # system for clusters.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if "RAY_AUTH_MODE" not in os.environ:
+            # A token of this run's own: Ray would write one to a file.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray
     except ImportError as error:

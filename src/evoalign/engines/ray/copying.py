@@ -25,17 +25,17 @@ PIECE = 1 << 24
 class Giver:
     """The side that has the mean."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, host: str) -> None:
         self._backend: Backend = backend
-        self._host = _address()
+        self._host = host
         self._store = _distributed().TCPStore(
             self._host, 0, 2, is_master=True, wait_for_workers=False, timeout=PATIENCE
         )
 
     @property
-    def where(self) -> tuple[str, int, str]:
+    def where(self) -> tuple[str, int]:
         """For `taken`."""
-        return self._host, int(self._store.port), self._backend
+        return self._host, int(self._store.port)
 
     def give(
         self, updates: int, state: Iterable[tuple[str, torch.Tensor]], slots: Iterable[tuple[str, torch.Tensor]]
@@ -56,13 +56,16 @@ class Giver:
         return True
 
 
-def taken(host: str, port: int, backend: str) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """What a giver sends: updates that it has made, its mean, the optimizer's slots, and bytes of both.
+def taken(
+    where: tuple[str, int], backend: Backend, host: str
+) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """What a giver sends: updates that it has made, its mean, the optimizer's slots, and bytes of both. `host` is this
+    side's own address.
 
     Raises RuntimeError where it does not come whole.
     """
-    store = _distributed().TCPStore(host, port, 2, is_master=False, timeout=PATIENCE)
-    pipe = _Pipe("nccl" if backend == "nccl" else "gloo", _address(), store, 1)
+    store = _distributed().TCPStore(*where, 2, is_master=False, timeout=PATIENCE)
+    pipe = _Pipe(backend, host, store, 1)
     found: dict[str, dict[str, torch.Tensor]] = {"state": {}, "slots": {}}
     size = 0
     for head in _heads(store):
@@ -124,10 +127,3 @@ def _root() -> Any:
     options = _distributed().BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     return options
-
-
-def _address() -> str:
-    """This host's, as the cluster knows it: loopback where the cluster is this host's own."""
-    import ray
-
-    return ray.util.get_node_ip_address()

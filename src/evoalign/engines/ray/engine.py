@@ -17,12 +17,15 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.graders import Pool
 from evoalign.engines.ray.schedule import Schedule
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.ray.team import LOG, FaultError, Seat, Team
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
+from evoalign.tasks.base import Data, Task
+from evoalign.tasks.grading import Graders
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, Plan, Request, Rollout, TensorSpec, Update
 
@@ -32,9 +35,10 @@ class RayEngine:
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
         assert isinstance(config.engine, RayConfig)
-        self._settings = config.engine
+        self._config, self._settings = config, config.engine
         if self._settings.audit and config.deterministic is False:
             raise ConfigError("engine.audit compares answers bit by bit: set deterministic: true, or engine.audit: 0")
+        self.pool: Pool | None = None
         self.team = Team(config)
         self._schedule = Schedule(self.team)
         self._chunk = self._settings.chunk
@@ -151,16 +155,26 @@ class RayEngine:
         put = self.team.cluster.ray.put
         kept = [("state", name, put(t.numpy())) for name, t in state.items()]
         kept += [("optimizer_state", name, put(t.numpy())) for name, t in (optimizer or {}).items()]
+        for seat in self.team.ready:
+            self._put(seat, kept)
+        found = self.team.ask_all("load", optimizer is not None)  # where it is refused, what was loaded before stays
         team = self.team
-        before = team.loaded, team.with_slots, team.updates, team.known
         team.loaded, team.with_slots, team.updates, team.known = kept, optimizer is not None, [], {}
-        for one in kept:
-            self.team.tell("keep", *one)
-        try:
-            self.team.ask_all("load", optimizer is not None)
-        except EvoalignError:
-            team.loaded, team.with_slots, team.updates, team.known = before
-            raise
+        for seat in team.seats:
+            if seat.stage == "catching up" and seat not in found:  # to the mean that was before
+                self._put(seat, kept)
+                seat.told.append(seat.actor.load.remote(optimizer is not None))
+
+    @staticmethod
+    def _put(seat: Seat, kept: Sequence[tuple[str, str, Any]]) -> None:
+        seat.told += [seat.actor.keep.remote(*one) for one in kept]
+
+    def graders(self, task: Task, data: Data) -> Graders | None:
+        """As many as the settings say; they end with the engine. Raises EvoalignError."""
+        if not self._settings.graders:
+            return None
+        self.pool = Pool(self._config, data, self.team.cluster)
+        return self.pool
 
     def metrics(self) -> Mapping[str, float]:
         """Replicas at work, how often one was started again and thrown out, and so far: chunks that were handed to a
@@ -168,6 +182,7 @@ class RayEngine:
         team = self.team
         found = {"replicas": len(team.ready), "restarts": sum(seat.restarts for seat in team.seats)}
         found |= {"expelled": len(team.expelled)} if team.audit else {}
+        found |= {} if self.pool is None else {"grader_restarts": self.pool.restarts}
         return {name: float(value) for name, value in (found | self._schedule.counts).items()}
 
     def scored_by(self) -> Mapping[str, Any]:
@@ -179,6 +194,8 @@ class RayEngine:
         return [OneReplica(self, seat) for seat in self.team.ready]
 
     def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
         self.team.close()
 
 

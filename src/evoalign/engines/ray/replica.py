@@ -16,7 +16,7 @@ from evoalign import engines, optimizer, spaces, tokens
 from evoalign.config import Config
 from evoalign.engines.base import metrics_of
 from evoalign.engines.ray import wire
-from evoalign.engines.ray.copying import Giver, taken
+from evoalign.engines.ray.copying import Backend, Giver, taken
 from evoalign.types import Facts, Layout, TensorSpec
 
 
@@ -96,9 +96,9 @@ class Replica:
             self._kept.clear()
         self._updates = 0
 
-    def listen(self, backend: Literal["gloo", "nccl"]) -> tuple[str, int, str]:
-        """Where another replica can get a copy of the mean, once, by `take`."""
-        self._giver = Giver(backend)
+    def listen(self, backend: Backend, host: str) -> tuple[str, int]:
+        """Where, on this host's address, another replica can get a copy of the mean, once, by `take`."""
+        self._giver = Giver(backend, host)
         return self._giver.where
 
     def give(self) -> bool:
@@ -106,13 +106,18 @@ class Replica:
         giver, self._giver = self._giver, None
         return giver is not None and giver.give(self._updates, self._engine.state(), self._engine.optimizer_state())
 
-    def take(self, where: tuple[str, int, str]) -> None:
+    def take(self, where: tuple[str, int], backend: Backend, host: str) -> None:
         """Get the mean of the replica that listens there."""
         began = time.perf_counter()
-        self._updates, state, slots, size = taken(*where)
+        self._updates, state, slots, size = taken(where, backend, host)
         self._engine.load(state, slots or None)
         self._copied = size, time.perf_counter() - began
 
     def metrics(self) -> Mapping[str, float]:
         """What the engine says of how busy it is."""
         return metrics_of(self._engine)
+
+    def close(self) -> None:
+        """End the engine in order: one over a server has processes and files of its own."""
+        if self._engine is not None:
+            self._engine.close()

@@ -30,6 +30,9 @@ class RayConfig(EngineSettings):
     """Replicas with which a run begins where there is no room for all yet; the others join once there is. None: all."""
     address: str | None = None
     """An existing cluster, such as 10.0.0.1:6379 or auto. None: one of this run's own, on this host alone."""
+    graders: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes of one CPU core each that score completions while others are decoded, wherever the cluster has room. 0:
+    the run's own process scores."""
     cpus: Positive = 1.0
     """CPU cores that Ray keeps for a replica."""
     gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
@@ -38,7 +41,7 @@ class RayConfig(EngineSettings):
     """Members that a replica is handed at once; dense members go one by one. What shares a batch decides the last bits
     of a score, so it is part of the run."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often one replica may be started again before the run gives up."""
+    """How often one replica, or one grader, may be started again before the run gives up."""
     patience: Positive = 600.0
     """Seconds without an answer after which a replica is held to hang, and is started again."""
     compare_every: Count = 10
@@ -53,7 +56,8 @@ class RayConfig(EngineSettings):
     path = "evoalign.engines.ray.engine:RayEngine"
     can_be_replica = False
     resources = frozenset({
-        "replicas", "at_least", "address", "cpus", "gpus", "restarts", "patience", "compare_every", "catch_up", "audit",
+        "replicas", "at_least", "graders", "address", "cpus", "gpus", "restarts", "patience", "compare_every",
+        "catch_up", "audit",
     })  # fmt: skip
 
     @field_validator("replica")
@@ -86,6 +90,10 @@ class RayConfig(EngineSettings):
     @property
     def devices(self) -> int:
         return self.replicas * self.replica.devices
+
+    @property
+    def scored_by(self) -> int:
+        return self.graders
 
     @property
     def carries_experts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -21,12 +21,14 @@ from evoalign.errors import EvoalignError
 LOG = logging.getLogger("evoalign.engine.ray")
 TICK = 0.5
 """Seconds at the most between two looks at what hangs, is slow, or has found room."""
+ENDING = 15.0
+"""Seconds that replicas have to end in order; a server in one has ten of them."""
 COPY_RATE = 0.5e9
 """Bytes a second at which a mean is copied, until one was."""
 
 
 class FaultError(Exception):
-    """A replica did not answer as one that works would."""
+    """A replica, or a grader, did not answer as one that works would."""
 
 
 Stage = Literal["waiting", "loading", "catching up", "ready", "out"]
@@ -51,6 +53,7 @@ class Seat:
     distrusts_copy: bool = False
     kind: tuple[str, str] | None = None
     """Device and library: answers are compared among equals."""
+    host: str = ""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """What it took to come here, by stage."""
 
@@ -181,21 +184,8 @@ class Team:
         told, seat.told = seat.told, []
         found: Any = None
         for one in (*told, ref):
-            found = self._got(one)
+            found = answer(self._ray, one, self.settings.patience)
         return found
-
-    def _got(self, ref: Any) -> Any:
-        errors = self._ray.exceptions
-        try:
-            return self._ray.get(ref, timeout=self.settings.patience)
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, EvoalignError):
-                raise error.cause from None
-            raise FaultError(f"failed: {_line(error.cause)}") from error
-        except errors.GetTimeoutError as error:
-            raise FaultError(f"gave no answer for {self.settings.patience:g} s") from error
-        except errors.RayError as error:
-            raise FaultError(f"died: {_line(error)}") from error
 
     # --- coming and going
 
@@ -252,11 +242,10 @@ class Team:
         """Whether a replica can check what others answered: one of the same kind, and on another host if any is."""
         if any(seat.kind != other.kind for other in others):
             return False
-        hosts = {self.cluster.node(other.place) for other in others}
-        if self.cluster.node(seat.place) not in hosts:
+        hosts = {other.host for other in others}
+        if seat.host not in hosts:
             return True
-        free = [s for s in self.ready if s.kind == seat.kind and s not in others]
-        return all(self.cluster.node(s.place) in hosts for s in free)
+        return all(s.host in hosts for s in self.ready if s.kind == seat.kind and s not in others)
 
     def _seat_actor(self, seat: Seat) -> None:
         seat.actor = self.cluster.actor(Replica, seat.place, self._config, str(Path.cwd()))
@@ -275,9 +264,10 @@ class Team:
         seat.stage, donor = "catching up", next(iter(self.ready), None)
         seat.copies = donor is not None and self._copying_pays(seat)
         if donor is not None and seat.copies:
-            where = donor.actor.listen.remote("nccl" if self.cluster.gpus >= 1 else "gloo")
+            backend = "nccl" if self.cluster.gpus >= 1 else "gloo"
+            where = donor.actor.listen.remote(backend, self.cluster.address(donor.place))
             donor.told.append(donor.actor.give.remote())
-            seat.told.append(seat.actor.take.remote(where))
+            seat.told.append(seat.actor.take.remote(where, backend, self.cluster.address(seat.place)))
         else:
             if self.loaded:
                 seat.told += [seat.actor.keep.remote(*one) for one in self.loaded]
@@ -316,7 +306,7 @@ class Team:
 
     def seen(self, seat: Seat, facts: Any) -> None:
         """Keep what a replica said as it started, as far as answers depend on it."""
-        seat.kind = (str(facts.device), str(facts.library))
+        seat.kind, seat.host = (str(facts.device), str(facts.library)), self.cluster.node(seat.place)
 
     def _overdue(self, seat: Seat) -> None:
         """Of who joins: not where its host is away, since then there is no room yet."""
@@ -324,11 +314,29 @@ class Team:
             self.revive(seat, f"did not join within {self.settings.patience:g} s")
 
     def close(self) -> None:
-        """End all replicas, and the cluster where it is this process's own."""
-        for seat in self.seats:
-            if seat.actor is not None and seat.stage != "out":
-                self._ray.kill(seat.actor)
+        """End all replicas, in order where they still answer, and the cluster where it is this process's own."""
+        there = [seat for seat in self.seats if seat.actor is not None and seat.stage != "out"]
+        ending = [seat.actor.close.remote() for seat in there]
+        if ending:
+            self._ray.wait(ending, num_returns=len(ending), timeout=ENDING)
+        for seat in there:
+            self._ray.kill(seat.actor)
         self.cluster.close()
+
+
+def answer(ray: Any, ref: Any, patience: float) -> Any:
+    """What a call of an actor came to. Raises FaultError, and EvoalignError where that is what it raised."""
+    errors = ray.exceptions
+    try:
+        return ray.get(ref, timeout=patience)
+    except errors.RayTaskError as error:
+        if isinstance(error.cause, EvoalignError):
+            raise error.cause from None
+        raise FaultError(f"failed: {_line(error.cause)}") from error
+    except errors.GetTimeoutError as error:
+        raise FaultError(f"gave no answer for {patience:g} s") from error
+    except errors.RayError as error:
+        raise FaultError(f"died: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between driver and replicas: who is to answer what, answers, and how the mean moves. Numbers and texts.
+"""What travels between driver, replicas and graders: who is to answer what, answers, and how the mean moves; what is to
+be scored, and rewards. Numbers and texts.
 
-Members are nine bytes each, in an update seventeen; no tensor travels. What a replica sends back is data: it is parsed
-as JSON and checked, and what is not as it should be is a fault of the replica.
+Members are nine bytes each, in an update seventeen; no tensor travels. What a replica or grader sends back is data: it
+is parsed as JSON and checked, and what is not as it should be is its fault.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -15,8 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, cast
 
-from evoalign.errors import EvoalignError
-from evoalign.types import Member, Plan, Request, Rollout, Sampling, Update
+from evoalign import errors
+from evoalign.errors import EvoalignError, RewardError
+from evoalign.rewards.objective import Columns
+from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling, Update
 
 _PLAN = struct.Struct("<QdI")
 _MEMBER = struct.Struct("<iIb")
@@ -24,10 +28,11 @@ _UPDATE = struct.Struct("<QQdddBI")
 _COEFFICIENT = struct.Struct("<d")
 _HASH = re.compile("[0-9a-f]{64}")
 _SUMMATIONS = ("ordered", "library", "own")
+_TOKENS = 2**31
 
 
 class GarbageError(EvoalignError):
-    """A replica's answer is not one."""
+    """The answer of a replica, or of a grader, is not one."""
 
 
 class Stand(NamedTuple):
@@ -127,6 +132,70 @@ def rollouts_of(data: object, asked: Sequence[tuple[Member, Request]]) -> list[R
     return [found[key] for key in wanted]
 
 
+def piece_bytes(split: str, rows: Sequence[int], texts: Sequence[str], examples: Sequence[Example]) -> bytes:
+    """Completions to score as JSON: texts, and where their rows are, with a digest of what is there."""
+    return json.dumps([split, list(rows), list(texts), digest_of(examples)]).encode()
+
+
+def piece_of(data: bytes) -> tuple[str, list[int], list[str], str]:
+    """What `piece_bytes` wrote: split, rows, texts and digest."""
+    split, rows, texts, digest = json.loads(data)
+    return split, rows, texts, digest
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """Of rows, by which two hosts see that they have the same ones; of what no JSON holds the type alone."""
+    text = json.dumps(list(examples), default=lambda value: type(value).__name__, skipkeys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def columns_bytes(columns: Columns) -> bytes:
+    """Columns as JSON."""
+    return json.dumps({"columns": {name: list(values) for name, values in columns.items()}}).encode()
+
+
+def error_bytes(error: EvoalignError) -> bytes:
+    """What a task raised, as JSON: its words, its kind and what a RewardError keeps."""
+    failed = error.failed if isinstance(error, RewardError) else None
+    return json.dumps({"error": str(error), "kind": type(error).__name__, "failed": failed}).encode()
+
+
+def columns_of(data: object, count: int) -> Columns:
+    """What `columns_bytes` wrote of so many completions. Raises what `error_bytes` wrote, GarbageError for all else."""
+    try:
+        found = cast(dict[str, Any], json.loads(cast(bytes, data), parse_constant=_no_constant))
+        if found.keys() == {"columns"}:
+            return {name: _column(name, values, count) for name, values in found["columns"].items()}
+        error = _error(**found)
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise GarbageError(f"answered what are no columns of {count} rewards ({type(error).__name__})") from error
+    raise error
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(word)
+
+
+def _column(name: str, values: object, count: int) -> list[float | None]:
+    column = cast("list[float | None]", values)
+    if not name.isprintable() or type(values) is not list or len(column) != count:
+        raise ValueError
+    if not all(value is None or (type(value) is float and math.isfinite(value)) for value in column):
+        raise ValueError
+    return column
+
+
+def _error(error: object, kind: str, failed: object) -> EvoalignError:
+    cls: Any = getattr(errors, kind)
+    if not (isinstance(cls, type) and issubclass(cls, EvoalignError) and isinstance(error, str)):
+        raise TypeError
+    if not issubclass(cls, RewardError):
+        return cls(error)
+    if failed is not None and type(failed) is not dict:
+        raise TypeError
+    return cls(error, failed)
+
+
 def _rollout(row: Any, wanted: dict[tuple[int, int], tuple[Member, Request]]) -> Rollout:
     index, number, ids, text, reason, logprobs = row
     member, request = wanted[index, number]
@@ -135,7 +204,7 @@ def _rollout(row: Any, wanted: dict[tuple[int, int], tuple[Member, Request]]) ->
     if not isinstance(text, str) or reason not in ("stop", "length") or (logprobs is None) == request.logprobs:
         raise ValueError
     tokens = tuple(ids)
-    if not all(type(i) is int and i >= 0 for i in tokens) or len(tokens) > request.sampling.max_tokens:
+    if not all(type(i) is int and 0 <= i < _TOKENS for i in tokens) or len(tokens) > request.sampling.max_tokens:
         raise ValueError
     said = None if logprobs is None else tuple(map(float, logprobs))
     if said is not None and len(said) != len(tokens):

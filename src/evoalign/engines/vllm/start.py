@@ -144,6 +144,8 @@ def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
     }
     if wanted.attention_backend is not None:
         arguments["attention_backend"] = wanted.attention_backend
+    if wanted.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # else it takes Ray where it is in one of Ray's actors
     return arguments
 
 

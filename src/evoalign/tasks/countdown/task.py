@@ -65,6 +65,7 @@ class Countdown(Task):
 
     name = "countdown"
     shipped = (DATA, None)
+    per_call = 16
     gradings = ("strict", "lenient")
     max_reward = FORMAT_WEIGHT * 1.0 + 1.0
     graded_text = END_ANSWER

@@ -18,7 +18,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol, cast
 
 from evoalign import errors
@@ -108,6 +110,7 @@ class Worker:
         self._is_ready = False
         self._unread = bytearray()
         self._asked = 0
+        self._stopping: Event | None = None
         self._mark = uuid.uuid4().hex
 
     def load(self, data: Data, seed: int | None) -> None:
@@ -119,11 +122,14 @@ class Worker:
         except NoAnswerError:  # the first call tries again, and tells
             self.kill()
 
-    def ask(self, request: Mapping[str, Any], limit: float, who: str | None = None) -> Any:
+    def ask(
+        self, request: Mapping[str, Any], limit: float, who: str | None = None, stopping: Event | None = None
+    ) -> Any:
         """The value of one call, of `who` where that is not the task.
 
-        Raises NoAnswerError, or the EvoalignError that the task raised.
+        Raises NoAnswerError, the EvoalignError that the task raised, or CancelledError soon after `stopping` is set.
         """
+        self._stopping = stopping
         self._asked += 1  # over the life of this object, and so never twice
         message = worker.encode({**request, "id": self._asked})
         if self._is_ready and self._child is not None and self._child.poll() is not None:
@@ -229,6 +235,8 @@ class Worker:
         self._end.settimeout(TICK)
         left = memoryview(message)
         while True:
+            if self._stopping is not None and self._stopping.is_set():
+                raise CancelledError
             line = None
             try:
                 if left:

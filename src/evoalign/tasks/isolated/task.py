@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -58,6 +58,9 @@ class Isolated(Task):
         self.weighted, self.fitness = task.weighted, task.fitness
         self.text_form, self.commands = task.text_form, task.commands
         self._grader = grader
+        self.per_call = task.per_call
+        # Where the worker dies, a thread starts another: no fork, while this process decodes.
+        self.scores_elsewhere = task.from_config
         self._worker = Worker(task, grader.memory_gib)
         self._lock = threading.Lock()
         self._place: dict[int, tuple[str, int]] = {}
@@ -102,23 +105,12 @@ class Isolated(Task):
         return self._ask("compute_reward", [text], [example])
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
-        """All completions in one call in the worker, or as many at once as the task says. Raises RewardError."""
-        found: list[float] = []
-        for part in self._calls(texts):
-            found += self._ask("rewards", texts[part], examples[part])
-        return found
+        """All completions in one call in the worker. Raises RewardError."""
+        return self._ask("rewards", texts, examples)
 
     def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
-        """All completions in one call in the worker, or as many at once as the task says. Raises RewardError."""
-        found: dict[str, list[float | None]] = {}
-        for part in self._calls(texts):
-            for name, values in self._ask("columns", texts[part], examples[part]).items():
-                found.setdefault(name, []).extend(values)
-        return found
-
-    def _calls(self, texts: Sequence[str]) -> Iterator[slice]:
-        size = self.task.per_call or max(1, len(texts))
-        return (slice(start, start + size) for start in range(0, len(texts), size))
+        """All completions in one call in the worker. Raises RewardError."""
+        return self._ask("columns", texts, examples)
 
     def handed(self, example: Example) -> Example:
         """The row itself, by which its place is known. The worker makes the copies."""
@@ -214,7 +206,13 @@ class Isolated(Task):
                     before, total = str(problem), self._grader.retries + 1
                     logger.warning("%s; attempt %d of %d failed, asking again", problem, attempt, total)
                     if problem.reason == "raised" and not mistake:
-                        time.sleep(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
+                        self._pause(min(2.0 ** (attempt - 1), 30.0))  # a judge over HTTP may come back
+
+    def _pause(self, seconds: float) -> None:
+        if self.stopping is None:
+            time.sleep(seconds)
+        else:
+            self.stopping.wait(seconds)
 
     def _attempt(
         self,
@@ -234,7 +232,7 @@ class Isolated(Task):
             **more,
         }
         who = f"task.fitness {self.fitness.name}" if "sets" in more and self.fitness is not None else None
-        return self._worker.ask(request, limit, who)
+        return self._worker.ask(request, limit, who, self.stopping)
 
     def _sent(self, example: Example) -> dict[str, Any]:
         """An example as JSON has it, or its place in the data where JSON would change it. Raises DataError."""

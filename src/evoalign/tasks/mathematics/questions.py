@@ -23,7 +23,7 @@ class Questions(Task):
 
     max_reward = 1.0
     isolated = True
-    per_call = 8
+    per_call = 8  # an answer may take seconds to compare
     takes_system_prompt = True
     columns_read: ClassVar[tuple[str, ...]]
     """The columns that a row needs; the first one is the question."""

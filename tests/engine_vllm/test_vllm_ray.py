@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in Ray's actors answers as it does without them, and leaves nothing behind."""
+
+import pytest
+from served import config
+
+import replicated
+from evoalign.testing.answers import same_up_to_ties
+
+
+@pytest.mark.parametrize("space, lose", [("lora", True), ("lowrank", False)])
+def test_two_replicas_are_one_engine(space, lose):
+    replicated.check_life(config(space), replicated.equal, lose)
+
+
+@pytest.mark.long
+def test_each_replica_has_a_server_at_a_port_of_its_own():
+    replicated.check_life(config(name="vllm-server"), same_up_to_ties, lose=True)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of two replicas, held against one engine without Ray that is given the same chunks. Linux only."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from evoalign import engines
+from evoalign.config import Config
+from evoalign.engines.ray import wire
+from evoalign.engines.ray.engine import RayEngine
+from evoalign.engines.ray.schedule import chunks_of
+from evoalign.engines.ray.settings import RayConfig
+from evoalign.engines.ray.team import Seat
+from evoalign.testing.engines import Bench, started
+from evoalign.types import MEAN, Plan, Rollout, population
+
+MEMBERS, CHUNK = 6, 3
+SHELVES = Path("/dev/shm")
+ENDING = 10.0
+"""Seconds that processes may take to follow the one that started them."""
+
+Answers = dict[tuple[int, int], Rollout]
+Same = Callable[[Bench, Rollout, Rollout], None]
+
+
+def equal(_: Bench, one: Rollout, other: Rollout) -> None:
+    """Raises AssertionError where two answers differ in anything, log-probabilities included."""
+    assert one == other
+
+
+def two_of(alone: Config) -> Config:
+    """A config with two replicas of another's engine."""
+    engine = RayConfig(name="ray", replicas=2, chunk=CHUNK, compare_every=1, replica=alone.engine)
+    return alone.model_copy(update={"engine": engine})
+
+
+def check_life(alone: Config, same: Same, lose: bool) -> None:
+    """Two generations, an update after each, of one engine and then of two. `lose`: one is killed in between.
+
+    Answers are alike and so are hashes; nothing is left of a replica that was killed, nor of all after the end.
+    Raises AssertionError.
+    """
+    with started(engines.create, alone) as bench:
+        wanted = list(_life(bench, _in_chunks, lambda: None))
+    shelves, before = set(SHELVES.glob("evoalign-*")), set(below(os.getpid()))
+    with started(RayEngine, two_of(alone)) as bench:
+        seat = _engine(bench).team.seats[0]
+        found = _life(bench, _at_once, lambda: _kill(seat) if lose else None)
+        for (answers, weights), (theirs, their_weights) in zip(found, wanted, strict=True):
+            assert answers.keys() == theirs.keys() and len(answers) == (MEMBERS + 1) * len(bench.requests)
+            for key, answer in answers.items():
+                same(bench, answer, theirs[key])
+            assert weights == {their_weights}, "the replicas have another mean than one engine without Ray"
+        assert bench.engine.metrics()["restarts"] == lose  # type: ignore[attr-defined]
+        _check_alike(bench, same)
+        processes = set(below(os.getpid())) - before
+        assert len(processes) > 2
+    check_gone(processes)
+    assert set(SHELVES.glob("evoalign-*")) <= shelves, "adapters were left in memory"
+
+
+def _life(
+    bench: Bench, ask: Callable[[Bench, Plan], Sequence[Rollout]], between: Callable[[], None]
+) -> Iterator[tuple[Answers, Any]]:
+    """Answers and hashes of two generations."""
+    for index in (0, 1):
+        answers = ask(bench, bench.plan((*population(MEMBERS), MEAN), generation=index + 1))
+        bench.engine.apply(dataclasses.replace(bench.update(), index=index))
+        found: Any = bench.engine.fingerprint()
+        if isinstance(bench.engine, RayEngine):
+            hashes = bench.engine.team.ask_all("fingerprint")
+            assert len(hashes) == len(bench.engine.team.seats), "a replica failed"
+            found = set(hashes.values())
+        yield {(r.member.index, r.request): r for r in answers}, found
+        if index == 0:
+            between()
+
+
+def _at_once(bench: Bench, plan: Plan) -> list[Rollout]:
+    return list(bench.engine.rollout(plan, bench.requests))
+
+
+def _in_chunks(bench: Bench, plan: Plan) -> list[Rollout]:
+    parts = chunks_of(plan, bench.requests, CHUNK)
+    return [rollout for part, asked in parts for rollout in bench.engine.rollout(part, asked)]
+
+
+def _check_alike(bench: Bench, same: Same) -> None:
+    """Every replica answers a chunk as the others do, whoever was handed what so far."""
+    plan = bench.plan(population(CHUNK), generation=3)
+    asked = [(member, request) for member in plan.members for request in bench.requests]
+    said = _engine(bench).team.ask_all("rollout", wire.plan_bytes(plan), wire.requests_bytes(bench.requests))
+    first, *others = [wire.rollouts_of(data, asked) for data in said.values()]
+    assert len(others) == 1
+    for one, other in zip(first, others[0], strict=True):
+        same(bench, one, other)
+
+
+def _kill(seat: Seat) -> None:
+    """SIGKILL; what the replica had started follows it."""
+    import ray
+
+    pid = ray.get(seat.actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+    processes = below(pid)
+    os.kill(pid, signal.SIGKILL)
+    check_gone(processes)
+
+
+def _engine(bench: Bench) -> RayEngine:
+    assert isinstance(bench.engine, RayEngine)
+    return bench.engine
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """All that a process has started, and what that has."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def check_gone(processes: Sequence[psutil.Process] | set[psutil.Process]) -> None:
+    """Raises AssertionError where one of them lives on."""
+    _, alive = psutil.wait_procs(list(processes), timeout=ENDING)
+    assert not alive, f"left behind: {[process.as_dict(['pid', 'name', 'cmdline']) for process in alive]}"

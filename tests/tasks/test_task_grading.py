@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring while others are decoded: the same columns and errors in pieces as in one call, whenever completions come."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from evoalign import tasks
+from evoalign.config import GraderConfig, TaskConfig, from_dict
+from evoalign.engines import Engine
+from evoalign.errors import RewardError
+from evoalign.rewards.objective import Columns
+from evoalign.rollouts import collect, columns_of
+from evoalign.rundir.identity import differences
+from evoalign.tasks import Task
+from evoalign.tasks.conciseness import Conciseness
+from evoalign.tasks.grading import grading, kept_here
+from evoalign.types import Example, Plan, Request, Rollout, Sampling, population
+from own_task import Vowels
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in"),
+    pytest.mark.timeout(120),
+]
+
+SOURCE = """
+import json, os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def length(completions, **columns):
+    return [float(len(c)) for c in completions]
+
+def odd(text, example):
+    return None if len(text) % 2 else -0.0
+
+def seen(completions, **columns):
+    with (HERE / "seen").open("a") as file:
+        file.write(json.dumps(completions) + "\\n")
+    return [1.0 for _ in completions]
+
+def signs(completions, **columns):
+    (HERE / "began").write_text(str(os.getpid()))
+    return [1.0 for _ in completions]
+
+def sleeps(completions, **columns):
+    (HERE / "began").write_text(str(os.getpid()))
+    time.sleep(1000 if "3.1" in completions else 0)
+    return [1.0 for _ in completions]
+
+def breaks(completions, **columns):
+    for c in completions:
+        if c in ("1.0", "3.1"):
+            raise OSError(f"no judge for {c}")
+    return [1.0 for _ in completions]
+
+def nan(completions, **columns):
+    return [float("nan") if c in ("1.0", "3.1") else 1.0 for c in completions]
+"""
+ROWS: list[Example] = [{"prompt": f"row {i}"} for i in range(3)]
+MEMBERS = population(4)
+REQUESTS = [Request(i, (1,), Sampling(1)) for i in range(3)]
+TEXTS = [f"{m}.{r}" for m in range(4) for r in range(3)]
+"""What members say, in canonical order."""
+
+Make = Callable[..., Task]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Reward functions of `SOURCE`, in a process of their own unless told otherwise."""
+    (tmp_path / "own.py").write_text(SOURCE)
+    made: list[Task] = []
+
+    def make(*names: str, **grader: Any) -> Task:
+        config = TaskConfig(name="custom", rewards=[f"{tmp_path / 'own.py'}:{name}" for name in names])
+        made.append(tasks.isolate(tasks.create(config), GraderConfig(**{"retries": 0, **grader})))
+        return made[-1]
+
+    yield make
+    for task in made:
+        task.close()
+
+
+class Saying:
+    """An engine that answers in some order, and does what it is told to before an answer."""
+
+    def __init__(self, order: Sequence[int] | None = None, before: dict[int, Callable[[], None]] | None = None) -> None:
+        self.order, self.before = order or range(12), before or {}
+
+    def rollout(self, plan: Plan, asked: Sequence[Request]) -> Iterator[Rollout]:
+        for count, place in enumerate(self.order):
+            self.before.get(count, lambda: None)()
+            yield Rollout(plan.members[place // 3], place % 3, (1,), TEXTS[place], "stop")
+
+
+def columns(task: Task, engine: Saying | None = None, graders: Any = None) -> Columns:
+    """Of all completions, as they come."""
+    with grading(task, ROWS, graders) as begun:
+        answers = begun.of([0, 1, 2] * 4)
+        collect(cast(Engine, engine or Saying()), Plan(0, 0.1, MEMBERS), REQUESTS, answers.take)
+        return answers.columns()
+
+
+def shuffled(seed: int) -> list[int]:
+    return random.Random(seed).sample(range(12), 12)
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Wait for what another process or thread does; the time limit of the test is the only clock."""
+    while not there():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 5, 12, 100])
+def test_pieces_come_to_what_one_call_gives(make: Make, isolated: bool, batch: int) -> None:
+    whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
+    assert set(whole) == {"length", "odd"} and whole["odd"][0] is None
+    task = make("length", "odd", batch=batch, isolated=isolated)
+    for seed in range(3):
+        found = columns(task, Saying(shuffled(seed)))
+        assert list(found) == list(whole) and repr(found) == repr(whole), "to the bit: -0.0 is not 0.0"
+    assert columns_of(task, TEXTS, ROWS * 4) == whole
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(5, [5, 5, 2]), (None, [12])])
+def test_what_is_scored_together_does_not_depend_on_when_it_comes(
+    make: Make, tmp_path: Path, batch: int | None, sizes: list[int]
+) -> None:
+    task = make("seen", batch=batch)
+    cuts = [sum(sizes[:i]) for i in range(len(sizes))]
+    wanted = sorted(repr(TEXTS[cut : cut + size]).replace("'", '"') for cut, size in zip(cuts, sizes, strict=True))
+    for seed in range(3):
+        columns(task, Saying(shuffled(seed)))
+        assert sorted((tmp_path / "seen").read_text().splitlines()) == wanted
+        (tmp_path / "seen").unlink()
+
+
+def test_a_piece_is_scored_while_others_are_decoded(make: Make, tmp_path: Path) -> None:
+    task = make("signs", batch=4)
+    began = tmp_path / "began"
+    engine = Saying([4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11], {4: lambda: until(began.exists)})  # else this never ends
+    assert columns(task, engine) == {"signs": [1.0] * 12}
+
+
+def test_whole_generations_and_forks_wait_for_the_last_completion(make: Make, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    absent: list[bool] = []
+    engine = Saying(before={11: lambda: absent.append(not began.exists())})
+    columns(make("signs"), engine)
+    began.unlink()
+
+    def signs(completions: list[str]) -> list[float]:
+        began.touch()
+        return [1.0 for _ in completions]
+
+    forked = tasks.isolate(tasks.create(TaskConfig(name="custom"), [signs]), GraderConfig(batch=1))
+    try:
+        assert columns(forked, engine) == {"signs": [1.0] * 12}
+    finally:
+        forked.close()
+    assert absent == [True, True] and began.exists()
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize(("name", "message"), [("breaks", "no judge for 1.0"), ("nan", "for the completion '1.0'")])
+@pytest.mark.parametrize("batch", [None, 2])
+def test_the_first_error_in_order_is_raised(
+    make: Make, name: str, message: str, batch: int | None, isolated: bool
+) -> None:
+    task = make(name, batch=batch, isolated=isolated)
+    last_first = [*range(9, 12), *range(9)]
+    with pytest.raises(RewardError, match=message) as caught:
+        columns(task, Saying(last_first))
+    assert caught.value.failed is not None
+    if isolated or name == "nan":
+        assert caught.value.failed["completion"] == "1.0" and caught.value.failed["example"] == ROWS[0]
+
+
+def test_an_interrupt_does_not_wait_for_a_thread(make: Make, tmp_path: Path) -> None:
+    task = make("sleeps", batch=3, timeout=1000)
+    pids: list[int] = []
+
+    def interrupt() -> None:
+        until((tmp_path / "began").exists)
+        pids.append(int((tmp_path / "began").read_text()))
+        raise KeyboardInterrupt
+
+    order = [9, 10, 11, *range(9)]
+    with pytest.raises(KeyboardInterrupt):
+        columns(task, Saying(order, {3: interrupt}))
+    assert [t.name for t in threading.enumerate() if t.name.startswith("evoalign-grading")] == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    assert task.rewards(["a"], ROWS[:1]) == [1.0], "and another worker scores what comes next"
+
+
+class Helpers:
+    """Graders in threads: the pieces of a rollout are answered last first."""
+
+    count = 4
+
+    def __init__(self, task: Task, fails: Sequence[str] = ()) -> None:
+        self.task, self.fails = task, fails
+        self.done = threading.Condition()
+        self.order: list[int] = []
+        self.waiting = 0
+
+    def takes(self, examples: Sequence[Example]) -> bool:
+        return examples is ROWS
+
+    def columns(self, texts: Sequence[str], examples: Any, rows: Sequence[int], stopping: threading.Event) -> Columns:
+        place = TEXTS.index(texts[0])
+        with self.done:
+            self.waiting += 1
+            self.done.notify_all()
+            self.done.wait_for(lambda: self.waiting == 4 and (place == 9 or place + 3 in self.order))
+            self.order.append(place)
+            self.done.notify_all()
+        for text in texts:
+            if text in self.fails:
+                raise RewardError(f"no score for {text}")
+        return columns_of(self.task, texts, [examples[row] for row in rows])
+
+
+def test_several_graders_give_the_same_columns(make: Make) -> None:
+    whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
+    task = make("length", "odd", batch=3, isolated=False)
+    helpers = Helpers(task)
+    assert columns(task, Saying(shuffled(0)), helpers) == whole
+    assert helpers.order == [9, 6, 3, 0]
+
+
+def test_of_several_graders_the_first_error_in_order_counts(make: Make) -> None:
+    task = make("length", batch=3, isolated=False)
+    with pytest.raises(RewardError, match=r"no score for 0\.2"):
+        columns(task, Saying(), Helpers(task, fails=["2.0", "0.2"]))
+
+
+def test_rows_that_graders_do_not_have_are_scored_here(make: Make) -> None:
+    task = make("length", batch=3, isolated=False)
+    helpers = Helpers(task)
+    with grading(task, list(ROWS), cast(Any, helpers)) as begun:
+        answers = begun.of([0])
+        answers.take(0, Rollout(MEMBERS[0], 0, (1,), "abc", "stop"))
+        assert answers.columns() == {"length": [3.0]} and helpers.order == []
+
+
+def test_what_waits_for_graders_is_given_up_where_the_engine_fails(make: Make) -> None:
+    task = make("length", batch=3, isolated=False)
+    given_up = threading.Event()
+
+    class Never(Helpers):
+        def columns(
+            self, texts: Sequence[str], examples: Any, rows: Sequence[int], stopping: threading.Event
+        ) -> Columns:
+            stopping.wait()
+            given_up.set()
+            raise CancelledError
+
+    def fail() -> None:
+        raise OSError("no engine")
+
+    with pytest.raises(OSError, match="no engine"):
+        columns(task, Saying(before={6: fail}), Never(task))
+    assert given_up.is_set()
+
+
+class Whole(Conciseness):
+    """Looks at all completions together, whatever its base does."""
+
+    def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        return [float(len(texts))] * len(texts)
+
+
+class Shifty(Vowels):
+    per_call = 2
+
+    def columns(self, texts: Sequence[str], examples: Sequence[Example]) -> Columns:
+        return {"first" if "One" in texts else "other": [1.0] * len(texts)}
+
+
+def test_columns_have_to_be_the_same_ones_in_all_pieces() -> None:
+    with pytest.raises(RewardError, match="gave the columns first of some completions and other of others"):
+        columns_of(Shifty(), ["One", "Two", "Three"], [{}] * 3)
+
+
+def test_who_may_be_cut() -> None:
+    shipped = tasks.create(TaskConfig(name="countdown"))
+    assert shipped.per_call and kept_here(shipped) is None
+    whole = Whole(TaskConfig())
+    whole.from_config = True
+    assert whole.per_call is None and "grader.batch" in str(kept_here(whole))
+    assert columns_of(whole, TEXTS, ROWS * 4) == {"reward": [12.0] * 12}
+    tasks.isolate(whole, GraderConfig(batch=4)).close()
+    assert columns_of(whole, TEXTS, ROWS * 4) == {"reward": [4.0] * 12} and kept_here(whole) is None
+    own = Vowels()
+    assert "Python object" in str(kept_here(own))
+    safety = tasks.create(TaskConfig(name="safety"))
+    assert tasks.isolate(safety, GraderConfig(batch=4)).per_call is None and "models" in str(kept_here(safety))
+
+
+def test_what_reward_functions_see_together_is_part_of_a_run() -> None:
+    one, other = (from_dict({"es": {"sigma": 0.1}, "grader": grader}) for grader in ({}, {"batch": 4, "timeout": 5}))
+    assert differences(one, other) == (["grader.batch is 4 in the run and None now"], [])
+    assert differences(other, one) == (["grader.batch is None in the run and 4 now"], [])
+    assert differences(other, other) == ([], [])
