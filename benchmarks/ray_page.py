@@ -40,18 +40,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Lines:
 def of_gpus(rows: Sequence[Row]) -> Lines:
     """Measured generations, and the share of what as many engines without Ray do."""
     had = [r for r in rows if "took" in r]
-    alone = {r["case"]: _speed(r) for r in had if not r["replicas"]}
-    alone["strong"] = alone.get("weak", 0.0)
+    alone = {(r.get("session"), r["case"]): _speed(r) for r in had if not r["replicas"]}
+    alone |= {(session, "strong"): speed for (session, case), speed in alone.items() if case == "weak"}
     lines: list[tuple[object, ...]] = []
     for case, called in CASES.items():
-        for row in sorted((r for r in had if r["case"] == case), key=lambda r: r["replicas"]):
-            base, count = alone.get(case, 0.0), row["replicas"] or 1
+        for row in sorted((r for r in had if r["case"] == case), key=lambda r: (r.get("session", 0), r["replicas"])):
+            base, count = alone.get((row.get("session"), case), 0.0), row["replicas"] or 1
             speeds = [t["tokens"] / t["seconds"] for t in row["took"]]
             share = f"{_speed(row) / (base * count):.1%}" if base and row["replicas"] else "-"
             seconds = (f"{_middle(row, name):.3f}" for name in ("rollout", "score", "update", "seconds"))
             spread = f"{_speed(row):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
-            lines.append((called, row["replicas"] or "no Ray", row["members"], len(speeds), spread, share, *seconds))
-    head = ("case", "replicas, a GPU each", "members", "generations", "tokens/s, median (all)",
+            lines.append(
+                (
+                    called,
+                    row.get("session", "-"),
+                    row["replicas"] or "no Ray",
+                    row["members"],
+                    len(speeds),
+                    spread,
+                    share,
+                    *seconds,
+                )
+            )
+    head = ("case", "session", "replicas, a GPU each", "members", "generations", "tokens/s, median (all)",
             "of as many engines without Ray", "rollout s", "score s", "update s", "generation s")  # fmt: skip
     yield from table(head, lines)
 
