@@ -145,12 +145,13 @@ def of_curve(found: Row, case: str) -> Lines:
     """Efficiency against replicas."""
     lines = [
         (f"{p['replicas']:,}", f"{p['members']:,}", p["chunk"], f"{p['efficiency']:.1%}", f"{p['seconds']:,.1f}",
-         f"{p['rollout']:,.1f}", f"{p['busy']:,.1f}", f"{p['score']:,.2f}", f"{p['update']:,.2f}", p["limit"])
+         f"{p['rollout']:,.1f}", f"{p['busy']:,.1f}", f"{p['score']:,.2f}", f"{p['update']:,.2f}",
+         f"{p['copies']:,.0f}", p["limit"])
         for p in found["curves"] if p["case"] == case
     ]  # fmt: skip
     yield from table(
         ("replicas", "members", "members a chunk", "efficiency, simulated", "generation s", "rollout s",
-         "of it the driver is busy s", "score s", "update s", "limit"), lines,
+         "of it the driver is busy s", "score s", "update s", "chunks dealt twice", "limit"), lines,
     )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def limits(found: Row) -> Lines:
     above = [p["replicas"] for p in weak if p["efficiency"] >= 0.9]
     half, half_long = ([p["replicas"] for p in which if p["efficiency"] >= 0.5] for which in (weak, long))
     update = (usual - given["update"]) / given["update_member"]
-    queue = next((p["replicas"] for p in weak if p["busy"] > usual), None)
+    queue = next((p for p in weak if p["busy"] > usual), None)
     yield (
         f"- **Weak scaling, simulated:** efficiency is 90 % or more up to {max(above)} replicas, and half or more up "
         f"to {max(half)}; with completions that are eight times as long half or more up to {max(half_long)}."
@@ -207,8 +208,10 @@ def limits(found: Row) -> Lines:
     )
     if queue:
         yield (
-            f"- From {queue} replicas on, of those in the table, the driver is busy for longer than a chunk takes. "
-            "Then answers wait to be parsed, replicas look slow that are not, and their chunks are dealt twice."
+            f"- From {queue['replicas']} replicas on, of those in the table, the driver is busy for longer than a "
+            "chunk takes. Then answers wait to be parsed, replicas look slow that are not, and chunks are dealt twice for "
+            f"nothing: {queue['copies']:,.0f} a generation with {queue['replicas']}, {weak[-1]['copies']:,.0f} with "
+            f"{weak[-1]['replicas']:,}."
         )
     yield (
         f"- **Scoring** in the driver takes {1e6 * given['score']:.1f} us a completion in Conciseness. At "

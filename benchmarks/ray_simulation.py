@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations of `engine: ray` on 1 to 4,096 replicas, simulated: `Deal` itself deals the chunks, in virtual time.
 
-    python benchmarks/ray_simulation.py                       [--rows FILE] [--straggler FILE] [--to FILE]
+    python benchmarks/ray_simulation.py                       [--rows FILE] [--straggler FILE ...] [--to FILE]
 
 Taken from measured rows: what a chunk takes and how it spreads (rows of ray_scaling.py), updates, scoring, replicas
 that join, and what the driver does by itself (ray_costs.py, on this machine). First come predictions of points that
@@ -186,7 +186,8 @@ def stragglers_measured(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         dealt = Undeclined if found.get("undeclined") else Deal
         cluster = Cluster(workers, seconds, Costs(), rules=dealt)
         said = [cluster.rollout(sizes_of(row["members"], row["chunk"])) for _ in range(200)]
-        point = f"4 replicas, one slow, chunks of {row['chunk']}"
+        which = "slow, does not decline" if found.get("undeclined") else "slow"
+        point = f"{row['replicas']} replicas, one {which}, chunks of {row['chunk']}"
         yield _point(point, "from chunks alone", "rollout", row["took"], statistics.median(said))
 
 
@@ -256,7 +257,9 @@ def curve(model: Model, case: str, replicas: Sequence[int]) -> Iterable[dict[str
                 usual = took
         at_one = at_one or {"all": total["all"] * count / members}
         limit = min((name for name in total if name != "all"), key=lambda name: total[name])
-        mean = {w: statistics.mean(getattr(t, w) for t in usual) for w in ("rollout", "score", "update", "busy")}
+        mean = {
+            w: statistics.mean(getattr(t, w) for t in usual) for w in ("rollout", "score", "update", "busy", "copies")
+        }
         yield {
             "case": case, "replicas": count, "members": members, "chunk": chunk, "seconds": total["all"], **mean,
             "efficiency": at_one["all"] * members / (count * total["all"]), "limit": limit,
@@ -314,7 +317,9 @@ def main() -> None:
     """Predict, simulate, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=RESULTS / "ray_h100.jsonl", help="rows of ray_scaling.py")
-    parser.add_argument("--straggler", type=Path, default=RESULTS / "ray_straggler.json")
+    parser.add_argument(
+        "--straggler", type=Path, nargs="*", default=[RESULTS / "ray_straggler.json", RESULTS / "ray_undeclined.json"]
+    )
     parser.add_argument("--to", type=Path, default=RESULTS / "ray_simulation.json")
     parser.add_argument(
         "--comes-back", type=float, default=60.0, help="seconds of a failed replica; none were measured"
@@ -330,8 +335,8 @@ def main() -> None:
     measured = joining(rows)
     comes_back = statistics.median(measured) if measured else options.comes_back
     points = list(predictions(rows, costs))
-    if options.straggler.exists():
-        points += stragglers_measured(json.loads(options.straggler.read_text(encoding="utf-8")))
+    for path in options.straggler:
+        points += stragglers_measured(json.loads(path.read_text(encoding="utf-8")))
     model = of_all(rows, costs, driver["put_byte"])
     cases = {"weak": model, "long": longer(model), "strong": model}
     found: dict[str, Any] = {
