@@ -49,6 +49,73 @@ def test_what_is_slow_is_dealt_once_more_and_the_first_answer_counts() -> None:
     assert deal.answered("b", copy, "late", 30.0) == [] and copy.believed == "fast" and deal.open == 0
 
 
+def paced(count: int) -> tuple[Deal[str], list[Chunk[str] | None]]:
+    """A rollout in which `a` took 1 s for a chunk, and `slow` 4 s. At 4 s so many are left, and `a` has one since."""
+    deal = Deal(chunks(6 + count))
+    held = [deal.next("slow", 0.0)]
+    for second in range(4):
+        chunk = deal.next("a", second)
+        assert chunk is not None
+        deal.answered("a", chunk, "x", second + 1.0)
+    held.append(deal.next("a", 4.0))
+    assert held[0] is not None
+    deal.answered("slow", held[0], "x", 4.0)
+    return deal, held
+
+
+def test_a_slow_worker_leaves_to_others_what_they_will_have_done_before_it() -> None:
+    """It would end at 8 s, by when `a` will have ended the one that it has and three more."""
+    assert paced(3)[0].next("slow", 4.0) is None
+    assert paced(4)[0].next("slow", 4.0) is not None
+    deal, held = paced(2)
+    assert deal.next("b", 4.0) is not None  # of whom nothing is known
+    assert held[1] is not None
+    deal.answered("a", held[1], "x", 5.0)
+    assert deal.next("a", 5.0) is not None and deal.next("slow", 5.0) is None
+
+
+def test_a_slow_worker_waits_for_nobody_who_is_gone_or_late() -> None:
+    deal, held = paced(2)
+    assert deal.next("slow", 5.4) is None
+    assert deal.next("slow", 5.6) is not None  # `a` has had its own for more than 1.5 times its second
+    deal, held = paced(1)
+    assert deal.next("slow", 4.0) is None and held[1] is not None
+    deal.lost("a", held[1])
+    assert deal.next("slow", 4.0) is held[1]
+
+
+def test_one_who_was_started_again_is_not_slow_for_what_it_was() -> None:
+    deal, held = paced(4)
+    chunk = deal.next("slow", 4.0)
+    assert chunk is not None and held[1] is not None
+    deal.answered("a", held[1], "x", 5.0)
+    assert deal.next("a", 5.0) is not None
+    deal.lost("slow", chunk)
+    assert deal.next("slow", 5.0) is chunk  # of the three that are left: `a` would have done them by 9 s
+
+
+def test_all_are_dealt_whoever_declines() -> None:
+    """Workers of random and changing paces, who are asked in any order: somebody always takes what is left."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        deal, now = Deal(chunks(draw.randint(1, 30))), 0.0
+        busy: dict[str, tuple[float, Chunk[str]]] = {}
+        workers = "abcdef"[: draw.randint(1, 6)]
+        while deal.open:
+            for worker in draw.sample(workers, len(workers)):
+                chunk = None if worker in busy else deal.next(worker, now)
+                if chunk is not None:
+                    busy[worker] = now + draw.choice([1.0, 1.1, 4.0, 20.0]), chunk
+            assert busy, "chunks are left, and nobody has one"
+            worker = min(busy, key=lambda w: busy[w][0])
+            now, chunk = busy.pop(worker)
+            if draw.random() < 0.1:
+                deal.lost(worker, chunk)
+            else:
+                deal.answered(worker, chunk, "x", now)
+        assert all(chunk.believed == "x" for chunk in deal.chunks)
+
+
 def checked(deal_chunks: list[Chunk[str]]) -> Deal[str]:
     return Deal(deal_chunks, lambda _: True)
 
