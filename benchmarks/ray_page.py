@@ -209,8 +209,8 @@ def limits(found: Row) -> Lines:
     if queue:
         yield (
             f"- From {queue['replicas']} replicas on, of those in the table, the driver is busy for longer than a "
-            "chunk takes. Then answers wait to be parsed, replicas look slow that are not, and chunks are dealt twice for "
-            f"nothing: {queue['copies']:,.0f} a generation with {queue['replicas']}, {weak[-1]['copies']:,.0f} with "
+            "chunk takes. Then answers wait to be parsed, replicas look slow that are not, and chunks are dealt twice "
+            f"for nothing: {queue['copies']:,.0f} a generation with {queue['replicas']}, {weak[-1]['copies']:,.0f} with "
             f"{weak[-1]['replicas']:,}."
         )
     yield (
