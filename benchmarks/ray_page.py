@@ -208,8 +208,8 @@ def limits(found: Row) -> Lines:
     )
     if twice:
         yield (
-            f"- From {twice[0]['replicas']:,} replicas on, of those in the table, answers wait so long to be parsed that "
-            "replicas look slow that are not, and chunks are dealt twice for nothing: of "
+            f"- From {twice[0]['replicas']:,} replicas on, of those in the table, answers wait so long to be parsed "
+            "that replicas look slow that are not, and chunks are dealt twice for nothing: of "
             f"{twice[-1]['replicas']:,} chunks {twice[-1]['copies']:,.0f} in a generation."
         )
     yield (
