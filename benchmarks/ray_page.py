@@ -192,7 +192,7 @@ def limits(found: Row) -> Lines:
     above = [p["replicas"] for p in weak if p["efficiency"] >= 0.9]
     half, half_long = ([p["replicas"] for p in which if p["efficiency"] >= 0.5] for which in (weak, long))
     update = (usual - given["update"]) / given["update_member"]
-    queue = next((p for p in weak if p["busy"] > usual), None)
+    twice = [p for p in weak if p["copies"]]
     yield (
         f"- **Weak scaling, simulated:** efficiency is 90 % or more up to {max(above)} replicas, and half or more up "
         f"to {max(half)}; with completions that are eight times as long half or more up to {max(half_long)}."
@@ -206,12 +206,11 @@ def limits(found: Row) -> Lines:
         f"machine where that was measured: {most:,.0f} a second at the most. A replica makes {rows / usual:,.0f} a "
         f"second, so {most * usual / rows:,.0f} replicas keep one driver wholly busy."
     )
-    if queue:
+    if twice:
         yield (
-            f"- From {queue['replicas']} replicas on, of those in the table, the driver is busy for longer than a "
-            "chunk takes. Then answers wait to be parsed, replicas look slow that are not, and chunks are dealt twice for "
-            f"nothing: {queue['copies']:,.0f} a generation with {queue['replicas']}, {weak[-1]['copies']:,.0f} with "
-            f"{weak[-1]['replicas']:,}."
+            f"- From {twice[0]['replicas']:,} replicas on, of those in the table, answers wait so long to be parsed "
+            "that replicas look slow that are not, and chunks are dealt twice for nothing: of "
+            f"{twice[-1]['replicas']:,} chunks {twice[-1]['copies']:,.0f} in a generation."
         )
     yield (
         f"- **Scoring** in the driver takes {1e6 * given['score']:.1f} us a completion in Conciseness. At "

@@ -6,6 +6,7 @@ How long it takes is held in virtual time by tests/engines/test_ray_straggler.py
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -50,8 +51,11 @@ class Sleeper(Replica):
 
 @pytest.fixture
 def workers(cluster: Any) -> Iterator[Team]:
+    from ray import cloudpickle
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(team, "Replica", Sleeper)
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no module that an actor's process could import
         made = Team(from_dict(settings("lora", 4, chunk=4)))
         while len(made.ready) < 4:
             made.welcome()
