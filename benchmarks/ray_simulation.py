@@ -145,7 +145,13 @@ def fitted(rows: Sequence[Row], case: str, replicas: int, members: int, chunk: i
 
 
 def predictions(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
-    """Points of GPUs, from rows that are others."""
+    """Points of GPUs, from other rows of the same session."""
+    for session in sorted({row["session"] for row in rows if "session" in row}):
+        for point in _predicted([row for row in rows if row.get("session") == session], costs):
+            yield {**point, "point": f"session {session}, {point['point']}"}
+
+
+def _predicted(rows: Sequence[Row], costs: Costs) -> Iterable[dict[str, Any]]:
     cases = [
         ("weak, 1 replica", "from no Ray", ("weak", 0, MEMBERS, MEMBERS), ("weak", 1, MEMBERS, MEMBERS)),
         ("weak, 2 replicas", "from no Ray", ("weak", 0, MEMBERS, MEMBERS), ("weak", 2, 2 * MEMBERS, MEMBERS)),
@@ -226,9 +232,10 @@ def of_all(rows: Sequence[Row], costs: Costs, put_byte: float) -> Model:
     score = [
         s / r for n in (1, 2) for s, r in zip(*(phases(rows, w, "weak", n) for w in ("score", "rows")), strict=True)
     ]
-    middle = statistics.median(whole)
+    each = [[t["rollout"] for t in r["took"]] for r in rows if r.get("case") == "weak" and r["replicas"]]
+    spread = tuple(t / statistics.median(took) for took in each for t in took)  # not of engines that are others
     return Model(
-        tuple(of_chunk.items()), tuple(t / middle for t in whole), costs, few - slope * MEMBERS, slope,
+        tuple(of_chunk.items()), spread, costs, few - slope * MEMBERS, slope,
         statistics.median(score), 1, put_byte,
     )  # fmt: skip
 
