@@ -66,11 +66,14 @@ def call(seat: team.Seat, what: Callable[[Any], Any]) -> Any:
 
 
 def all_hashes(bench: contract.Bench) -> list[str]:
-    """Of all replicas, once nobody joins any more."""
+    """Of all replicas, once nobody joins any more: one that hangs may be found out by this very question."""
     of = engine_of(bench).team
-    while any(seat.joining for seat in of.seats):
-        of.poll(())
-    return list(of.stands().values())
+    while True:
+        while any(seat.joining for seat in of.seats):
+            of.poll(())
+        found = of.stands()
+        if not any(seat.joining for seat in of.seats):
+            return list(found.values())
 
 
 def engine_of(bench: contract.Bench) -> RayEngine:

@@ -208,3 +208,29 @@ def test_checks_take_three_replicas_and_repeatable_answers() -> None:
         from_dict({"engine": {"name": "ray", "replicas": 2, "audit": 0.1}, "es": {"sigma": 0.1}})
     with pytest.raises(ConfigError, match="at_least 4 is more than replicas 3"):
         from_dict({"engine": {"name": "ray", "replicas": 3, "at_least": 4}, "es": {"sigma": 0.1}})
+
+
+def test_what_is_answered_anew_is_drawn_anew() -> None:
+    made = chunks(400)
+    draws = Audit(0.3, b"secret").draws(Plan(0, 1.0, population(400)), made)
+    first, second = [draws(c) for c in made], [draws(c) for c in made]
+    assert first != second and 80 < sum(b for a, b in zip(first, second, strict=True) if not a) < 130
+
+
+def test_the_order_in_which_members_are_dealt_is_a_secret_where_answers_are_checked() -> None:
+    made, audit = chunks(50), Audit(0.3, b"secret")
+    found = audit.shuffled(made)
+    assert found != made and set(found) == set(made) and Audit(0.3, b"another").shuffled(made) != found
+
+
+def test_a_check_that_hangs_is_dealt_to_another() -> None:
+    deal = checked(chunks(2))
+    one, two = deal.next("a", 0.0), deal.next("b", 0.0)
+    assert one is not None and two is not None
+    deal.answered("a", one, "x", 1.0)
+    deal.answered("b", two, "y", 1.0)
+    assert deal.next("a", 1.0) is two and deal.next("b", 1.0) is one
+    deal.answered("a", two, "y", 2.0)
+    assert deal.next("a", 100.0) is None  # it answered that first
+    assert deal.next("c", 100.0) is one
+    assert deal.answered("c", one, "x", 101.0) == [] and deal.open == 0

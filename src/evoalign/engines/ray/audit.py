@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -33,7 +34,19 @@ class Audit:
         """Whether each of these chunks of one rollout is scored again."""
         self._rollouts += 1
         number = {id(chunk): f"{self._rollouts}/{plan.generation}/{i}" for i, chunk in enumerate(chunks)}
-        return lambda chunk: self._uniform(number[id(chunk)]) < self.share
+        times = Counter[int]()
+
+        def draw(chunk: Chunk[Any]) -> bool:
+            """Anew where a chunk is answered anew, since who answered first was wrong elsewhere."""
+            times[id(chunk)] += 1
+            return self._uniform(f"{number[id(chunk)]}/{times[id(chunk)]}") < self.share
+
+        return draw
+
+    def shuffled(self, chunks: Sequence[Chunk[Any]]) -> list[Chunk[Any]]:
+        """In an order that nobody else knows: what is asked again does not stand out by its place."""
+        place = {id(chunk): self._uniform(f"{self._rollouts} order {i}") for i, chunk in enumerate(chunks)}
+        return sorted(chunks, key=lambda chunk: place[id(chunk)])
 
     def _uniform(self, what: str) -> float:
         digest = hashlib.blake2b(what.encode(), key=self._secret, digest_size=7).digest()

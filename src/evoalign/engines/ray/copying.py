@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,8 +30,11 @@ class Giver:
     def __init__(self, backend: Backend, host: str) -> None:
         self._backend: Backend = backend
         self._host = host
+        # The store would listen everywhere.
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port, number = self._socket.getsockname()[1], self._socket.fileno()
         self._store = _distributed().TCPStore(
-            self._host, 0, 2, is_master=True, wait_for_workers=False, timeout=PATIENCE
+            host, port, 2, is_master=True, wait_for_workers=False, timeout=PATIENCE, master_listen_fd=number
         )
 
     @property
@@ -95,6 +100,8 @@ class _Pipe:
         group = _distributed()
         self._cuda = backend == "nccl"
         if self._cuda:
+            if host == "127.0.0.1":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             options = group.ProcessGroupNCCL.Options()
             options._timeout = PATIENCE
             self._group = group.ProcessGroupNCCL(store, rank, 2, options)

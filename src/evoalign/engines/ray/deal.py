@@ -156,12 +156,14 @@ class Deal(Generic[W]):
             return None
         late = now - self._patience()
         for chunk in self._begun:
-            if chunk.answers or len(chunk.holders) != 1:
+            if len(chunk.holders) != 1:
                 continue
             (began,) = chunk.holders.values()
             if began >= late:
                 return None
-            if worker not in chunk.holders:
+            others = [other for other, _ in chunk.answers]
+            can = not others or (worker not in others and (self._may_check is None or self._may_check(worker, others)))
+            if can and worker not in chunk.holders:
                 self.copies += 1
                 return chunk
         return None

@@ -7,6 +7,7 @@ plan alone, so that scores and weights do not depend on how many replicas there 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -61,13 +62,20 @@ class RayEngine:
             self._chunk = 1
         self.team.begin = (layout, keep_start, optimizer is not None)
         self.team.mean_bytes = 4 * layout.parameters * (1 if optimizer is None else 3)  # slots: at most two
-        said = self.team.ask_all("start", *self.team.begin)
-        found = list(said.values()) or [self.team.ask("start", *self.team.begin)]
-        for seat, facts in said.items():
-            self.team.seen(seat, facts)
-        if len({facts.model_hash for facts in found}) > 1:
-            raise EvoalignError("the replicas loaded different weights; give all hosts the same model")
+        while not (said := self.team.ask_all("start", *self.team.begin)):
+            self.team.settled()  # all of them failed, and one comes back
+        for seat, of_seat in said.items():
+            if odd := self.team.seen(seat, of_seat):
+                raise EvoalignError(f"replica {seat.place} {odd}")
+        found = [facts for facts, _ in said.values()]
         facts = found[0]
+        kinds = Counter(seat.kind for seat in said)
+        if self._settings.audit and min(kinds.values()) < 3:
+            few = min(kinds, key=lambda kind: kinds[kind])
+            raise ConfigError(
+                f"engine.audit takes three replicas of a kind, and there are {kinds[few]} of {few}; answers of another "
+                "kind differ in their bits. Leave those out, or set engine.audit: 0"
+            )
         if self._settings.audit and not all(f.deterministic for f in found):
             raise ConfigError(
                 f"engine.audit compares answers bit by bit, and {facts.engine} on {facts.device} repeats none so: set "
@@ -110,8 +118,9 @@ class RayEngine:
 
     def _agreed(self) -> str:
         """The hash that most replicas have."""
-        while not (found := self.team.stands()):
-            self.team.settled()
+        began, fewest = time.monotonic(), 2 if self.team.audit else 1
+        while len(found := self.team.stands()) < fewest:  # of one alone nobody says that it is right
+            self.team.await_more("no two replicas are left to agree on the mean", began)
         (usual, many), *others = Counter(found.values()).most_common()
         if others and 2 * many <= len(found):
             LOG.warning("no two replicas agree on the mean: all are made anew from what was written down")
@@ -130,7 +139,11 @@ class RayEngine:
     def _sent(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensor by tensor from one replica, from another from where that fails."""
         done, seat, first = 0, self.team.settled(), True
+        actor = seat.actor
         while True:
+            if seat.actor is not actor:  # it was started again meanwhile, for whatever reason
+                seat, first = self.team.settled(), True
+                actor = seat.actor
             try:
                 if first:  # of another replica: what was had is passed over
                     found = self.team.get(seat, seat.actor.send.remote(what, True))
@@ -140,7 +153,6 @@ class RayEngine:
                     found = self.team.get(seat, seat.actor.send.remote(what, False))
             except FaultError as fault:
                 self.team.revive(seat, str(fault))
-                seat, first = self.team.settled(), True
                 continue
             if found is None:
                 return
@@ -207,6 +219,9 @@ class OneReplica(RayEngine):
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """All of it by this replica; where it fails, by any."""
+        if self._seat.stage != "ready":
+            yield from self._whole.rollout(plan, requests)
+            return
         check_members(plan, requests)
         members, asked = wire.members_bytes(plan.members), wire.asked_bytes(plan, requests)
         try:
@@ -217,6 +232,8 @@ class OneReplica(RayEngine):
             yield from self._whole.rollout(plan, requests)
 
     def fingerprint(self) -> str:
+        if self._seat.stage != "ready":
+            return self._whole.fingerprint()
         try:
             return wire.stand_of(self.team.get(self._seat, self._seat.actor.fingerprint.remote())).weights_hash
         except (FaultError, wire.GarbageError) as fault:

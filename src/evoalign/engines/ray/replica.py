@@ -43,13 +43,13 @@ class Replica:
             self._engine = engines.create(self._config, tokens.load(self._config.model))
         return str(self._engine.dtype).removeprefix("torch."), list(self._engine.specs())
 
-    def start(self, layout: Layout, keep_start: bool, moves: bool) -> Facts:
-        """See `Engine.start`. Asked again, the same."""
+    def start(self, layout: Layout, keep_start: bool, moves: bool) -> tuple[Facts, str]:
+        """See `Engine.start`; and all that the bits of answers depend on here. Asked again, the same."""
         facts = self._facts
         if facts is None:
             moved_by = optimizer.create(self._config.es.optimizer) if moves else None
             facts = self._facts = self._engine.start(spaces.create(self._config), layout, moved_by, keep_start)
-        return facts
+        return facts, f"{_device(facts)}, torch {torch.__version__} {facts.library}".strip()
 
     def rollout(self, members: bytes, asked: bytes) -> bytes:
         """One chunk; see `Engine.rollout`."""
@@ -121,3 +121,9 @@ class Replica:
         """End the engine in order: one over a server has processes and files of its own."""
         if self._engine is not None:
             self._engine.close()
+
+
+def _device(facts: Facts) -> str:
+    if facts.device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    return f"{facts.device} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

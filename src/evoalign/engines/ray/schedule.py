@@ -75,7 +75,8 @@ class Schedule:
         """All completions: chunk by chunk as they come or, where answers are checked, once all are believed."""
         audit = self._team.audit
         chunks = [Chunk[Seat](asked) for asked in self._asked(plan, requests, size)]
-        deal = Deal(chunks, audit.draws(plan, chunks) if audit else None, self._team.may_check)
+        draws = audit.draws(plan, chunks) if audit else None
+        deal = Deal(audit.shuffled(chunks) if audit else chunks, draws, self._team.may_check)
         try:
             for chunk in self._believed(deal):
                 if not audit:
@@ -101,13 +102,15 @@ class Schedule:
 
     def _believed(self, deal: Deal[Seat]) -> Iterator[Chunk[Seat]]:
         """Chunks as they are done; one that a replica alone answered that was wrong later comes again."""
+        began = time.monotonic()
         while deal.open:
             self._hand_out(deal)
             if not self._running and self._team.settled():
                 self._hand_out(deal)
             if not self._running:
-                self._team.await_more(f"{deal.open} chunks are left that no replica can answer or check")
+                self._team.await_more(f"{deal.open} chunks are left that no replica can answer or check", began)
                 continue
+            began = time.monotonic()
             for work, answer in self._finished():
                 if work.deal is None:
                     continue
@@ -154,7 +157,8 @@ class Schedule:
             if work.actor is not work.seat.actor:
                 del self._running[ref]
                 yield work, None
-            elif now - work.began > patience and self._running.pop(ref, None) is not None:
+            elif now - work.began > patience and not self._ray.wait([ref], timeout=0)[0]:
+                del self._running[ref]
                 yield from self._again(work, f"gave no answer for {patience:g} s")
 
     def _again(self, work: Work, why: str) -> Iterator[tuple[Work, None]]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 from evoalign.config import Config
 from evoalign.engines.ray.audit import Audit
@@ -16,7 +16,8 @@ from evoalign.engines.ray.cluster import Cluster
 from evoalign.engines.ray.replica import Replica
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.ray.wire import GarbageError, Stand, stand_of
-from evoalign.errors import EvoalignError, plain
+from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, NotFiniteError, plain
+from evoalign.types import Facts
 
 LOG = logging.getLogger("evoalign.engine.ray")
 TICK = 0.5
@@ -25,6 +26,10 @@ ENDING = 15.0
 """Seconds that replicas have to end in order; a server in one has ten of them."""
 COPY_RATE = 0.5e9
 """Bytes a second at which a mean is copied, until one was."""
+
+
+TOLD = (ConfigError, DataError, ModelError, NotFiniteError)
+"""What an engine says of what it was asked, which another would say as well; all else is a failure of its own."""
 
 
 class FaultError(Exception):
@@ -51,8 +56,8 @@ class Seat:
     copies: bool = False
     """Whether the mean that it catches up to is another's."""
     distrusts_copy: bool = False
-    kind: tuple[str, str] | None = None
-    """Device and library: answers are compared among equals."""
+    kind: str = ""
+    """Device and libraries: answers are compared among equals."""
     host: str = ""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """What it took to come here, by stage."""
@@ -76,6 +81,8 @@ class Team:
         self.known: dict[int, str] = {}
         """The hash of the mean after so many updates."""
         self.expelled: dict[int, str] = {}
+        self.facts: Facts | None = None
+        """What the first replica said."""
         self.seats = [Seat(place) for place in range(self.settings.replicas)]
         self._update_seconds, self._copy_rate = 0.0, COPY_RATE
         for place in self.cluster.placed():
@@ -110,9 +117,12 @@ class Team:
                 self._give_up(why)
             time.sleep(TICK)
 
-    def await_more(self, why: str) -> None:
-        """Those who are here cannot go on alone: look after who joins. Raises EvoalignError where nobody does."""
+    def await_more(self, why: str, since: float) -> None:
+        """Those who are here cannot go on alone: look after who joins. Raises EvoalignError where nobody does, or has
+        for long."""
         if any(seat.joining for seat in self.seats):
+            if time.monotonic() - since > 2 * self.settings.patience:
+                self._give_up(why)
             self.poll(())
         else:
             self.await_room(why)
@@ -184,7 +194,12 @@ class Team:
         told, seat.told = seat.told, []
         found: Any = None
         for one in (*told, ref):
-            found = answer(self._ray, one, self.settings.patience)
+            try:
+                found = answer(self._ray, one, self.settings.patience)
+            except EvoalignError as error:
+                if seat.stage == "ready":
+                    raise
+                raise FaultError(f"cannot join: {error}") from error
         return found
 
     # --- coming and going
@@ -200,7 +215,9 @@ class Team:
         for ref in [ref for ref in ready if ref in joining]:
             self._arrived(joining[ref])
         for seat in joining.values():
-            if seat.joining is not None and time.monotonic() - seat.since > self.settings.patience:
+            if seat.joining is None or time.monotonic() - seat.since <= self.settings.patience:
+                continue
+            if not self._ray.wait([seat.joining], timeout=0)[0]:  # else it came while nobody looked
                 self._overdue(seat)
         return [ref for ref in ready if ref not in joining]
 
@@ -231,7 +248,7 @@ class Team:
 
     def expel(self, seat: Seat, why: str) -> None:
         """Throw a replica out for good."""
-        LOG.warning("replica %d %s; it is thrown out, and what it alone has scored is scored again", seat.place, why)
+        LOG.warning("replica %d %s; it is thrown out", seat.place, why)
         self.expelled[seat.place] = why
         seat.stage, seat.joining, seat.told = "out", None, []
         self._end(seat)
@@ -291,11 +308,16 @@ class Team:
             said = self.get(seat, ref)
             seat.seconds[seat.stage] = time.monotonic() - seat.since
             if seat.stage == "loading":
-                self.seen(seat, said)
+                odd = self.seen(seat, said)
+                if odd:
+                    self.expel(seat, odd)
+                    return
                 seat.since = time.monotonic()
                 self._catch_up(seat)
                 return
             stand = self._stood(seat, said)
+            if stand.updates > updates:
+                raise GarbageError(f"says that it has made {stand.updates} updates of {updates}")
             if self.known.get(stand.updates, stand.weights_hash) != stand.weights_hash:
                 raise GarbageError(f"came to another mean than the others after {stand.updates} of {updates} updates")
         except (FaultError, GarbageError) as fault:
@@ -306,13 +328,28 @@ class Team:
         took = ", ".join(f"{stage} {s:.1f} s" for stage, s in seat.seconds.items())
         LOG.info("replica %d joins after %d updates, by %s (%s)", seat.place, stand.updates, how, took)
 
-    def seen(self, seat: Seat, facts: Any) -> None:
-        """Keep what a replica said as it started, as far as answers depend on it."""
-        seat.kind, seat.host = (str(facts.device), str(facts.library)), self.cluster.node(seat.place)
+    def seen(self, seat: Seat, said: Any) -> str:
+        """Keep what a replica said as it started, as far as answers depend on it; why it can be none of this run's, if
+        so. Raises GarbageError."""
+        facts, kind = said if isinstance(said, tuple) and len(cast(Any, said)) == 2 else (None, None)
+        if not isinstance(facts, Facts) or not isinstance(kind, str):
+            raise GarbageError("answered what are no facts of an engine")
+        first, self.facts = self.facts, self.facts or facts
+        seat.kind, seat.host = kind, self.cluster.node(seat.place)
+        if first is not None and (facts.model_hash, facts.dtype) != (first.model_hash, first.dtype):
+            return "loaded other weights than the others: give all hosts the same model"
+        if first is not None and first.deterministic and not facts.deterministic:
+            return "repeats no answer to the bit, as the others do"
+        kinds = {other.kind for other in self.ready if other is not seat}
+        if self.audit and seat.stage == "loading" and kinds and kind not in kinds:
+            return f"is of another kind ({kind}) than those that can check it"
+        return ""
 
     def _overdue(self, seat: Seat) -> None:
         """Of who joins: not where its host is away, since then there is no room yet."""
-        if seat.place in self.cluster.placed():
+        if seat.place not in self.cluster.placed():
+            seat.since = time.monotonic()
+        else:
             self.revive(seat, f"did not join within {self.settings.patience:g} s")
 
     def close(self) -> None:
@@ -332,7 +369,7 @@ def answer(ray: Any, ref: Any, patience: float) -> Any:
     try:
         return ray.get(ref, timeout=patience)
     except errors.RayTaskError as error:
-        if isinstance(error.cause, EvoalignError):
+        if isinstance(error.cause, TOLD):
             raise error.cause from None
         raise FaultError(f"failed: {_line(error.cause)}") from error
     except errors.GetTimeoutError as error:

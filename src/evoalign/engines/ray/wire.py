@@ -53,7 +53,7 @@ def stand_of(said: object) -> Stand:
     if len(fields) != len(kinds) or not all(type(f) is k for f, k in zip(fields, kinds, strict=True)):
         raise GarbageError("answered what is no hash of its mean")
     stand = Stand(*fields)
-    if not _HASH.fullmatch(stand.weights_hash) or not all(0 <= n < math.inf for n in (stand[0], *stand[2:])):
+    if not _HASH.fullmatch(stand.weights_hash) or not all(0 <= n < 2**63 for n in (stand[0], *stand[2:])):
         raise GarbageError("answered what is no hash of its mean")
     return stand
 
@@ -117,7 +117,7 @@ def rollouts_of(data: object, asked: Sequence[tuple[Member, Request]]) -> list[R
     try:
         rows = cast(list[Any], json.loads(cast(bytes, data)))
         found = {(row[0], row[1]): _rollout(row, wanted) for row in rows}
-    except (TypeError, ValueError, LookupError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, RecursionError, ArithmeticError) as error:
         raise GarbageError(f"answered what is no list of completions ({type(error).__name__})") from error
     if len(found) != len(rows) or found.keys() != wanted.keys():
         raise GarbageError(f"answered {len(rows)} completions, not the {len(wanted)} that were asked for")
