@@ -43,8 +43,10 @@ class RayEngine:
         self.team = Team(config)
         self._schedule = Schedule(self.team)
         self._chunk = self._settings.chunk
+        began = time.monotonic()
         try:
             self._dtype, self._specs = self.team.ask("about")
+            self.team.load_seconds = time.monotonic() - began
         except BaseException:
             self.team.close()
             raise

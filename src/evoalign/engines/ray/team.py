@@ -24,6 +24,8 @@ TICK = 0.5
 """Seconds at the most between two looks at what hangs, is slow, or has found room."""
 ENDING = 15.0
 """Seconds that replicas have to end in order; a server in one has ten of them."""
+LOADS = 4
+"""Times what the first ones took, within which a replica has to load the model where `patience` is less."""
 COPY_RATE = 0.5e9
 """Bytes a second at which a mean is copied, until one was."""
 
@@ -85,10 +87,17 @@ class Team:
         """What the first replica said."""
         self.seats = [Seat(place) for place in range(self.settings.replicas)]
         self._update_seconds, self._copy_rate = 0.0, COPY_RATE
+        self.load_seconds = 0.0
+        """That the first replicas took to load the model."""
         for place in self.cluster.placed():
             seat = self.seats[place]
             self._seat_actor(seat)
             seat.stage, seat.joining = "ready", None
+
+    @property
+    def join_limit(self) -> float:
+        """Seconds that a stage of joining may take: to load a model may take longer than any answer."""
+        return max(self.settings.patience, LOADS * self.load_seconds)
 
     # --- who there is
 
@@ -104,8 +113,8 @@ class Team:
             if not any(seat.joining for seat in self.seats):
                 self.await_room("no replica is left")
             self.poll(())
-            if time.monotonic() - began > 2 * self.settings.patience:
-                self._give_up(f"no replica came to where the run is for {2 * self.settings.patience:g} s")
+            if time.monotonic() - began > 2 * self.join_limit:
+                self._give_up(f"no replica came to where the run is for {2 * self.join_limit:.0f} s")
         return self.ready[0]
 
     def await_room(self, why: str) -> None:
@@ -121,7 +130,7 @@ class Team:
         """Those who are here cannot go on alone: look after who joins. Raises EvoalignError where nobody does, or has
         for long."""
         if any(seat.joining for seat in self.seats):
-            if time.monotonic() - since > 2 * self.settings.patience:
+            if time.monotonic() - since > 2 * self.join_limit:
                 self._give_up(why)
             self.poll(())
         else:
@@ -215,7 +224,7 @@ class Team:
         for ref in [ref for ref in ready if ref in joining]:
             self._arrived(joining[ref])
         for seat in joining.values():
-            if seat.joining is None or time.monotonic() - seat.since <= self.settings.patience:
+            if seat.joining is None or time.monotonic() - seat.since <= self.join_limit:
                 continue
             if not self._ray.wait([seat.joining], timeout=0)[0]:  # else it came while nobody looked
                 self._overdue(seat)
@@ -350,7 +359,7 @@ class Team:
         if seat.place not in self.cluster.placed():
             seat.since = time.monotonic()
         else:
-            self.revive(seat, f"did not join within {self.settings.patience:g} s")
+            self.revive(seat, f"did not join within {self.join_limit:.0f} s")
 
     def close(self) -> None:
         """End all replicas, in order where they still answer, and the cluster where it is this process's own."""
