@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_contract_ray import CORES, DATA, generations
 
 import evoalign
 from evoalign.config import Config, from_dict
@@ -25,6 +24,7 @@ from evoalign.errors import DataError, EvoalignError, ModelError, RewardError
 from evoalign.rewards.objective import Columns
 from evoalign.setup import task_and_data
 from evoalign.tasks import Data
+from raying import CORES, DATA, generations
 
 pytestmark = pytest.mark.long
 
