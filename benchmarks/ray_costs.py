@@ -60,8 +60,8 @@ class _Seat:
 
 
 class _Call:
-    def __init__(self, plan: bytes, requests: bytes) -> None:
-        self.plan = plan
+    def __init__(self, members: bytes, asked: bytes) -> None:
+        self.members = members
 
 
 class _Team:
@@ -79,11 +79,14 @@ class _Team:
     def ready(self) -> list[_Seat]:
         return [seat for seat in self.seats if seat.stage == "ready"]
 
+    def settled(self) -> _Seat:
+        return self.seats[0]
+
     def poll(self, calls: Any) -> list[Any]:
         return [next(iter(calls))]
 
     def get(self, seat: _Seat, call: _Call) -> bytes:
-        return self._answers[wire.plan_of(call.plan).members[0].index]
+        return self._answers[wire.members_of(call.members)[0].index]
 
 
 def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
@@ -105,15 +108,15 @@ def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]
     ray: Any = module
 
     class Echo:
-        def rollout(self, plan: bytes, requests: bytes) -> bytes:
-            return plan
+        def rollout(self, members: bytes, asked: bytes) -> bytes:
+            return members
 
         def sleep(self, seconds: float) -> None:
             time.sleep(seconds)
 
     actor = ray.remote(Echo).options(num_cpus=0).remote()
-    plan, requests = wire.plan_bytes(Plan(0, 1.0, population(128))), ray.put(b"[]")
-    refs = [actor.rollout.remote(plan, requests) for _ in range(300)]
+    members, asked = wire.members_bytes(population(128)), ray.put(b"[]")
+    refs = [actor.rollout.remote(members, asked) for _ in range(300)]
     ray.wait(refs, num_returns=len(refs))
     taken: list[float] = []
     for ref in refs:
@@ -123,12 +126,12 @@ def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]
     called: list[float] = []
     for _ in range(300):
         began = time.perf_counter()
-        actor.rollout.remote(plan, requests)
+        actor.rollout.remote(members, asked)
         called.append(time.perf_counter() - began)
-    ray.get(actor.rollout.remote(plan, requests))
+    ray.get(actor.rollout.remote(members, asked))
     done = refs[0]
     block = actor.sleep.remote(3600)
-    pending = [actor.rollout.remote(plan, requests) for _ in range(max(waiting))]
+    pending = [actor.rollout.remote(members, asked) for _ in range(max(waiting))]
     waits = [
         median(9, lambda n=n: ray.wait([*pending[: n - 1], done], num_returns=1, timeout=0.5), time.perf_counter)
         for n in waiting

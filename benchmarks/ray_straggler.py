@@ -46,11 +46,11 @@ class Sleeper(Replica):
         """How long it takes for a member."""
         self.member_seconds = seconds
 
-    def rollout(self, plan: bytes, requests: bytes) -> bytes:
+    def rollout(self, members: bytes, asked: bytes) -> bytes:
         """Whose answer it is, after the time that it takes."""
-        members = wire.plan_of(plan).members
-        time.sleep(len(members) * self.member_seconds)
-        return wire.rollouts_bytes(Rollout(m, 0, (1,), str(m.index), "stop") for m in members)
+        who = wire.members_of(members)
+        time.sleep(len(who) * self.member_seconds)
+        return wire.rollouts_bytes(Rollout(m, 0, (1,), str(m.index), "stop") for m in who)
 
 
 class Bench:

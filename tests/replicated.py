@@ -76,7 +76,9 @@ def _life(
         bench.engine.apply(dataclasses.replace(bench.update(), index=index))
         found: Any = bench.engine.fingerprint()
         if isinstance(bench.engine, RayEngine):
-            hashes = bench.engine.team.ask_all("fingerprint")
+            while any(seat.joining for seat in bench.engine.team.seats):
+                bench.engine.team.poll(())
+            hashes = bench.engine.team.stands()
             assert len(hashes) == len(bench.engine.team.seats), "a replica failed"
             found = set(hashes.values())
         yield {(r.member.index, r.request): r for r in answers}, found

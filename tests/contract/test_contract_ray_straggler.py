@@ -42,11 +42,11 @@ class Sleeper(Replica):
     def count(self) -> int:
         return self.answered
 
-    def rollout(self, plan: bytes, requests: bytes) -> bytes:
-        members = wire.plan_of(plan).members
-        time.sleep(len(members) * self.seconds)
-        self.answered += len(members)
-        return wire.rollouts_bytes(Rollout(m, 0, (m.index,), f"member {m.index}", "stop") for m in members)
+    def rollout(self, members: bytes, asked: bytes) -> bytes:
+        who = wire.members_of(members)
+        time.sleep(len(who) * self.seconds)
+        self.answered += len(who)
+        return wire.rollouts_bytes(Rollout(m, 0, (m.index,), f"member {m.index}", "stop") for m in who)
 
 
 @pytest.fixture
