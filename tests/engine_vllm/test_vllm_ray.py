@@ -8,7 +8,7 @@ import replicated
 from evoalign.testing.answers import same_up_to_ties
 
 
-@pytest.mark.parametrize("space, lose", [("lora", True), ("lowrank", False)])
+@pytest.mark.parametrize("space, lose", [pytest.param("lora", True, marks=pytest.mark.long), ("lowrank", False)])
 def test_two_replicas_are_one_engine(space, lose):
     replicated.check_life(config(space), replicated.equal, lose)
 
