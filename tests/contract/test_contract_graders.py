@@ -24,9 +24,10 @@ from evoalign.errors import DataError, EvoalignError, ModelError, RewardError
 from evoalign.rewards.objective import Columns
 from evoalign.setup import task_and_data
 from evoalign.tasks import Data
-from raying import CORES, DATA, generations
+from raying import CORES, DATA, cluster, generations
 
 pytestmark = pytest.mark.long
+__all__ = ["cluster"]
 
 SOURCE = """
 import os, signal, time
@@ -72,19 +73,6 @@ def sleeps(completions, **columns):
         time.sleep(1000)
     return length(completions)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Generator[Any]:
-    """One cluster for all: an engine uses the one that this process is connected to."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray")
-    ray.init(
-        address="local", num_cpus=CORES, num_gpus=0, include_dashboard=False, object_store_memory=2**27,
-        log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    yield ray
-    ray.shutdown()
 
 
 def settings(to: Path, count: int, task: dict[str, Any], **grader: Any) -> dict[str, Any]:

@@ -80,6 +80,14 @@ def test_where_answers_are_checked_no_replica_of_another_kind_joins() -> None:
     assert made.seen(made.seats[2], (FACTS, "this CPU")) == ""
 
 
+def test_a_copy_of_nothing_tells_no_speed() -> None:
+    made = team(0, 1, 2)
+    made.known, made.loaded, made.mean_bytes, made._update_seconds, made._copy_rate = {}, [], 100, 1.0, 50.0
+    made._stood(made.seats[0], (0, "a" * 64, 0.0, 0, 1.0))
+    made.updates = [b""] * 3
+    assert made._copying_pays(made.seats[1])
+
+
 @pytest.mark.parametrize(
     "said",
     [

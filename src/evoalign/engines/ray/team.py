@@ -191,7 +191,7 @@ class Team:
         stand = stand_of(said)
         if stand.update_seconds:
             self._update_seconds = stand.update_seconds
-        if stand.copied_seconds:
+        if stand.copied_bytes and stand.copied_seconds:
             self._copy_rate = stand.copied_bytes / stand.copied_seconds
         if stand.updates != len(self.updates) and seat.stage == "ready":
             raise GarbageError(f"has made {stand.updates} updates and not {len(self.updates)}")
