@@ -142,8 +142,8 @@ def pool(tmp_path: Path) -> Generator[Any]:
         return Pool(config, data, cluster), data
 
     yield pool
-    for task, cluster in made:
-        cluster.close()
+    for task, held in made:
+        held.close()
         task.close()
 
 
