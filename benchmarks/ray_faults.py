@@ -58,6 +58,7 @@ from evoalign.engines.ray import engine as ray_engine
 from evoalign.engines.ray import team
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replica import Replica
+from evoalign.engines.ray.wire import tokens_text
 from evoalign.tokens import Tokens
 from evoalign.types import Facts
 
@@ -164,13 +165,14 @@ GARBAGE: dict[str, Callable[[bytes], Any]] = {
     "what cannot be unpickled": lambda data: Unreadable(),
     "what cannot be pickled": lambda data: threading.Lock(),
     "a number of 5,000 digits": lambda data: b"[[" + b"9" * 5000 + b"]]",
-    "NaN for a token": _row(2, [float("nan")]),
-    "a token of 400 digits": _row(2, [10**400]),
+    "NaN for tokens": _row(2, float("nan")),
+    "a number of 400 digits for tokens": _row(2, 10**400),
+    "a negative token": _row(2, tokens_text([-1])),
     "a number for a text": _row(3, 5),
-    "more tokens than asked for": _row(2, [7] * 9),
+    "more tokens than asked for": _row(2, tokens_text([7] * 9)),
     "a reason of its own": _row(4, "gone"),
     "log-probabilities nobody asked for": _row(5, [0.0]),
-    "a fraction of a token": _row(2, [1.5]),
+    "a fraction of a token": _row(2, "BwAA"),
 }
 
 

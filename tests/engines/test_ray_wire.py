@@ -57,17 +57,22 @@ def test_completions_come_back_in_the_order_in_which_they_were_asked() -> None:
     assert wire.rollouts_of(wire.rollouts_bytes(known), [(A, REQUESTS[1])]) == known
 
 
-GOOD: list[Any] = [[0, 0, [7, 1], "x", "stop", None], [1, 0, [7], "y", "length", None]]
+GOOD: list[Any] = [[0, 0, wire.tokens_text([7, 1]), "x", "stop", None], [1, 0, "BwAAAA==", "y", "length", None]]
+
+
+def test_rows_that_the_faults_below_are_made_of_are_good() -> None:
+    assert [r.token_ids for r in wire.rollouts_of(json.dumps(GOOD).encode(), ASKED)] == [(7, 1), (7,)]
+
 
 
 @pytest.mark.parametrize("data", [
     None, 5, b"", b"no", b"[", b"{}", b"[1]", b"[[]]", b"[" * 100_000, json.dumps(GOOD[:1]).encode(),
-    json.dumps([*GOOD, GOOD[0]]).encode(), json.dumps([GOOD[0], [2, 0, [7], "y", "stop", None]]).encode(),
+    json.dumps([*GOOD, GOOD[0]]).encode(), json.dumps([GOOD[0], [2, *GOOD[1][1:]]]).encode(),
     *(
         json.dumps([GOOD[0], [*GOOD[1][:place], wrong, *GOOD[1][place + 1 :]]]).encode()
         for place, wrong in (
-            (2, "7"), (2, [1.5]), (2, [-1]), (2, [2**31]), (2, [7] * 9), (2, None), (3, 5), (4, "gone"), (5, [0.0]),
-            (0, True), (0, [1]),
+            (2, "7"), (2, "BwAA"), (2, "BwAAA\n=="), (2, "é"), (2, [7]), (2, wire.tokens_text([-1])),
+            (2, wire.tokens_text([7] * 9)), (2, None), (3, 5), (4, "gone"), (5, [0.0]), (0, True), (0, [1]),
         )
     ),
 ])  # fmt: skip
