@@ -34,7 +34,7 @@ from evoalign.kernels.noise import (
 
 TUNING = Tuning(block=256, warps=4)
 """Two Philox calls a thread: the loop over members hides the latency of the table."""
-_ROWS, _WIDE, _LANES = 8, 4, 128
+_ROWS, _WIDE, _LANES, _UNROLL = 8, 4, 128, 2
 """A program of `_product` moves `_ROWS` rows of `_LANES * _WIDE` columns; a thread all rows of `_WIDE` columns."""
 _LINE = 32
 """Numbers in a line of the cache, where factors begin."""
@@ -162,7 +162,7 @@ class Products:
                     start.stride(0), start.stride(1),
                     SERVED=first.served is not None, DECAY=first.start is not None and decay != 0,
                     EVEN=all(t.data_ptr() % 16 == 0 for t in first.tensors),
-                    ROWS=_ROWS, WIDE=_WIDE, LANES=_LANES, SOFT=interpreted(),
+                    ROWS=_ROWS, WIDE=_WIDE, LANES=_LANES, UNROLL=_UNROLL, SOFT=interpreted(),
                     num_warps=_LANES // 32, enable_fp_fusion=False,
                 )  # fmt: skip
 
@@ -195,7 +195,7 @@ def _product(
     master, served, anchor, factors, matrices, numbers, terms, rows, columns, down, across,
     master_row, master_column, served_row, served_column, anchor_row, anchor_column,
     SERVED: tl.constexpr, DECAY: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, SOFT: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     matrices += program // (down * across) * 6
@@ -210,7 +210,13 @@ def _product(
     # ROWS + WIDE numbers for ROWS * WIDE products.
     total = tl.zeros((ROWS, WIDE, LANES), tl.float32)
     k = 0
-    while k < terms:  # what lies beyond the matrix is read (see `room`), and never stored
+    while k + UNROLL <= terms:  # what lies beyond the matrix is read (see `room`), and never stored
+        for _ in tl.static_range(UNROLL):
+            total = total + tl.load(left + r)[:, None, None] * tl.load(right + c)[None, :, :]
+            left += rows
+            right += columns
+        k += UNROLL
+    while k < terms:
         total = total + tl.load(left + r)[:, None, None] * tl.load(right + c)[None, :, :]
         left += rows
         right += columns
