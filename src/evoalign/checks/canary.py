@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from evoalign.config import Config
-from evoalign.engines import ABSENT, Engine
+from evoalign.engines import ABSENT, Answering
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.rollouts import LostError, collect
 from evoalign.spaces import Space
@@ -53,7 +53,7 @@ def is_due(config: Config, done: int) -> bool:
 
 
 def check(
-    engine: Engine,
+    engine: Answering,
     space: Space,
     layout: Layout,
     prompt_ids: Sequence[int],
@@ -125,7 +125,7 @@ def _is_enormous(layout: Layout, width: float) -> bool:
 
 
 def _check_members(
-    engine: Engine, space: Space, layout: Layout, request: Request, mean: Rollout, generation: int, width: float
+    engine: Answering, space: Space, layout: Layout, request: Request, mean: Rollout, generation: int, width: float
 ) -> float:
     """Raise CanaryError where two of `MEMBERS` and the mean answer alike; returns how far equal weights lie apart."""
     pairs = _pairs(layout)
@@ -155,7 +155,7 @@ def _check_members(
     raise CanaryError(f"canary: {_alike(pairs[0], space)} (seen up to {wide / width:g} times this run's noise)")
 
 
-def _check_refusals(engine: Engine, request: Request, generation: int, width: float) -> None:
+def _check_refusals(engine: Answering, request: Request, generation: int, width: float) -> None:
     """Raise CanaryError where the engine takes what does not exist."""
     try:
         engine.load({NOWHERE: torch.zeros(1)})
@@ -190,7 +190,7 @@ def _of(pairs: Sequence[Pair], mean: Rollout, answers: Answers) -> list[tuple[Ro
     return [(by_index[a], by_index[b]) for a, b in pairs]
 
 
-def _ask(engine: Engine, plan: Plan, request: Request) -> dict[int, Rollout]:
+def _ask(engine: Answering, plan: Plan, request: Request) -> dict[int, Rollout]:
     """Answers by member. Raises CanaryError where the engine leaves a member out."""
     try:
         return {r.member.index: r for r in collect(engine, plan, [request])}

@@ -12,13 +12,13 @@ from evoalign.errors import ConfigError
 from evoalign.plugins import load_object
 
 if TYPE_CHECKING:
-    from evoalign.engines.base import ABSENT, Engine
+    from evoalign.engines.base import ABSENT, Answering, Engine
     from evoalign.engines.hash import weights_hash
     from evoalign.tokens import Tokens
 
-__all__ = ["ABSENT", "ENGINES", "Engine", "create", "read", "weights_hash"]
+__all__ = ["ABSENT", "ENGINES", "Answering", "Engine", "create", "read", "weights_hash"]
 
-_HOMES = {"ABSENT": "base", "Engine": "base", "weights_hash": "hash"}
+_HOMES = {"ABSENT": "base", "Answering": "base", "Engine": "base", "weights_hash": "hash"}
 
 
 def __getattr__(name: str) -> Any:

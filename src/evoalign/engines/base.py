@@ -21,7 +21,28 @@ ABSENT = Member(index=-2, noise=1 << 32, sign=1)
 any other, but never makes weights or an adapter for it, so whoever answers in its name is not who was asked."""
 
 
-class Engine(Protocol):
+class Answering(Protocol):
+    """What checks need: an engine, or one of those that another is made up of."""
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One completion of each request for each member, or for the one that it names, in any order.
+
+        A member whose adapter or weights are not there, such as `ABSENT`, is refused with ModelError and never
+        answered by the base model. An engine over a server asks the server under the name that such a member would
+        have, so that it is the server that is seen to refuse.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """`weights_hash` of the mean."""
+        ...
+
+    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Put back what `state` and `optimizer_state` gave. Raises ModelError where names or shapes differ."""
+        ...
+
+
+class Engine(Answering, Protocol):
     """Answers prompts for every member of a plan and holds the mean.
 
     The order of calls is `specs`, `start`, then any of the others, then `close`.
@@ -40,21 +61,8 @@ class Engine(Protocol):
         """Make ready to carry this space. `keep_start` keeps the starting weights, for decay."""
         ...
 
-    def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One completion of each request for each member, or for the one that it names, in any order.
-
-        A member whose adapter or weights are not there, such as `ABSENT`, is refused with ModelError and never
-        answered by the base model. An engine over a server asks the server under the name that such a member would
-        have, so that it is the server that is seen to refuse.
-        """
-        ...
-
     def apply(self, update: Update) -> None:
         """Move the mean; the noise is regenerated here."""
-        ...
-
-    def fingerprint(self) -> str:
-        """`weights_hash` of the mean."""
         ...
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,10 +77,6 @@ class Engine(Protocol):
         """The optimizer's slots: float32 tensors by name, on the CPU. None for SGD."""
         ...
 
-    def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Put back what `state` and `optimizer_state` gave. Raises ModelError where names or shapes differ."""
-        ...
-
     def close(self) -> None:
         """Free the model."""
         ...
@@ -84,9 +88,9 @@ def metrics_of(engine: Engine) -> Mapping[str, float]:
     return {} if measure is None else measure()
 
 
-def parts_of(engine: Engine) -> Sequence[Engine]:
+def parts_of(engine: Engine) -> Sequence[Answering]:
     """The engines of which one is made up, by `parts`, where it has such a method; else itself."""
-    parts: Callable[[], Sequence[Engine]] | None = getattr(engine, "parts", None)
+    parts: Callable[[], Sequence[Answering]] | None = getattr(engine, "parts", None)
     return [engine] if parts is None else parts()
 
 

@@ -213,11 +213,11 @@ class RayEngine:
         self.team.close()
 
 
-class OneReplica(RayEngine):
-    """One of the replicas, for checks of each of them. What changes the mean is refused."""
+class OneReplica:
+    """One of the replicas, for checks of each of them; see `evoalign.engines.base.Answering`."""
 
-    def __init__(self, whole: RayEngine, seat: Seat) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self.team, self._whole, self._seat = whole.team, whole, seat
+    def __init__(self, whole: RayEngine, seat: Seat) -> None:
+        self._team, self._whole, self._seat = whole.team, whole, seat
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """All of it by this replica; where it fails, by any."""
@@ -227,27 +227,21 @@ class OneReplica(RayEngine):
         check_members(plan, requests)
         members, asked = wire.members_bytes(plan.members), wire.asked_bytes(plan, requests)
         try:
-            found = self.team.get(self._seat, self._seat.actor.rollout.remote(members, asked))
+            found = self._team.get(self._seat, self._seat.actor.rollout.remote(members, asked))
             yield from wire.rollouts_of(found, pairs_of(plan.members, requests))
         except (FaultError, wire.GarbageError) as fault:
-            self.team.revive(self._seat, str(fault))
+            self._team.revive(self._seat, str(fault))
             yield from self._whole.rollout(plan, requests)
 
     def fingerprint(self) -> str:
         if self._seat.stage != "ready":
             return self._whole.fingerprint()
         try:
-            return wire.stand_of(self.team.get(self._seat, self._seat.actor.fingerprint.remote())).weights_hash
+            return wire.stand_of(self._team.get(self._seat, self._seat.actor.fingerprint.remote())).weights_hash
         except (FaultError, wire.GarbageError) as fault:
-            self.team.revive(self._seat, str(fault))
+            self._team.revive(self._seat, str(fault))
             return self._whole.fingerprint()
-
-    def apply(self, update: Update) -> None:
-        raise EvoalignError("one replica alone does not move; move the engine")
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
         """By all of them: a mean is loaded by all or by none."""
         self._whole.load(state, optimizer)
-
-    def close(self) -> None:
-        """The engine is closed, not one of its replicas."""
