@@ -9,8 +9,8 @@ kill     a replica sends itself SIGKILL at a random share of the usual length of
 stop     a replica sends itself SIGSTOP in mid-rollout
 garbage  a replica answers something that is no list of completions, each time another thing
 driver   the run itself is killed, and resumed in another process; on a cluster of its own and on one that goes on
-raylet   a node manager of three is killed: of a node with a replica, or of the one where the run is, which ends then
-         and is resumed on another cluster
+raylet   a node manager of three is killed: of a node with a replica, with all that it started, since a replica goes
+         on for a while without it; or of the node where the run is, which ends then and is resumed on another cluster
 
 All means are compared after each update, so that a replica which joins with other bits is seen. Runs in one process
 share an engine, whose mean is put back in between; a row says where the engine was new. Rows of kinds that a call does
@@ -668,6 +668,14 @@ class Nodes:
         process.kill()
         process.wait()
 
+    def lose(self, node: Any) -> None:
+        """Its node manager, and what that started: replicas work on for a while without it."""
+        started = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
+        self.kill(node)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def again(self, node: Any) -> None:
         """Another node in place of one that is gone."""
         self.of.remove_node(node, allow_graceful=False)
@@ -747,7 +755,7 @@ def _one_node_less(field_: Field, nodes: Nodes, to: Path, row: Row) -> None:
         lost.extend([n for n in list[Any](nodes.of.worker_nodes) if n._node_id in used][:1])
         row.happened = not is_over.is_set()
         for node in lost:
-            nodes.kill(node)
+            nodes.lose(node)
 
     thread = threading.Thread(target=kill)
     thread.start()

@@ -38,9 +38,12 @@ class Adapters:
         self._mixtures = {e.module: ExpertAdapters(e.module, self._members) for e in self._experts.values()}
         self.rows: torch.Tensor | None = None
         self.version = 0
+        self.factors: dict[str, Adapter | None] = {}
+        """What was put on each weight."""
 
     def set(self, name: str, adapter: Adapter | None) -> None:
         """Put the members' factors on one weight, or none."""
+        self.factors[name] = adapter
         if name in self._experts:
             expert = self._experts[name]
             self._mixtures[expert.module].put(expert.part, expert.index, adapter)

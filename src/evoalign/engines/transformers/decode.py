@@ -78,10 +78,10 @@ class Decoder:
         deterministic: bool,
     ) -> None:
         self.forward, self.footprint = Forward(model), Footprint.of(model)
-        self._pad_id, self._decode, self._deterministic = pad_id, decode, deterministic
+        self.pad_id, self.decode, self.deterministic = pad_id, decode, deterministic
         self._device = self.forward.device
-        self._stop = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
-        self._key = sampling_key
+        self.stop = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
+        self.key = sampling_key
 
     @torch.inference_mode()
     def generate(
@@ -96,13 +96,13 @@ class Decoder:
         room = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
         slots = torch.tensor([slot for slot, _ in asked], device=self._device)
         cache = RoomCache(self.forward.layers, room)
-        read = Prefill(self.forward, self.footprint, cache, adapters, spare).run(asked, room, self._pad_id)
+        read = Prefill(self.forward, self.footprint, cache, adapters, spare).run(asked, room, self.pad_id)
         logits, rows = read.logits, self._rows(asked, read.mask)
         out = [Completion() for _ in asked]
         alone = asked[-1][0] == 0
         for step in range(sampling.max_tokens):
             token = self._choose(logits, rows, step, sampling)
-            ended = torch.isin(token, self._stop)
+            ended = torch.isin(token, self.stop)
             self._record(out, rows, token, ended, logits if wants_logprobs else None)
             if sampling.stop:
                 ended = ended | self._stopped(out, rows, sampling.stop)
@@ -123,7 +123,7 @@ class Decoder:
     def _staying(self, step: int, rows: _Rows) -> torch.Tensor | None:
         """Which rows the batch goes on with, in order; None: all. Finished ones fill it up to its size."""
         done = int(rows.done.sum())
-        if self._deterministic:
+        if self.deterministic:
             return (~rows.done).nonzero()[:, 0] if done and (step + 1) % COMPACT_EVERY == 0 else None
         size = size_for(len(rows.done) - done)
         return rows.done.argsort(stable=True)[:size].sort().values if size < len(rows.done) else None
@@ -153,7 +153,7 @@ class Decoder:
         if sampling.temperature == 0:
             return logits.argmax(-1)
         position = torch.full_like(rows.stream, step)
-        return draw(logits, noise.uniforms(self._key, position, rows.stream), sampling)
+        return draw(logits, noise.uniforms(self.key, position, rows.stream), sampling)
 
     def _stopped(self, out: Sequence[Completion], rows: _Rows, stop: Sequence[str]) -> torch.Tensor:
         """Rows [B] whose completion holds one of the texts `stop` by now; a token may hold more than its end."""
@@ -161,7 +161,7 @@ class Decoder:
         tail = TAIL_TOKENS * (1 + max(map(len, stop)))  # and one character, of which a slice may lose the space
         for identity, done in zip(rows.identity.tolist(), rows.done.tolist(), strict=True):
             completion = out[identity]
-            text = "" if done else self._decode(completion.ids[-tail:])
+            text = "" if done else self.decode(completion.ids[-tail:])
             hit = any(s in text for s in stop)
             completion.finish_reason = "stop" if hit else completion.finish_reason
             found.append(hit)

@@ -15,16 +15,18 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from evoalign import noise
+from evoalign import kernels, noise
 from evoalign.config import Config, ModelConfig
 from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.hash import weights_hash
 from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
+from evoalign.engines.transformers.blocks import Blocks, obstacle
 from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
-from evoalign.errors import DataError, ModelError
+from evoalign.engines.transformers.static import StaticDecoder
+from evoalign.errors import ConfigError, DataError, ModelError
 from evoalign.models.empty import check_layers
 from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
@@ -66,7 +68,6 @@ class TransformersEngine(KeepsMean):
         if self.deterministic and not on_cpu:
             torch.use_deterministic_algorithms(True, warn_only=True)
         self.model: Any = _load_model(config, self.device) if model is None else model
-        self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)
         self._decoder = Decoder(
             self.model,
             tokens.stop_ids,
@@ -75,7 +76,23 @@ class TransformersEngine(KeepsMean):
             noise.key(config.seed, "sampling", ""),
             deterministic=self.deterministic,
         )
+        self._decoding = ""
+        self._static = self._made_static() if model is None else None
+        self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # which may be views by now
         self._adapters: Adapters | None = None
+
+    def _made_static(self) -> StaticDecoder | None:
+        """Steps over fixed memory, where they are wanted and the model allows them. Raises ConfigError."""
+        wanted, on_gpu = self._settings.decoder, self.device.type == "cuda"
+        if wanted == "library" or (wanted == "auto" and not on_gpu):
+            return None
+        why = obstacle(self.model)
+        if on_gpu and not kernels.available(self.device):
+            why = "Triton is not installed"
+        if why and wanted == "static":
+            raise ConfigError(f"engine.decoder: static cannot decode this model: {why}; set library or auto")
+        self._decoding = f"decoder library, because {why}" if why else "decoder static"
+        return None if why else StaticDecoder(self._decoder, Blocks(self.model))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,6 +107,8 @@ class TransformersEngine(KeepsMean):
         if space.carrier == "adapter":
             self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
             self._decoder.forward.share(self._adapters.modules)
+        if self._static is not None:
+            self._static.names = [t.module for t in layout.tensors] if space.carrier == "adapter" else ()
         return Facts(
             engine="transformers",
             device=str(self.device),
@@ -97,6 +116,7 @@ class TransformersEngine(KeepsMean):
             deterministic=self.deterministic,
             model_hash=weights_hash((n, p.data) for n, p in self.model.named_parameters()),
             master_bytes=self.mean.bytes,
+            note=self._decoding,
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
@@ -156,6 +176,8 @@ class TransformersEngine(KeepsMean):
         footprint, room = self._decoder.footprint, self._room()
         tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         row = footprint.row(tokens, greedy=requests[0].sampling.temperature == 0)
+        if self._static is not None:  # a prompt's keys and values pass from one memory to the other
+            row += footprint.cache * max(len(r.prompt_ids) for r in requests)
         rows = max(1, int((room - footprint.least(max(len(r.prompt_ids) for r in requests))) / row))
         return _Chunk(min(rows, self._settings.max_rows or rows), row, room)
 
@@ -171,6 +193,8 @@ class TransformersEngine(KeepsMean):
     def close(self) -> None:
         if self._adapters is not None:
             self._adapters.remove()
+        if self._static is not None:
+            self._static.close()
         self._adapters, self._parameters, self.model = None, {}, None
         super().close()
 
@@ -200,7 +224,8 @@ class TransformersEngine(KeepsMean):
         """One batch; `members` have the slots in which their adapters lie."""
         slot = {member: i for i, member in enumerate(members)}
         spare = chunk.room - len(asked) * chunk.row
-        for place, completion in self._decoder.generate([(slot[m], r) for m, r in asked], self._adapters, spare):
+        decoder = self._static or self._decoder
+        for place, completion in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, spare):
             yield self._rollout(*asked[place], completion)
 
     def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of a model of Llama's kind, without the library: four products a layer, and what is between them.
+
+What members add is folded into the norms, the rotation and the gate (`evoalign.kernels.population`); keys and values
+lie still, and rows find theirs by number. So a step is a fixed sequence of kernels over fixed memory, and a CUDA graph
+can hold it. The products of q, k and v, and of gate and up, are one each: the model's own parameters become views of
+the joined weights, so whoever writes them writes these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from evoalign.kernels import attention, population
+from evoalign.spaces.base import Adapter
+
+_MODELS = {
+    llama.LlamaForCausalLM: (llama.LlamaDecoderLayer, llama.LlamaRMSNorm),
+    qwen2.Qwen2ForCausalLM: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2RMSNorm),
+    qwen3.Qwen3ForCausalLM: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3RMSNorm),
+}
+_ROTATIONS = ("default", "linear", "llama3")
+"""Kinds whose angles depend on the position alone."""
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def obstacle(model: Any) -> str:
+    """Why a model is none of this kind, in words; empty where it is."""
+    if type(model) not in _MODELS:
+        return f"{type(model).__name__} is not of the Llama, Qwen2 or Qwen3 family"
+    layer_type, norm_type = _MODELS[type(model)]
+    config, layers = model.config, model.model.layers
+    kind = getattr(model.model.rotary_emb, "rope_type", "default")
+    if kind not in _ROTATIONS:
+        return f"its rotary embedding is of kind {kind}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return "a layer does not attend to its whole past"
+    for i, layer in enumerate(layers):
+        if type(layer) is not layer_type or type(layer.input_layernorm) is not norm_type:
+            return f"layer {i} is {type(layer).__name__}"
+        for name in _PARTS:
+            part = _part(layer, name)
+            if type(part) is not nn.Linear:
+                return f"layer {i}: {name} is {type(part).__name__}"
+    return "" if type(model.lm_head) is nn.Linear else f"its head is {type(model.lm_head).__name__}"
+
+
+def _part(layer: Any, name: str) -> Any:
+    return getattr(layer.self_attn if name in _PARTS[:4] else layer.mlp, name)
+
+
+def _joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights and biases of layers that read the same input, as one: theirs become views."""
+    sizes = [one.out_features for one in linears]
+    found: list[torch.Tensor | None] = []
+    for name in ("weight", "bias"):
+        own = [getattr(one, name) for one in linears]
+        if any(one is None for one in own):
+            found.append(None)
+            continue
+        whole = torch.cat([one.data for one in own])
+        for one, part in zip(own, whole.split(sizes), strict=True):
+            one.data = part
+        found.append(whole)
+    weight, bias = found
+    assert weight is not None
+    return weight, bias
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Modules whose weights are read where they are, and joined ones."""
+
+    before: Any
+    after: Any
+    qkv: tuple[torch.Tensor, torch.Tensor | None]
+    gate_up: tuple[torch.Tensor, torch.Tensor | None]
+    o: Any
+    down: Any
+    q_norm: Any
+    k_norm: Any
+
+
+@dataclass(slots=True)
+class Store:
+    """Keys and values of all layers: [C, HK, room, D] each."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys[0])
+
+    @property
+    def room(self) -> int:
+        """Columns of a row."""
+        return self.keys[0].shape[2]
+
+
+class Factors:
+    """The factors of `slots` members on every projection, at addresses that stay: [S, 1, R, K] and [S, 1, N, R].
+
+    Projections without members have zeros, which those of one shape share.
+    """
+
+    def __init__(self, model: Any, names: Sequence[str], slots: int, rank: int) -> None:
+        self.slots, self.rank, self.scaling = slots, rank, 1.0
+        self._zeros: dict[tuple[int, ...], torch.Tensor] = {}
+        self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+        wanted = set(names)
+        for i, layer in enumerate(model.model.layers):
+            all_a, all_b = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+            for name in _PARTS:
+                part = _part(layer, name)
+                inside = "self_attn" if name in _PARTS[:4] else "mlp"
+                whole = f"model.layers.{i}.{inside}.{name}.weight"
+                shapes = (slots, 1, rank, part.in_features), (slots, 1, part.out_features, rank)
+                a, b = (self._made(shape, part.weight, whole in wanted) for shape in shapes)
+                all_a[name], all_b[name] = a, b
+                if whole in wanted:
+                    self._own[whole] = a, b
+            self.layers.append((all_a, all_b))
+        self.strange = sorted(wanted - self._own.keys())
+        """Names that are no projections of a layer."""
+
+    def _made(self, shape: tuple[int, ...], like: torch.Tensor, own: bool) -> torch.Tensor:
+        if own:
+            return like.new_zeros(shape)
+        return self._zeros.setdefault(shape, like.new_zeros(shape))
+
+    def put(self, adapters: Mapping[str, Adapter]) -> None:
+        """Those of the members of a chunk; all have the same scaling."""
+        for name, (a, b) in self._own.items():
+            adapter = adapters.get(name)
+            count = 0 if adapter is None else len(adapter.b)
+            if adapter is None:
+                b.zero_()
+                continue
+            a[:count].copy_(adapter.a[:, None])
+            b[:count].copy_(adapter.b[:, None])
+
+
+class Blocks:
+    """A model without `obstacle`, as steps of decoding ask it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        config = model.config
+        self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
+        self.width: int = model.model.layers[0].self_attn.head_dim
+        self._eps: float = config.rms_norm_eps
+        self._layers = list(self._made(model.model.layers))
+
+    @staticmethod
+    def _made(layers: Sequence[Any]) -> Iterator[_Layer]:
+        for layer in layers:
+            attended, mlp = layer.self_attn, layer.mlp
+            yield _Layer(
+                layer.input_layernorm, layer.post_attention_layernorm,
+                _joined([attended.q_proj, attended.k_proj, attended.v_proj]), _joined([mlp.gate_proj, mlp.up_proj]),
+                attended.o_proj, mlp.down_proj,
+                getattr(attended, "q_norm", None), getattr(attended, "k_norm", None),
+            )  # fmt: skip
+
+    def store(self, rows: int, room: int) -> Store:
+        """Memory for so many rows of so many columns."""
+        like: torch.Tensor = self.model.lm_head.weight
+
+        def made() -> list[torch.Tensor]:
+            return [like.new_empty(rows, self.shared, room, self.width) for _ in self._layers]
+
+        return Store(made(), made())
+
+    def rotations(self, room: int) -> torch.Tensor:
+        """Cosines, then sines, of so many positions: float32 [room, D]."""
+        positions = torch.arange(room, device=self.model.device)[None]
+        like = torch.empty(0, dtype=torch.float32, device=self.model.device)
+        cosines, sines = self.model.model.rotary_emb(like, positions)
+        half = cosines.shape[-1] // 2
+        return torch.cat((cosines[0, :, :half], sines[0, :, :half]), dim=-1).contiguous()
+
+    def step(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, members: torch.Tensor,
+        store: Store, rotations: torch.Tensor, factors: Factors, *, fixed: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits [B, V] after one more token a row, whose keys and values the store gets.
+
+        int64 [B] each: `tokens`, `positions` and `slots` of the store; `members` int32 [B], -1 for the mean itself.
+        """
+        terms: Any = {"rank": factors.rank, "scaling": factors.scaling}
+        hidden, residual, source = embedding(tokens, self.model.model.embed_tokens.weight), None, None
+
+        def norm(by: Any, into_a: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return population.norm(
+                hidden, residual, by.weight, self._eps, members, into_a=into_a, source=source, fixed=fixed, **terms
+            )
+
+        for i, layer in enumerate(self._layers):
+            a, b = factors.layers[i]
+            normed, dots = norm(layer.before, (a["q_proj"], a["k_proj"], a["v_proj"]))
+            residual = hidden if residual is None else residual
+            qkv = linear(normed, *layer.qkv)
+            population.rotate(
+                qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), members,
+                heads=self.heads, kv_heads=self.shared, head_dim=self.width, eps=self._eps,
+                q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+                k_norm=None if layer.k_norm is None else layer.k_norm.weight, **terms,
+            )  # fmt: skip
+            attended = attention.decode(
+                qkv, store.keys[i], store.values[i], slots, positions, heads=self.heads, scale=self.width**-0.5
+            )
+            hidden = linear(attended, layer.o.weight, layer.o.bias)
+            source = population.Dot(attended, a["o_proj"], b["o_proj"])
+            normed, dots = norm(layer.after, (a["gate_proj"], a["up_proj"]))
+            gated, partial = population.gate(
+                linear(normed, *layer.gate_up), dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], members,
+                fixed=fixed, **terms,
+            )  # fmt: skip
+            hidden = linear(gated, layer.down.weight, layer.down.bias)
+            source = population.Partial(partial, b["down_proj"])
+        normed, _ = norm(self.model.model.norm, ())
+        return linear(normed, self.model.lm_head.weight)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+# Kernels are compiled from their source and cannot be typed.
+"""The Triton kernel of `attention`: a program has one row and one head of keys, with all heads of queries that share it.
+
+The new column stands at the start of the running softmax and comes from the registers, so that no program reads what it
+has just written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from evoalign.kernels import interpreted
+
+_COLUMNS = 64
+"""Columns of the cache that a turn of the loop takes."""
+
+
+@triton.jit
+def _attend(
+    q, keys, values, start, position, top, total, result, scale,
+    D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over COLUMNS more columns: the highest score, the sum and the result so far."""
+    c, d = start + tl.arange(0, COLUMNS), tl.arange(0, DP)
+    inside = c < position
+    key = tl.load(keys + c[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+    value = tl.load(values + c[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    if SOFT:  # Triton's interpreter takes the bits of a bfloat16 for an integer
+        products = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision="ieee")
+    else:
+        products = tl.dot(q, key, input_precision="ieee")
+    scores = tl.where(inside[None, :], products * scale, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp(scores - highest[:, None])
+    shrunk = tl.exp(top - highest)
+    if SOFT:
+        weighted = tl.dot(weights.to(value.dtype).to(tl.float32), value.to(tl.float32), input_precision="ieee")
+    else:
+        weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    result = result * shrunk[:, None] + weighted
+    return highest, total * shrunk + tl.sum(weights, axis=1), result
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _decode(
+    qkv, keys, values, slots, positions, out, scale,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr,
+    ROOM: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    own = qkv + row * ((HQ + 2 * HK) * D)
+    inside = (g < GROUP)[:, None] & (d < D)[None, :]
+    q = tl.load(own + (head * GROUP + g)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    key = tl.load(own + (HQ + head) * D + d, mask=d < D, other=0.0)
+    value = tl.load(own + (HQ + HK + head) * D + d, mask=d < D, other=0.0)
+    keys += (slot * HK + head) * (ROOM * D)
+    values += (slot * HK + head) * (ROOM * D)
+    tl.store(keys + position * D + d, key, mask=d < D)
+    tl.store(values + position * D + d, value, mask=d < D)
+
+    top = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+    total = tl.full((GP,), 1.0, tl.float32)
+    result = tl.zeros((GP, DP), tl.float32) + value.to(tl.float32)[None, :]
+    if SOFT:  # Triton's interpreter cannot take the end of a range from an argument with NumPy 2.4
+        start = 0
+        while start < position:
+            top, total, result = _attend(
+                q, keys, values, start, position, top, total, result, scale, D, DP, COLUMNS, SOFT
+            )
+            start += COLUMNS
+    else:
+        for start in tl.range(0, position, COLUMNS):
+            top, total, result = _attend(
+                q, keys, values, start, position, top, total, result, scale, D, DP, COLUMNS, SOFT
+            )
+    result = (result / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (row * HQ + head * GROUP + g)[:, None] * D + d[None, :], result, mask=inside)
+
+
+def decode(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    heads: int,
+    scale: float,
+) -> torch.Tensor:
+    """See `attention.decode`."""
+    rows, (_, shared, room, width) = len(qkv), keys.shape
+    group = heads // shared
+    out = torch.empty((rows, heads * width), dtype=qkv.dtype, device=qkv.device)
+    _decode[(rows, shared)](
+        qkv, keys, values, slots, positions, out, float(scale),
+        HQ=heads, HK=shared, D=width, DP=max(16, triton.next_power_of_2(width)), GROUP=group,
+        GP=max(16, triton.next_power_of_2(group)), ROOM=room, COLUMNS=_COLUMNS, SOFT=interpreted(),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one token a row against exact arithmetic, in plain torch and by the kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evoalign.kernels import attention, available
+
+forms = pytest.mark.parametrize("form", ["torch", "triton"])
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def exact(qkv, keys, values, slots, positions, heads, scale):
+    """Row by row in float64, from a cache that has the new columns."""
+    width, shared = keys.shape[3], keys.shape[1]
+    out = []
+    for row, slot, position in zip(qkv.double(), slots.tolist(), positions.tolist(), strict=True):
+        q = row[: heads * width].view(heads, width)
+        group = torch.arange(heads) // (heads // shared)
+        past, told = (t[slot, :, : position + 1].double()[group] for t in (keys, values))
+        weights = (torch.einsum("hd,hnd->hn", q, past) * scale).softmax(-1)
+        out.append(torch.einsum("hn,hnd->hd", weights, told).flatten())
+    return torch.stack(out)
+
+
+@forms
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (7, 1, 24), (3, 3, 64), (34, 2, 8)])
+def test_rows_attend_to_their_own_past_and_no_further(form, dtype, heads, shared, width, monkeypatch):
+    if form == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        if not available("cpu"):
+            pytest.skip("Triton is not installed")
+        from evoalign.kernels.attention_triton import decode
+    else:
+        decode = attention.in_torch
+    draw = torch.Generator().manual_seed(heads)
+    positions = torch.tensor([0, 1, 63, 64, 65, 130, 5])
+    slots, room = torch.tensor([6, 0, 3, 8, 1, 2, 7]), 131
+    shape = (9, shared, room, width)
+    keys, values = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
+    for slot, position in zip(slots, positions, strict=True):  # what nobody has written may be anything
+        keys[slot, :, position:], values[slot, :, position:] = torch.nan, torch.nan
+    qkv = torch.randn(7, (heads + 2 * shared) * width, generator=draw).to(dtype)
+    before = keys.clone(), values.clone()
+    found = decode(qkv, keys, values, slots, positions, heads=heads, scale=width**-0.5)
+
+    new_keys, new_values = qkv[:, heads * width :].view(7, 2 * shared, width).split(shared, dim=1)
+    for i, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        before[0][slot, :, position], before[1][slot, :, position] = new_keys[i], new_values[i]
+    for cache, wanted in zip((keys, values), before, strict=True):
+        assert torch.equal(cache.nan_to_num(7), wanted.nan_to_num(7))
+    wanted = exact(qkv, keys, values, slots, positions, heads, width**-0.5)
+    assert (found.double() - wanted).abs().max() < BOUNDS[dtype] * wanted.abs().max()
+
+
+@forms
+def test_a_row_has_the_same_bits_beside_other_rows(form, monkeypatch):
+    if form == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        if not available("cpu"):
+            pytest.skip("Triton is not installed")
+        from evoalign.kernels.attention_triton import decode
+    else:
+        decode = attention.in_torch
+    draw = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(4, 2, 70, 16, generator=draw) for _ in range(2))
+    qkv, slots, positions = torch.randn(4, 8 * 16, generator=draw), torch.arange(4), torch.tensor([69, 3, 64, 20])
+    whole = decode(qkv, keys.clone(), values.clone(), slots, positions, heads=4, scale=0.25)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = decode(qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25)
+        if form == "triton":
+            assert torch.equal(alone[0], whole[row])
+        else:  # a library's product of another shape
+            assert torch.allclose(alone[0], whole[row], atol=1e-6)
