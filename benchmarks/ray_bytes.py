@@ -182,12 +182,15 @@ def joined(engine: RayEngine) -> None:
     """Kill a replica, and wait until another is in its place and has the mean of the first."""
     import ray
 
-    before = engine.team.ask("fingerprint")
+    before = engine.team.stand()
     pid: Any = ray.get(engine.team.seats[1].actor.__ray_call__.remote(_pid))
     os.kill(pid, signal.SIGKILL)
-    while len(found := engine.team.ask_all("fingerprint")) < REPLICAS:
+    while len(engine.team.stands()) == REPLICAS:  # until it is missed
         time.sleep(0.1)
-    assert set(found.values()) == {before}
+    while len(engine.team.ready) < REPLICAS:
+        engine.team.poll(())
+    found = engine.team.stands()
+    assert len(found) == REPLICAS and set(found.values()) == {before}
 
 
 def inside(members: Sequence[int], space_names: Sequence[str], times: int, file: Path) -> None:

@@ -67,6 +67,8 @@ PHASES = ("start", "rollout", "apply", "hash", "join")
 COUNT = {"kill": 40, "stop": 20, "garbage": 20, "driver": 20, "raylet": 20}
 PATIENCE = 20.0
 """Seconds without an answer at the least: more where a replica takes longer to start."""
+START = 5.0
+"""Seconds that a run on a cluster starts for, at the least: on a machine without other work."""
 LONGEST = 240.0
 """Seconds after which a run is held to hang."""
 GONE = 30.0
@@ -722,7 +724,7 @@ def _of_drivers(field_: Field, count: int) -> Iterator[Row]:
             try:
                 # Ray does not end a driver whose node manager is gone: new replicas never answer, until it gives up.
                 driver = Driver(to, nodes.of.address, patience=40.0, restarts=2)
-                row.moment, lines, more = _moment(field_.draw, 15.0, number)
+                row.moment, lines, more = _moment(field_.draw, START, number)
                 row.happened = driver.reach(lines, more)
                 nodes.kill(nodes.of.head_node)
                 driver.end()

@@ -52,7 +52,8 @@ for _name, _value in {
 
 QWEN = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "max_position_embeddings": 32768}
 SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen2.5-7B, 1.5B and 0.5B, one as wide as SmolLM2-135M; the shipped tiny model; a small one with four key-value heads, to split over GPUs.
+    # Qwen2.5-7B, 1.5B and 0.5B, one as wide as SmolLM2-135M; the shipped tiny model; a small one with four key-value
+    # heads, to split over GPUs.
     "7b": QWEN | {
         "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
         "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,

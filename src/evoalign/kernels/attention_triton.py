@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 # Kernels are compiled from their source and cannot be typed.
-"""The Triton kernel of `attention`: a program has one row and one head of keys, with all heads of queries that share it.
+"""The Triton kernel of `attention`: a program has one row and one head of keys, with all of queries that share it.
 
 The new column stands at the start of the running softmax and comes from the registers, so that no program reads what it
 has just written.

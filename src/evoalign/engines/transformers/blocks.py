@@ -9,13 +9,14 @@ the joined weights, so whoever writes them writes these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -200,6 +201,48 @@ class Blocks:
 
         int64 [B] each: `tokens`, `positions` and `slots` of the store; `members` int32 [B], -1 for the mean itself.
         """
+
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            return attention.decode(
+                qkv, store.keys[i], store.values[i], slots, positions, heads=self.heads, scale=self.width**-0.5
+            )
+
+        return self._through(tokens, positions, members, rotations, factors, attend, None, fixed=fixed)
+
+    def read(
+        self, tokens: torch.Tensor, start: int, rows: torch.Tensor, last: torch.Tensor, members: torch.Tensor,
+        store: Store, rotations: torch.Tensor, factors: Factors, *, fixed: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits [B, V] after the columns `last` [B] of texts `tokens` [B, T], which follow the first `start` columns.
+
+        Keys and values go to `rows` of the store, int64 [B]. Texts may be filled up at their ends: what is there is
+        computed, and seen by nobody.
+        """
+        count, length = tokens.shape
+        positions = torch.arange(start, start + length, device=tokens.device).repeat(count)
+        # Whole heads of queries see columns up to their own: the last of all columns is that of the last query.
+        mask = causal_lower_right(length, start + length) if start else None
+
+        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
+            heads = qkv.view(count, length, -1, self.width).transpose(1, 2)
+            q, k, v = heads.split((self.heads, self.shared, self.shared), dim=1)
+            for new, kept in ((k, store.keys[i]), (v, store.values[i])):
+                kept[rows, :, start : start + length] = new
+            if start:
+                k, v = (kept[rows, :, : start + length] for kept in (store.keys[i], store.values[i]))
+            found = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start, enable_gqa=True)
+            return found.transpose(1, 2).reshape(count * length, -1)
+
+        whole = torch.arange(count, device=tokens.device) * length
+        owners = members.repeat_interleave(length)
+        return self._through(tokens.flatten(), positions, owners, rotations, factors, attend, whole + last, fixed=fixed)
+
+    def _through(
+        self, tokens: torch.Tensor, positions: torch.Tensor, members: torch.Tensor, rotations: torch.Tensor,
+        factors: Factors, attend: Callable[[int, torch.Tensor], torch.Tensor], places: torch.Tensor | None, *,
+        fixed: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """All layers; logits of every token [T], or of some `places`."""
         terms: Any = {"rank": factors.rank, "scaling": factors.scaling}
         hidden, residual, source = embedding(tokens, self.model.model.embed_tokens.weight), None, None
 
@@ -219,9 +262,7 @@ class Blocks:
                 q_norm=None if layer.q_norm is None else layer.q_norm.weight,
                 k_norm=None if layer.k_norm is None else layer.k_norm.weight, **terms,
             )  # fmt: skip
-            attended = attention.decode(
-                qkv, store.keys[i], store.values[i], slots, positions, heads=self.heads, scale=self.width**-0.5
-            )
+            attended = attend(i, qkv)
             hidden = linear(attended, layer.o.weight, layer.o.bias)
             source = population.Dot(attended, a["o_proj"], b["o_proj"])
             normed, dots = norm(layer.after, (a["gate_proj"], a["up_proj"]))
@@ -231,5 +272,9 @@ class Blocks:
             )  # fmt: skip
             hidden = linear(gated, layer.down.weight, layer.down.bias)
             source = population.Partial(partial, b["down_proj"])
+        if places is not None:
+            assert residual is not None and isinstance(source, population.Partial)
+            hidden, residual, members = hidden[places], residual[places], members[places]
+            source = population.Partial(source.dots[places], source.b)
         normed, _ = norm(self.model.model.norm, ())
         return linear(normed, self.model.lm_head.weight)

@@ -176,8 +176,6 @@ class TransformersEngine(KeepsMean):
         footprint, room = self._decoder.footprint, self._room()
         tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         row = footprint.row(tokens, greedy=requests[0].sampling.temperature == 0)
-        if self._static is not None:  # a prompt's keys and values pass from one memory to the other
-            row += footprint.cache * max(len(r.prompt_ids) for r in requests)
         rows = max(1, int((room - footprint.least(max(len(r.prompt_ids) for r in requests))) / row))
         return _Chunk(min(rows, self._settings.max_rows or rows), row, room)
 
@@ -187,7 +185,8 @@ class TransformersEngine(KeepsMean):
         if room is not None:
             return room * 2**30
         if self.device.type == "cuda" and not self.deterministic:
-            return 0.5 * torch.cuda.mem_get_info(self.device)[0]  # the rest is the library's
+            own = self._static.bytes if self._static is not None else 0
+            return 0.5 * (torch.cuda.mem_get_info(self.device)[0] + own)  # the rest is the library's
         return DEFAULT_MEMORY_GIB * 2**30
 
     def close(self) -> None:

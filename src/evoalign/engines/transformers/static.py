@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding with nothing that changes from step to step but numbers: one CUDA graph for each size of a batch.
 
-Prompts are read as by `Decoder`. Then each row of a chunk has a row of the store for good; tokens, positions, members
+Each row of a chunk has a row of the store for good, into which its prompt is read; tokens, positions, members
 and what rows have said lie on the device, and the host asks only every `EVERY` steps who has ended. Rows that have
 leave by a new order of these few numbers, never by a copy of keys and values. On a CPU, without graphs, the same steps.
 """
@@ -9,8 +9,8 @@ leave by a new order of these few numbers, never by a copy of keys and values. O
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ import torch
 from evoalign import noise
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, Factors, Store
-from evoalign.engines.transformers.cache import RoomCache
 from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
-from evoalign.engines.transformers.prefill import Prefill
+from evoalign.engines.transformers.prefill import Head, shared_prefix
 from evoalign.errors import NotFiniteError
 from evoalign.kernels import population
 from evoalign.types import Request, Sampling
@@ -31,12 +30,14 @@ LEAST = 8
 """The smallest size of a batch."""
 COLUMNS = 64
 """Columns of the store come in so many, so that prompts of another length find graphs that fit."""
+PASS = (1024, 32768)
+"""Tokens of prompts that go through the layers at once, on a CPU and on a GPU: more keeps neither any busier."""
 
 
 def size_for(rows: int) -> int:
     """The least size of a batch that holds so many rows: 2^k or 3 * 2^(k-1)."""
     power = max(LEAST, 1 << (rows - 1).bit_length())
-    return power * 3 // 4 if LEAST < power and rows <= power * 3 // 4 else power
+    return power * 3 // 4 if power > LEAST and rows <= power * 3 // 4 else power
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What graphs hold on to."""
+    """What graphs hold on to: `rows`, `room`, `tokens` and `slots` are the most of them, all else is as it is."""
 
     rows: int
     room: int
@@ -89,8 +90,22 @@ class _Shape:
     slots: int
     rank: int
     scaling: float
-    sampling: Sampling
+    temperature: float
+    top_p: float
     logprobs: bool
+
+    def holds(self, other: _Shape) -> bool:
+        """Whether a chunk of the other shape finds room."""
+        return self.beside(other) == self
+
+    def beside(self, other: _Shape) -> _Shape:
+        """That of the other, with room for this one where that takes little more than the larger of the two."""
+        both = replace(other, **{name: max(getattr(self, name), getattr(other, name)) for name in _MOST})
+        larger = max(self.rows * self.room, other.rows * other.room)
+        return both if both.rows * both.room <= 2 * larger else other
+
+
+_MOST = ("rows", "room", "tokens", "slots")
 
 
 class _Made:
@@ -104,12 +119,6 @@ class _Made:
         self.factors.scaling = shape.scaling
         self.state = _State.of(shape.rows, shape.tokens, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def fits(self, wanted: _Shape) -> bool:
-        """Whether a chunk finds room here: rows, columns, tokens and slots may be fewer."""
-        own, few = self.shape, ("rows", "room", "tokens", "slots")
-        same = all(getattr(own, n) == getattr(wanted, n) for n in ("rank", "scaling", "sampling", "logprobs"))
-        return same and all(getattr(own, n) >= getattr(wanted, n) for n in few)
 
 
 class StaticDecoder:
@@ -136,6 +145,12 @@ class StaticDecoder:
             return f"adapters of a rank above {population.MAX_RANK}"
         return ""
 
+    @property
+    def bytes(self) -> int:
+        """Of what is kept from one chunk to the next: keys and values."""
+        store = None if self._made is None else self._made.store
+        return 0 if store is None else sum(t.nbytes for t in (*store.keys, *store.values))
+
     def close(self) -> None:
         """Free the memory and the graphs."""
         self._made = self._pool = None
@@ -149,29 +164,29 @@ class StaticDecoder:
         if adapters is not None and self.obstacle(adapters):
             yield from self._plain.generate(asked, adapters, spare)
             return
+        served = adapters is not None and any(a is not None for a in adapters.factors.values())
         made = self._ready(asked, adapters, wants_logprobs)
         state = made.state
-        logits = self._read(asked, adapters, made, spare)
-        self._begin(asked, adapters, state)
-        size = rows = len(asked)
-        self._choose(logits, state, rows, made.shape)
-        del logits
-        told, looked = [False] * rows, 0
+        self._begin(asked, served, state)
+        size, places, told, looked = len(asked), list(range(len(asked))), set[int](), 0
+        self._choose(self._read(asked, made, served, spare), state, size, made.shape)
         for step in range(1, sampling.max_tokens + 1):
             last = step == sampling.max_tokens
-            if last or step % EVERY == 0 or step == 1:
-                done, ids, length = self._look(state, size, asked, looked, step, sampling)
+            if last or step % EVERY == 0:
+                length = self._look(state, size, looked, step, sampling)
                 looked = step
-                for row, place in enumerate(state.place[:size].tolist()):
-                    if (done[row] or last) and not told[place]:
-                        told[place] = True
-                        yield place, self._completion(state, ids[row], length[row], step, wants_logprobs, place)
-                left = size - sum(done)
-                if last or not left:
+                ended = {p: n for p, n in zip(places, length, strict=True) if (n or last) and p not in told}
+                told |= ended.keys()
+                yield from self._said(state, ended, step, wants_logprobs)
+                going = [row for row, n in enumerate(length) if not n]
+                if last or not going:
                     break
-                if size_for(left) < size:
-                    size = size_for(left)
-                    state.order(state.done[: len(done)].argsort(stable=True)[:size].sort().values)
+                if size_for(len(going)) < size:
+                    size = size_for(len(going))
+                    over = [row for row, n in enumerate(length) if n]
+                    stay = sorted(going + over[: size - len(going)])
+                    places = [places[row] for row in stay]
+                    state.order(torch.tensor(stay, device=self.forward.device))
             self._step(made, size)
 
     def _ready(self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, logprobs: bool) -> _Made:
@@ -179,41 +194,74 @@ class StaticDecoder:
         sampling = asked[0][1].sampling
         factors = {} if adapters is None else {n: a for n, a in adapters.factors.items() if a is not None}
         room = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
-        some = next(iter(factors.values()), None)
+        made, some = self._made, next(iter(factors.values()), None)
+        rank, scaling = (1, 1.0) if made is None else (made.shape.rank, made.shape.scaling)  # the mean alone has none
         wanted = _Shape(
             rows=len(asked), room=-(-room // COLUMNS) * COLUMNS, tokens=sampling.max_tokens,
-            slots=1 + max(slot for slot, _ in asked), rank=1 if some is None else some.b.shape[2],
-            scaling=1.0 if some is None else some.scaling, sampling=sampling, logprobs=logprobs,
+            slots=1 + max(slot for slot, _ in asked), rank=rank if some is None else some.b.shape[2],
+            scaling=scaling if some is None else some.scaling, temperature=sampling.temperature,
+            top_p=sampling.top_p, logprobs=logprobs,
         )  # fmt: skip
-        if self._made is None or not self._made.fits(wanted):
-            self._made = None  # before there is another
-            self._made = _Made(wanted, self._blocks, self.names, self.forward.device)
+        if made is None or not made.shape.holds(wanted):
+            shape = wanted if made is None else made.shape.beside(wanted)
+            made = self._made = None  # before there is another
+            self._made = _Made(shape, self._blocks, self.names, self.forward.device)
+        assert self._made is not None
         self._made.factors.put(factors)
         return self._made
 
-    def _read(
-        self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, made: _Made, spare: float
-    ) -> torch.Tensor:
-        """Prompts into the store; logits [B, V] after each."""
-        room = max(len(r.prompt_ids) for _, r in asked)
-        cache = RoomCache(self.forward.layers, room)
-        found = Prefill(self.forward, self.footprint, cache, adapters, spare).run(asked, room, self._plain.pad_id)
-        rows, columns = len(asked), None
-        if found.mask is not None:  # what counts comes first
-            columns = (~found.mask[:, :room].bool()).argsort(dim=1, stable=True)[:, None, :, None]
-        for layer, keys, values in zip(cache.layers, made.store.keys, made.store.values, strict=True):
-            for new, kept in ((layer.keys, keys), (layer.values, values)):
-                assert new is not None
-                part = new[:, :, :room]
-                if columns is not None:
-                    part = part.gather(2, columns.expand(-1, part.shape[1], -1, part.shape[3]))
-                kept[:rows, :, :room] = part
-            layer.keys = layer.values = None
-        return found.logits
+    def _read(self, asked: Sequence[tuple[int, Request]], made: _Made, served: bool, spare: float) -> torch.Tensor:
+        """Prompts into the store: what all begin with once a slot, the rest once a slot and prompt; logits [B, V]."""
+        heads: dict[Head, int] = {}
+        of_slot: dict[int, int] = {}
+        for row, (slot, request) in enumerate(asked):
+            heads.setdefault((slot, request.prompt_ids), row)
+            of_slot.setdefault(slot, row)
+        prompts = list({prompt: None for _, prompt in heads})
+        shared = shared_prefix(prompts) if len(prompts) > 1 else 0
+        if shared:
+            beginning = prompts[0][:shared]
+            self._pass(made, [(row, slot, beginning) for slot, row in of_slot.items()], 0, served, spare)
+            self._copy(made, [(of_slot[slot], row) for (slot, _), row in heads.items()], shared)
+        rest = [(row, slot, prompt[shared:]) for (slot, prompt), row in heads.items()]
+        logits = self._pass(made, rest, shared, served, spare)
+        owners = [heads[slot, r.prompt_ids] for slot, r in asked]
+        self._copy(made, list(zip(owners, range(len(asked)), strict=True)), max(map(len, prompts)))
+        if len(heads) == len(asked):
+            return logits
+        place = {row: i for i, (row, _, _) in enumerate(rest)}
+        return logits[torch.tensor([place[row] for row in owners], device=logits.device)]
 
-    def _begin(self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, state: _State) -> None:
+    def _pass(
+        self, made: _Made, texts: Sequence[tuple[int, int, Sequence[int]]], start: int, served: bool, spare: float
+    ) -> torch.Tensor:
+        """Logits [B, V] after texts of (row, slot, tokens), read so many at a time as there is room for."""
+        device, width = self.forward.device, max(len(ids) for _, _, ids in texts)
+        most = min(spare, PASS[device.type == "cuda"] * self.footprint.prefill(1, 1))
+        size = max(1, int(most / self.footprint.prefill(width, 1)))
+        found: list[torch.Tensor] = []
+        for first in range(0, len(texts), size):
+            part = texts[first : first + size]
+            tokens = torch.tensor([[*ids, *[self._plain.pad_id] * (width - len(ids))] for _, _, ids in part])
+            rows, last = torch.tensor([[row, len(ids) - 1] for row, _, ids in part]).T.to(device)
+            members = torch.tensor([slot if served else -1 for _, slot, _ in part], dtype=torch.int32, device=device)
+            found.append(self._blocks.read(
+                tokens.to(device), start, rows, last, members, made.store, made.rotations, made.factors,
+                fixed=self._plain.deterministic,
+            ))  # fmt: skip
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _copy(self, made: _Made, moves: Sequence[tuple[int, int]], columns: int) -> None:
+        """The first columns of rows of the store to other rows."""
+        moves = [(source, to) for source, to in moves if source != to]
+        if not moves:
+            return
+        source, to = torch.tensor(moves, device=self.forward.device).T
+        for kept in (*made.store.keys, *made.store.values):
+            kept[to, :, :columns] = kept[source, :, :columns]
+
+    def _begin(self, asked: Sequence[tuple[int, Request]], served: bool, state: _State) -> None:
         rows, device = len(asked), self.forward.device
-        served = adapters is not None and any(a is not None for a in adapters.factors.values())
         for tensor, numbers in (
             (state.position, [len(r.prompt_ids) for _, r in asked]),
             (state.place, range(rows)),
@@ -254,14 +302,15 @@ class StaticDecoder:
 
     def _choose(self, logits: torch.Tensor, state: _State, size: int, shape: _Shape) -> None:
         """Draw a token of each row, and write it down."""
-        place, step, sampling = state.place[:size], state.step[:size], shape.sampling
-        if sampling.temperature == 0:
+        place, step = state.place[:size], state.step[:size]
+        if shape.temperature == 0:
             token = logits.argmax(-1)
         else:
+            sampling = Sampling(1, shape.temperature, shape.top_p)
             token = draw(logits, noise.uniforms(self._plain.key, step, state.stream[:size]), sampling)
         own = logits.gather(1, token[:, None])[:, 0].float()
         # Of logits of which one is not a number the highest is none either.
-        state.finite.logical_and_(~(own if sampling.temperature == 0 else logits).isnan().any())
+        state.finite.logical_and_(~(own if shape.temperature == 0 else logits).isnan().any())
         state.ids[place, step] = token
         if shape.logprobs:
             state.logprobs[place, step] = own - logits.float().logsumexp(-1)
@@ -271,38 +320,47 @@ class StaticDecoder:
         state.length[place] = torch.where(ends, step, state.length[place])
         state.done[:size].logical_or_(ends)
 
-    def _look(
-        self, state: _State, size: int, asked: Sequence[tuple[int, Request]], looked: int, step: int, sampling: Sampling
-    ) -> tuple[list[bool], list[list[int]], list[int]]:
-        """Of each row: whether it has ended, its tokens so far, and how many of them count, 0 where it goes on."""
+    def _look(self, state: _State, size: int, looked: int, step: int, sampling: Sampling) -> list[int]:
+        """Of each row how many tokens count, 0 where it goes on. Raises NotFiniteError."""
         place = state.place[:size]
-        ids, length = state.ids[place, :step].tolist(), state.length[place].tolist()
+        length = state.length[place].tolist()
         if not bool(state.finite):
             raise NotFiniteError(
                 "the model's logits are not numbers; lower es.sigma (GRPO: grpo.learning_rate), or use model.dtype "
                 "bfloat16 or float32"
             )
         if sampling.stop:
-            for row, said in enumerate(ids):
-                if not length[row] or length[row] > looked:
-                    length[row] = self._stopped(said, looked, length[row] or step, sampling.stop) or length[row]
+            tail = TAIL_TOKENS * (1 + max(map(len, sampling.stop)))  # and one character, of which a slice may lose it
+            first = max(0, looked + 1 - tail)
+            for row, ids in enumerate(state.ids[place, first:step].tolist()):
+                end = length[row] or step
+                if end > looked:
+                    found = self._stopped(ids[: end - first], looked - first, tail, sampling.stop)
+                    length[row] = found + first if found else length[row]
             state.length[place] = torch.tensor(length, device=place.device)
             state.done[:size] = state.length[place] > 0
-        return [n > 0 for n in length], ids, length
+        return length
 
-    def _stopped(self, ids: list[int], looked: int, end: int, stop: Sequence[str]) -> int:
+    def _stopped(self, ids: Sequence[int], looked: int, tail: int, stop: Sequence[str]) -> int:
         """Tokens up to the first after `looked` with which a text of `stop` is there; 0 where none is."""
-        tail = TAIL_TOKENS * (1 + max(map(len, stop)))
         decode = self._plain.decode
-        if not any(s in decode(ids[max(0, looked + 1 - tail) : end]) for s in stop):
+        if not any(s in decode(ids) for s in stop):
             return 0
-        for count in range(looked + 1, end + 1):
+        for count in range(looked + 1, len(ids) + 1):
             if any(s in decode(ids[max(0, count - tail) : count]) for s in stop):
                 return count
         return 0
 
     @staticmethod
-    def _completion(state: _State, ids: list[int], length: int, step: int, logprobs: bool, place: int) -> Completion:
-        count = length or step
-        said = state.logprobs[place, :count].tolist() if logprobs else []
-        return Completion(ids[:count], said, "stop" if length else "length")
+    def _said(
+        state: _State, ended: Mapping[int, int], step: int, wants_logprobs: bool
+    ) -> Iterator[tuple[int, Completion]]:
+        """Completions of places, of as many tokens each, 0 for all so far."""
+        if not ended:
+            return
+        rows = torch.tensor(list(ended), device=state.ids.device)
+        ids = state.ids[rows, :step].tolist()
+        logprobs = state.logprobs[rows, :step].tolist() if wants_logprobs else [[]] * len(ids)
+        for (place, length), said, known in zip(ended.items(), ids, logprobs, strict=True):
+            count = length or step
+            yield place, Completion(said[:count], known[:count], "stop" if length else "length")
