@@ -9,8 +9,8 @@ kill     a replica sends itself SIGKILL at a random share of the usual length of
 stop     a replica sends itself SIGSTOP in mid-rollout
 garbage  a replica answers something that is no list of completions, each time another thing
 driver   the run itself is killed, and resumed in another process; on a cluster of its own and on one that goes on
-raylet   a node manager of three is killed: of a node with a replica, with all that it started, since a replica goes
-         on for a while without it; or of the node where the run is, which ends then and is resumed on another cluster
+raylet   a node manager of three is killed: of a node with a replica, with all that it started, where the run misses
+         that replica before it is over; or of the node of the run, which ends then and is resumed on another cluster
 
 All means are compared after each update, so that a replica which joins with other bits is seen. Runs in one process
 share an engine, whose mean is put back in between; a row says where the engine was new. Rows of kinds that a call does
@@ -321,7 +321,7 @@ class Field:
         """A run, and whether it is as the reference; what it left; why replicas were started again."""
         if is_new:
             self.drop()
-        to, was, before, began = self.run_folder(), self.kept, self._restarts(), time.monotonic()
+        to, was, before, began = self.run_folder(), self.kept, self.restarts(), time.monotonic()
         self.last = to
         with told() as row.why, limited(LONGEST):
             try:
@@ -330,7 +330,7 @@ class Field:
             except Exception as error:
                 row.error = f"{type(error).__name__}: {error}"[:300]
         row.is_new = self.kept is not was or was is None
-        row.restarts = self._restarts() - (0 if row.is_new else before)
+        row.restarts = self.restarts() - (0 if row.is_new else before)
         row.same = row.same and not any("another mean" in line for line in row.why)
         row.left += self._left()
         row.seconds = round(time.monotonic() - began, 1)
@@ -339,7 +339,7 @@ class Field:
         elif row.same and self.wanted:
             shutil.rmtree(to)
 
-    def _restarts(self) -> int:
+    def restarts(self) -> int:
         return 0 if self.kept is None else int(self.kept.metrics()["restarts"])
 
     def _left(self) -> list[str]:
@@ -671,7 +671,7 @@ class Nodes:
         process.wait()
 
     def lose(self, node: Any) -> None:
-        """Its node manager, and what that started: replicas work on for a while without it."""
+        """Its node manager, and what that started, a replica among it."""
         started = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
         self.kill(node)
         for process in started:
@@ -703,7 +703,7 @@ def _of_replicas(field_: Field, count: int) -> Iterator[Row]:
             field_.measure()
             for _ in range(count):
                 row = Row("raylet", "of a replica", "")
-                for _ in range(3):  # a run may be over before
+                for _ in range(8):  # a run may be over before
                     row = Row("raylet", "of a replica", "")
                     field_.measured(row, lambda to, row=row: _one_node_less(field_, nodes, to, row))
                     if row.happened or row.error:
@@ -743,8 +743,9 @@ def _of_drivers(field_: Field, count: int) -> Iterator[Row]:
 
 
 def _one_node_less(field_: Field, nodes: Nodes, to: Path, row: Row) -> None:
-    """A run during which a node with a replica is lost, at some moment after a line of its journal."""
-    lines, more = field_.draw.randint(1, 6), 0.3 * field_.draw.random()
+    """A run during which a node with a replica is lost, at some moment after a line of its journal. It happened where
+    the run missed the replica, and was not over before."""
+    lines, more, before = field_.draw.randint(1, 4), 0.05 * field_.draw.random(), field_.restarts()
     row.moment = f"journal line {lines}, {more:.2f} s later"
     lost, is_over = list[Any](), threading.Event()
 
@@ -755,7 +756,6 @@ def _one_node_less(field_: Field, nodes: Nodes, to: Path, row: Row) -> None:
         time.sleep(more)
         used = set(field_.nodes())
         lost.extend([n for n in list[Any](nodes.of.worker_nodes) if n._node_id in used][:1])
-        row.happened = not is_over.is_set()
         for node in lost:
             nodes.lose(node)
 
@@ -763,14 +763,17 @@ def _one_node_less(field_: Field, nodes: Nodes, to: Path, row: Row) -> None:
     thread.start()
     try:
         field_.train(to)
+        row.happened = field_.restarts() > before
     finally:
         is_over.set()
         thread.join()
-        if field_.kept is not None:  # whoever joins still, does so before the next node goes
-            field_.kept.fingerprint()
         for node in lost:
             nodes.again(node)
-    row.happened = row.happened and bool(lost)
+        if field_.kept is not None:
+            field_.kept.team.stands()  # who is lost is missed now, and joins before the next node goes
+            while len(field_.kept.team.ready) < 2:
+                field_.kept.team.poll(())
+                time.sleep(0.1)
 
 
 RUN = {"kill": kills, "stop": stops, "garbage": garbage, "driver": drivers, "raylet": raylets}
