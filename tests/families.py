@@ -53,6 +53,7 @@ WINDOW = 6
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": ...}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),

@@ -45,6 +45,15 @@ def test_small_chunks_keep_the_contract(random_qwen2):
     contract.check_engine(TransformersEngine, config(random_qwen2, "lowrank", engine={"device": "cpu", "max_rows": 2}))
 
 
+@pytest.mark.first("lora-", "full-", others="long")
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("variant", SPACES)
+def test_the_static_decoder_keeps_the_contract(random_qwen2, variant, check):
+    engine = {"device": "cpu", "decoder": "static"}
+    with contract.started(TransformersEngine, config(random_qwen2, variant, engine=engine)) as bench:
+        check(bench)
+
+
 class IgnoresAdapters(TransformersEngine):
     def _put_adapters(self, plan, members):
         return

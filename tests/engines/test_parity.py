@@ -181,10 +181,11 @@ def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("decoder", ["library", "static"])
 @pytest.mark.parametrize(("space", "sigma"), [("lora", 0.01), ("lowrank", 0.01), ("full", 0.003)])
-def test_members_of_a_published_model_are_plain_models(space: str, sigma: float, smollm2: Path) -> None:
+def test_members_of_a_published_model_are_plain_models(space: str, sigma: float, decoder: str, smollm2: Path) -> None:
     es = {"sigma": sigma, "learning_rate": sigma / 2, "population_size": 4}
-    config = make_config(smollm2, space, model={"dtype": "float32"}, es=es)
+    config = make_config(smollm2, space, model={"dtype": "float32"}, es=es, engine={"decoder": decoder})
     run(config, smollm2, tiny_prompts(config), generate=True)
 
 
@@ -206,6 +207,18 @@ def test_members_of_every_family_are_plain_models(
 ) -> None:
     """All linear projections, in a batch with padding that rows leave, with and without a prefix."""
     config = make_config(folders[family], deterministic=deterministic)
+    run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
+
+
+@pytest.mark.first("llama-lora b, rank 4, antithetic-apart", "qwen2-lowrank", "qwen3-lora ab-shared", others="long")
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_members_are_plain_models_to_the_static_decoder(
+    family: str, name: str, prompts: str, folders: dict[str, Path]
+) -> None:
+    space, sections = SPACES[name]
+    config = make_config(folders[family], space, engine={"decoder": "static"}, **sections)
     run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
 
 

@@ -199,7 +199,7 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tor
     """
     probability, order = (logits.double() / sampling.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     cumulative = probability.cumsum(-1)
-    kept = (cumulative - probability < sampling.top_p).sum(-1, keepdim=True)
+    kept = (cumulative - probability < sampling.top_p).sum(-1, keepdim=True).clamp(min=1)  # 0 of what is no number
     total = cumulative.gather(1, kept - 1)
     place = (cumulative < uniform[:, None] * total).sum(-1, keepdim=True)
     return order.gather(1, torch.minimum(place, kept - 1))[:, 0]

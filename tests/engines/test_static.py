@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding over fixed memory, against the library's forward on the same members: tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evoalign.engines.transformers.static import LEAST, size_for
+from evoalign.errors import ConfigError, NotFiniteError
+from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
+from families import PROMPTS, VOCABULARY, Bench, build, make_config, requests
+
+GREEDY, WARM = Sampling(21), Sampling(21, temperature=1.3, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen2", tmp_path_factory.mktemp("static") / "qwen2")
+
+
+def bench_of(folder: Path, decoder: str, space: str = "lowrank", stop_ids: Sequence[int] = (), **tree: Any) -> Bench:
+    sections = {"es": {"population_size": 6}, "engine": {"decoder": decoder}, **tree}
+    return Bench(make_config(folder, space, **sections), stop_ids)
+
+
+def asked(prompts: str, sampling: Sampling, *, samples: int = 2) -> list[Request]:
+    """Each prompt so many times, with a seed each; log-probabilities wanted."""
+    return [
+        Request(samples * i + k, prompt, sampling, 7 * i + k, logprobs=True)
+        for i, prompt in enumerate(PROMPTS[prompts])
+        for k in range(samples)
+    ]
+
+
+def both(folder: Path, requests: Sequence[Request], **more: Any) -> list[dict[tuple[int, int], Rollout]]:
+    found = []
+    for decoder in ("library", "static"):
+        with bench_of(folder, decoder, **more) as bench:
+            bench.move()
+            found.append(bench.ask(bench.plan(), requests) | bench.ask(MEAN_PLAN, requests))
+    return found
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_the_library_says_the_same(folder: Path, space: str, prompts: str, sampling: Sampling) -> None:
+    wanted, found = both(folder, asked(prompts, sampling), space=space, stop_ids=range(0, VOCABULARY, 40))
+    assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows have to leave at different steps"
+    for key, rollout in wanted.items():
+        got = found[key]
+        assert (got.token_ids, got.text, got.finish_reason) == (
+            rollout.token_ids, rollout.text, rollout.finish_reason
+        )  # fmt: skip
+        assert got.logprobs is not None and rollout.logprobs is not None
+        assert got.logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
+    alike = sum(found[member, i].token_ids == found[-1, i].token_ids for member, i in found if member >= 0)
+    assert alike < len(found) / 4, "members have to differ from the mean"
+
+
+def test_a_text_ends_an_answer_where_the_library_ends_it(folder: Path) -> None:
+    plain, _ = both(folder, asked("apart", GREEDY))
+    text = next(r.text for r in plain.values() if len(r.text) > 6)
+    stop = Sampling(21, stop=(text[3:5], text[1]))
+    wanted, found = both(folder, asked("apart", stop))
+    assert {r.finish_reason for r in wanted.values()} == {"stop", "length"}
+    for key, rollout in wanted.items():
+        got = found[key]
+        assert (got.token_ids, got.text, got.finish_reason) == (
+            rollout.token_ids, rollout.text, rollout.finish_reason
+        )  # fmt: skip
+
+
+def test_memory_of_one_chunk_serves_the_next_and_grows(folder: Path) -> None:
+    with bench_of(folder, "static") as bench, bench_of(folder, "library") as plain:
+        static: Any = bench.engine
+        shapes = []
+        for sampling, prompts in (
+            (GREEDY, "shared"),
+            (Sampling(3), "shared"),
+            (Sampling(80), "apart"),
+            (GREEDY, "apart"),
+        ):
+            for plan in (bench.plan(), MEAN_PLAN):
+                want, got = (b.ask(plan, requests(PROMPTS[prompts], sampling)) for b in (plain, bench))
+                assert {k: r.token_ids for k, r in got.items()} == {k: r.token_ids for k, r in want.items()}
+                shapes.append(static._static._made.shape)
+        assert shapes[0] == shapes[3] and shapes[4].room > shapes[3].room and shapes[4] == shapes[7]
+
+
+def test_an_answer_that_is_left_half_way_leaves_nothing(folder: Path) -> None:
+    with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 9)) as bench:
+        whole = bench.ask(bench.plan(), asked("apart", GREEDY))
+        next(iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY))))
+        assert bench.ask(bench.plan(), asked("apart", GREEDY)) == whole
+
+
+def test_small_chunks_say_the_same(folder: Path) -> None:
+    answers = []
+    for rows in (None, 5):
+        with bench_of(folder, "static", engine={"decoder": "static", "max_rows": rows}) as bench:
+            answers.append(bench.ask(bench.plan(), asked("apart", WARM)))
+    assert {k: r.token_ids for k, r in answers[0].items()} == {k: r.token_ids for k, r in answers[1].items()}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_logits_that_are_not_numbers_end_it(folder: Path, sampling: Sampling) -> None:
+    with bench_of(folder, "static") as bench:
+        bench.model.model.layers[1].mlp.down_proj.weight.data[3, 3] = torch.nan
+        with pytest.raises(NotFiniteError, match="not numbers"):
+            bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))
+
+
+def test_joined_weights_are_the_models_own(folder: Path) -> None:
+    hashes, facts = [], []
+    for decoder in ("library", "static"):
+        with bench_of(folder, decoder, "full") as bench:
+            bench.move()
+            hashes.append(bench.engine.fingerprint())
+            facts.append(bench.facts)
+    assert hashes[0] == hashes[1] and facts[0].model_hash == facts[1].model_hash
+    assert [f.note for f in facts] == ["", "decoder static"]
+
+
+def test_adapters_that_the_kernels_do_not_serve_go_the_librarys_way(folder: Path) -> None:
+    more = {"lowrank": {"rank": 20}}
+    wanted, found = both(folder, asked("apart", GREEDY), **more)
+    assert found == wanted
+
+
+def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    other = build("gemma2", tmp_path / "gemma2")
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM is not of the Llama, Qwen2 or Qwen3 family; set library"):
+        bench_of(other, "static")
+    windows = build("qwen2_windows", tmp_path / "windows")
+    with pytest.raises(ConfigError, match="a layer does not attend to its whole past"):
+        bench_of(windows, "static")
+
+
+def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:
+    sizes = [size_for(rows) for rows in range(1, 4097)]
+    assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536) == 1536
