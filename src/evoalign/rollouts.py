@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from evoalign.config import Config, SamplingConfig
-from evoalign.engines.base import Engine, pairs_of
+from evoalign.engines.base import Answering, pairs_of
 from evoalign.errors import EvoalignError
 from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
@@ -36,7 +36,7 @@ class LostError(EvoalignError):
 
 
 def collect(
-    engine: Engine, plan: Plan, requests: Sequence[Request], take: Callable[[int, Rollout], None] | None = None
+    engine: Answering, plan: Plan, requests: Sequence[Request], take: Callable[[int, Rollout], None] | None = None
 ) -> list[Rollout]:
     """All completions of a plan, member by member and each in the order of the requests: the one door to an engine.
 

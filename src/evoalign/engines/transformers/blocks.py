@@ -61,6 +61,10 @@ def _part(layer: Any, name: str) -> Any:
     return getattr(layer.self_attn if name in _PARTS[:4] else layer.mlp, name)
 
 
+def _weight(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{'self_attn' if name in _PARTS[:4] else 'mlp'}.{name}.weight"
+
+
 def _joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights and biases of layers that read the same input, as one: theirs become views."""
     sizes = [one.out_features for one in linears]
@@ -126,16 +130,13 @@ class Factors:
             all_a, all_b = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
             for name in _PARTS:
                 part = _part(layer, name)
-                inside = "self_attn" if name in _PARTS[:4] else "mlp"
-                whole = f"model.layers.{i}.{inside}.{name}.weight"
+                whole = _weight(i, name)
                 shapes = (slots, 1, rank, part.in_features), (slots, 1, part.out_features, rank)
                 a, b = (self._made(shape, part.weight, whole in wanted) for shape in shapes)
                 all_a[name], all_b[name] = a, b
                 if whole in wanted:
                     self._own[whole] = a, b
             self.layers.append((all_a, all_b))
-        self.strange = sorted(wanted - self._own.keys())
-        """Names that are no projections of a layer."""
 
     def _made(self, shape: tuple[int, ...], like: torch.Tensor, own: bool) -> torch.Tensor:
         if own:
@@ -175,6 +176,11 @@ class Blocks:
                 attended.o_proj, mlp.down_proj,
                 getattr(attended, "q_norm", None), getattr(attended, "k_norm", None),
             )  # fmt: skip
+
+    def strange(self, names: Sequence[str]) -> list[str]:
+        """Those of some weights that are no projection of a layer."""
+        known = {_weight(i, name) for i in range(len(self._layers)) for name in _PARTS}
+        return [name for name in names if name not in known]
 
     def store(self, rows: int, room: int) -> Store:
         """Memory for so many rows of so many columns."""

@@ -77,7 +77,9 @@ class TransformersEngine(KeepsMean):
             deterministic=self.deterministic,
         )
         self._decoding = ""
-        self._static = self._made_static() if model is None else None
+        self._static: StaticDecoder | None = None
+        if model is None:
+            self._static = self._made_static()
         self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # which may be views by now
         self._adapters: Adapters | None = None
 
@@ -89,10 +91,15 @@ class TransformersEngine(KeepsMean):
         why = obstacle(self.model)
         if on_gpu and not kernels.available(self.device):
             why = "Triton is not installed"
-        if why and wanted == "static":
-            raise ConfigError(f"engine.decoder: static cannot decode this model: {why}; set library or auto")
-        self._decoding = f"decoder library, because {why}" if why else "decoder static"
+        self._take_library(why)
         return None if why else StaticDecoder(self._decoder, Blocks(self.model))
+
+    def _take_library(self, why: str) -> None:
+        """Decode by the library where there is a reason not to take steps over fixed memory. Raises ConfigError."""
+        if why and self._settings.decoder == "static":
+            raise ConfigError(f"engine.decoder: static cannot decode this: {why}; set library or auto")
+        self._decoding = f"decoder library, because {why}" if why else "decoder static"
+        self._static = None if why else self._static
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,8 +114,8 @@ class TransformersEngine(KeepsMean):
         if space.carrier == "adapter":
             self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
             self._decoder.forward.share(self._adapters.modules)
-        if self._static is not None:
-            self._static.names = [t.module for t in layout.tensors] if space.carrier == "adapter" else ()
+            if self._static is not None:
+                self._take_library(self._static.begin([t.module for t in layout.tensors], layout.rank))
         return Facts(
             engine="transformers",
             device=str(self.device),

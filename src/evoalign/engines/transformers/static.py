@@ -20,7 +20,7 @@ from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, Factors, Store
 from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
 from evoalign.engines.transformers.prefill import Head, shared_prefix
-from evoalign.errors import NotFiniteError
+from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.types import Request, Sampling
 
@@ -122,28 +122,22 @@ class _Made:
 
 
 class StaticDecoder:
-    """Generates as `Decoder` does, whose settings it shares, with a model of which `blocks.obstacle` says nothing.
-
-    `names` are the weights on which members have adapters.
-    """
+    """Generates as `Decoder` does, whose settings it shares, with a model of which `blocks.obstacle` says nothing."""
 
     def __init__(self, decoder: Decoder, blocks: Blocks) -> None:
         self._plain, self._blocks, self.forward = decoder, blocks, decoder.forward
         self.footprint = decoder.footprint
-        self.names: Sequence[str] = ()
+        self._names: Sequence[str] = ()
         self._made: _Made | None = None
         self._pool: Any = None
 
-    def obstacle(self, adapters: Adapters | None) -> str:
-        """Why members cannot be served this way, in words; empty where they can."""
-        if adapters is None:
-            return ""
-        factors = [a for a in adapters.factors.values() if a is not None]
-        if len({a.scaling for a in factors}) > 1:
-            return "adapters have different scalings"
-        if max((a.b.shape[2] for a in factors), default=1) > population.MAX_RANK:
-            return f"adapters of a rank above {population.MAX_RANK}"
-        return ""
+    def begin(self, names: Sequence[str], rank: int) -> str:
+        """Make ready for members with adapters on these weights. Why that cannot be, in words; empty where it can."""
+        self._names = names
+        if rank > population.MAX_RANK:
+            return f"the adapters' rank {rank} is above {population.MAX_RANK}"
+        strange = self._blocks.strange(names)
+        return f"{strange[0]} is no projection of a layer" if strange else ""
 
     @property
     def bytes(self) -> int:
@@ -161,9 +155,6 @@ class StaticDecoder:
     ) -> Iterator[tuple[int, Completion]]:
         """See `Decoder.generate`."""
         sampling, wants_logprobs = asked[0][1].sampling, any(r.logprobs for _, r in asked)
-        if adapters is not None and self.obstacle(adapters):
-            yield from self._plain.generate(asked, adapters, spare)
-            return
         served = adapters is not None and any(a is not None for a in adapters.factors.values())
         made = self._ready(asked, adapters, wants_logprobs)
         state = made.state
@@ -193,6 +184,9 @@ class StaticDecoder:
         """Memory for a chunk, that of the last one where it fits; with the members' factors."""
         sampling = asked[0][1].sampling
         factors = {} if adapters is None else {n: a for n, a in adapters.factors.items() if a is not None}
+        scalings = {adapter.scaling for adapter in factors.values()}
+        if len(scalings) > 1:
+            raise ConfigError(f"adapters of scalings {sorted(scalings)} at once: set engine.decoder to library")
         room = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
         made, some = self._made, next(iter(factors.values()), None)
         rank, scaling = (1, 1.0) if made is None else (made.shape.rank, made.shape.scaling)  # the mean alone has none
@@ -205,7 +199,7 @@ class StaticDecoder:
         if made is None or not made.shape.holds(wanted):
             shape = wanted if made is None else made.shape.beside(wanted)
             made = self._made = None  # before there is another
-            self._made = _Made(shape, self._blocks, self.names, self.forward.device)
+            self._made = _Made(shape, self._blocks, self._names, self.forward.device)
         assert self._made is not None
         self._made.factors.put(factors)
         return self._made
