@@ -498,6 +498,8 @@ def within(field_: Field, count: int, phases: Sequence[str], **what: Any) -> Ite
                 share, call = field_.draw.random(), field_.draw.randint(1, most[at])
                 garbage = names[number % len(names)] if what["kind"] == "garbage" else None
                 length = field_.lengths["join" if phase == "join" else at]
+                if phase == "start":
+                    field_.drop()  # before the order: a replica of this engine that joins still would take it
                 field_.order(
                     at=at, phase=phase, call=call, share=share, length=length, garbage=garbage,
                     signal=what.get("signal", signal.SIGKILL),
