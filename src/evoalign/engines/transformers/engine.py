@@ -76,30 +76,18 @@ class TransformersEngine(KeepsMean):
             noise.key(config.seed, "sampling", ""),
             deterministic=self.deterministic,
         )
-        self._decoding = ""
-        self._static: StaticDecoder | None = None
-        if model is None:
-            self._static = self._made_static()
+        static = model is None and config.engine.decoder == "static"
+        self._static = self._made_static() if static else None
         self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # which may be views by now
         self._adapters: Adapters | None = None
 
-    def _made_static(self) -> StaticDecoder | None:
-        """Steps over fixed memory, where they are wanted and the model allows them. Raises ConfigError."""
-        wanted, on_gpu = self._settings.decoder, self.device.type == "cuda"
-        if wanted == "library" or (wanted == "auto" and not on_gpu):
-            return None
+    def _made_static(self) -> StaticDecoder:
+        """Steps over fixed memory. Raises ConfigError where the model does not allow them."""
         why = obstacle(self.model)
-        if on_gpu and not kernels.available(self.device):
+        if self.device.type == "cuda" and not kernels.available(self.device):
             why = "Triton is not installed"
-        self._take_library(why)
-        return None if why else StaticDecoder(self._decoder, Blocks(self.model))
-
-    def _take_library(self, why: str) -> None:
-        """Decode by the library where there is a reason not to take steps over fixed memory. Raises ConfigError."""
-        if why and self._settings.decoder == "static":
-            raise ConfigError(f"engine.decoder: static cannot decode this: {why}; set library or auto")
-        self._decoding = f"decoder library, because {why}" if why else "decoder static"
-        self._static = None if why else self._static
+        _check_static(why)
+        return StaticDecoder(self._decoder, Blocks(self.model))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +103,7 @@ class TransformersEngine(KeepsMean):
             self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
             self._decoder.forward.share(self._adapters.modules)
             if self._static is not None:
-                self._take_library(self._static.begin([t.module for t in layout.tensors], layout.rank))
+                _check_static(self._static.begin([t.module for t in layout.tensors], layout.rank))
         return Facts(
             engine="transformers",
             device=str(self.device),
@@ -123,7 +111,7 @@ class TransformersEngine(KeepsMean):
             deterministic=self.deterministic,
             model_hash=weights_hash((n, p.data) for n, p in self.model.named_parameters()),
             master_bytes=self.mean.bytes,
-            note=self._decoding,
+            note="" if self._static is None else "decoder static",
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
@@ -244,6 +232,11 @@ class TransformersEngine(KeepsMean):
             finish_reason=completion.finish_reason,
             logprobs=tuple(completion.logprobs) if request.logprobs else None,
         )
+
+
+def _check_static(why: str) -> None:
+    if why:
+        raise ConfigError(f"engine.decoder: static cannot decode this: {why}; set library")
 
 
 def _alike(requests: Sequence[Request]) -> list[list[Request]]:

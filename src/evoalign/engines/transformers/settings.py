@@ -31,10 +31,9 @@ class TransformersConfig(EngineSettings):
     that is not `deterministic`."""
     max_rows: Count | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
-    decoder: Literal["auto", "static", "library"] = "auto"
-    """How tokens are decoded: `static`, models of the Llama, Qwen2 and Qwen3 families alone, by steps over fixed memory
-    that a GPU repeats as CUDA graphs; `library`, any model, by the library's forward. auto: `static` on a GPU where the
-    model and the members' adapters allow it."""
+    decoder: Literal["library", "static"] = "library"
+    """How tokens are decoded: `library`, any model, by the library's forward; `static`, models of the Llama, Qwen2 and
+    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads; None leaves torch's own choice."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -129,7 +128,6 @@ class StaticDecoder:
         self.footprint = decoder.footprint
         self._names: Sequence[str] = ()
         self._made: _Made | None = None
-        self._pool: Any = None
 
     def begin(self, names: Sequence[str], rank: int) -> str:
         """Make ready for members with adapters on these weights. Why that cannot be, in words; empty where it can."""
@@ -147,7 +145,7 @@ class StaticDecoder:
 
     def close(self) -> None:
         """Free the memory and the graphs."""
-        self._made = self._pool = None
+        self._made = None
 
     @torch.inference_mode()
     def generate(
@@ -275,14 +273,14 @@ class StaticDecoder:
             made.graphs[size].replay()
         else:
             self._compute(made, size)  # kernels are compiled and libraries load; then what comes next is written down
-            made.graphs[size] = self._captured(lambda: self._compute(made, size))
+            made.graphs[size] = self._captured(made, lambda: self._compute(made, size))
 
-    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of that work; all share their memory, since one runs at a time."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+    @staticmethod
+    def _captured(made: _Made, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of that work; all of a shape share their memory, since one runs at a time."""
+        graph, other = torch.cuda.CUDAGraph(), next(iter(made.graphs.values()), None)
+        with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
             work()
-        self._pool = graph.pool()
         return graph
 
     def _compute(self, made: _Made, size: int) -> None:
