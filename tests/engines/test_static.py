@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from evoalign import engines, spaces
 from evoalign.engines.transformers.static import LEAST, size_for
 from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
@@ -98,6 +99,30 @@ def test_an_answer_that_is_left_half_way_leaves_nothing(folder: Path) -> None:
         whole = bench.ask(bench.plan(), asked("apart", GREEDY))
         next(iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY))))
         assert bench.ask(bench.plan(), asked("apart", GREEDY)) == whole
+
+
+def test_members_are_served_after_the_mean_was_asked_before_there_were_any(folder: Path) -> None:
+    config = make_config(folder, "lowrank", engine={"decoder": "static", "max_rows": 1}, es={"population_size": 3})
+    with Bench(config, ()) as other:
+        wanted = other.ask(other.plan(), requests(PROMPTS["apart"], GREEDY))
+        loaded = other.tokens
+    engine = engines.create(config, loaded)
+    list(engine.rollout(MEAN_PLAN, requests(PROMPTS["apart"], GREEDY)))
+    space = spaces.create(config)
+    engine.start(space, space.layout(engine.specs(), engine.dtype), None, False)
+    found = list(engine.rollout(other.plan(), requests(PROMPTS["apart"], GREEDY)))
+    assert {(r.member.index, r.request): r.token_ids for r in found} == {k: r.token_ids for k, r in wanted.items()}
+    assert len({r.token_ids for r in found}) > len(PROMPTS["apart"])
+
+
+def test_a_text_that_bytes_of_no_character_hide_still_ends_an_answer(folder: Path, monkeypatch: Any) -> None:
+    """A tokenizer of bytes, by which a line break before a broken character cannot be read any more."""
+    with bench_of(folder, "static") as bench:
+        static: Any = bench.engine
+        decoder = static._static._plain
+        monkeypatch.setattr(decoder, "decode", lambda ids: "a\n" if list(ids)[-1] == 1 else "\ufffd" * len(ids))
+        assert static._static._stopped([0, 0, 1, 2, 2], 1, 4, ("\n",)) == 3
+        assert static._static._stopped([0, 0, 2, 2, 2], 1, 4, ("\n",)) == 0
 
 
 def test_small_chunks_say_the_same(folder: Path) -> None:

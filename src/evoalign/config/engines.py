@@ -61,6 +61,8 @@ class EngineSettings(Section):
     resources: ClassVar[frozenset[str]] = frozenset()
     """Settings that a run may have to change to fit where it resumes. They decide the shapes of batches and the
     kernels, and with them at most the last bits of a score."""
+    younger: ClassVar[frozenset[str]] = frozenset()
+    """Settings that came after the first release: a run that leaves them at their default has the hash it had then."""
     serves_here: ClassVar[bool] = False
     """Whether it answers in this process, with a model of transformers, and lets another model onto its device."""
     takes_mixtures: ClassVar[bool] = True
@@ -71,6 +73,12 @@ class EngineSettings(Section):
     """Whether several of it, each in a process of its own, can share a population."""
     lighter: ClassVar[str] = ""
     """What of the settings makes weights and mean take less memory, as advice to who has too little."""
+
+    @property
+    def unsaid(self) -> set[str]:
+        """Those of the younger settings that are at their default, which the hash of a run leaves out."""
+        fields = type(self).model_fields
+        return {name for name in self.younger if getattr(self, name) == fields[name].default}
 
     @property
     def where(self) -> str:

@@ -59,6 +59,8 @@ def _tree(config: Config, without: set[str], unsampled: Collection[str] = ()) ->
     if both[0].items() <= both[1].items():  # which then says all, as it did in the first release
         del tree["sampling"]
     tree["model"]["trust_remote_code"] = False
+    for name in config.engine.unsaid:
+        del tree["engine"][name]
     return tree
 
 

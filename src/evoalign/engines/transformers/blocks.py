@@ -54,6 +54,9 @@ def obstacle(model: Any) -> str:
             part = _part(layer, name)
             if type(part) is not nn.Linear:
                 return f"layer {i}: {name} is {type(part).__name__}"
+        for names in (_PARTS[:3], _PARTS[4:6]):
+            if len({_part(layer, name).bias is None for name in names}) > 1:
+                return f"layer {i}: of {', '.join(names)} some have a bias"
     return "" if type(model.lm_head) is nn.Linear else f"its head is {type(model.lm_head).__name__}"
 
 

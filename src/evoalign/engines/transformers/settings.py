@@ -33,12 +33,14 @@ class TransformersConfig(EngineSettings):
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     decoder: Literal["library", "static"] = "library"
     """How tokens are decoded: `library`, any model, by the library's forward; `static`, models of the Llama, Qwen2 and
-    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs."""
+    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs. A model that is being trained
+    is decoded by the library."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads; None leaves torch's own choice."""
 
     path = "evoalign.engines.transformers.engine:TransformersEngine"
-    resources = frozenset({"device", "memory_gib", "max_rows", "threads"})
+    resources = frozenset({"device", "memory_gib", "max_rows", "threads", "decoder"})
+    younger = frozenset({"decoder"})
     serves_here = True
     carries_experts = True
 

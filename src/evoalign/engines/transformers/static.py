@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from evoalign import noise
+from evoalign import kernels, noise
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, Factors, Store
 from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
@@ -29,6 +29,8 @@ LEAST = 8
 """The smallest size of a batch."""
 COLUMNS = 64
 """Columns of the store come in so many, so that prompts of another length find graphs that fit."""
+UNREADABLE = "\ufffd"
+"""Of a character of which some bytes are not there yet; some tokenizers make it of whole tokens before it."""
 PASS = (1024, 32768)
 """Tokens of prompts that go through the layers at once, on a CPU and on a GPU: more keeps neither any busier."""
 
@@ -131,7 +133,7 @@ class StaticDecoder:
 
     def begin(self, names: Sequence[str], rank: int) -> str:
         """Make ready for members with adapters on these weights. Why that cannot be, in words; empty where it can."""
-        self._names = names
+        self._names, self._made = names, None  # whose factors, before there were members, are none
         if rank > population.MAX_RANK:
             return f"the adapters' rank {rank} is above {population.MAX_RANK}"
         strange = self._blocks.strange(names)
@@ -229,18 +231,20 @@ class StaticDecoder:
     ) -> torch.Tensor:
         """Logits [B, V] after texts of (row, slot, tokens), read so many at a time as there is room for."""
         device, width = self.forward.device, max(len(ids) for _, _, ids in texts)
-        most = min(spare, PASS[device.type == "cuda"] * self.footprint.prefill(1, 1))
-        size = max(1, int(most / self.footprint.prefill(width, 1)))
+        most, row = PASS[device.type == "cuda"] // width, self.footprint.prefill(width, start + width)
+        row += self.footprint.cache * (start + width) if start else 0  # a layer's, gathered, is less than all layers'
+        size = max(1, int(min(most, spare / row)))
         found: list[torch.Tensor] = []
         for first in range(0, len(texts), size):
             part = texts[first : first + size]
             tokens = torch.tensor([[*ids, *[self._plain.pad_id] * (width - len(ids))] for _, _, ids in part])
             rows, last = torch.tensor([[row, len(ids) - 1] for row, _, ids in part]).T.to(device)
             members = torch.tensor([slot if served else -1 for _, slot, _ in part], dtype=torch.int32, device=device)
-            found.append(self._blocks.read(
-                tokens.to(device), start, rows, last, members, made.store, made.rotations, made.factors,
-                fixed=self._plain.deterministic,
-            ))  # fmt: skip
+            with kernels.on(device):
+                found.append(self._blocks.read(
+                    tokens.to(device), start, rows, last, members, made.store, made.rotations, made.factors,
+                    fixed=self._plain.deterministic,
+                ))  # fmt: skip
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _copy(self, made: _Made, moves: Sequence[tuple[int, int]], columns: int) -> None:
@@ -267,19 +271,20 @@ class StaticDecoder:
 
     def _step(self, made: _Made, size: int) -> None:
         """One more token of the first `size` rows."""
-        if self.forward.device.type != "cuda":
+        with kernels.on(self.forward.device):
+            if size in made.graphs:
+                made.graphs[size].replay()
+                return
             self._compute(made, size)
-        elif size in made.graphs:
-            made.graphs[size].replay()
-        else:
-            self._compute(made, size)  # kernels are compiled and libraries load; then what comes next is written down
-            made.graphs[size] = self._captured(made, lambda: self._compute(made, size))
+            if self.forward.device.type == "cuda":  # kernels are compiled by now and libraries loaded
+                made.graphs[size] = self._captured(made, lambda: self._compute(made, size))
 
     @staticmethod
     def _captured(made: _Made, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """A graph of that work; all of a shape share their memory, since one runs at a time."""
         graph, other = torch.cuda.CUDAGraph(), next(iter(made.graphs.values()), None)
-        with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
+        pool = None if other is None else other.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the device
             work()
         return graph
 
@@ -308,7 +313,7 @@ class StaticDecoder:
             state.logprobs[place, step] = own - logits.float().logsumexp(-1)
         state.token[:size] = token
         step.add_(1)
-        ends = torch.isin(token, self._plain.stop) & ~state.done[:size]
+        ends = (token[:, None] == self._plain.stop).any(-1) & ~state.done[:size]  # isin of many waits for the device
         state.length[place] = torch.where(ends, step, state.length[place])
         state.done[:size].logical_or_(ends)
 
@@ -336,7 +341,8 @@ class StaticDecoder:
     def _stopped(self, ids: Sequence[int], looked: int, tail: int, stop: Sequence[str]) -> int:
         """Tokens up to the first after `looked` with which a text of `stop` is there; 0 where none is."""
         decode = self._plain.decode
-        if not any(s in decode(ids) for s in stop):
+        whole = decode(ids)
+        if not any(s in whole for s in stop) and UNREADABLE not in whole:
             return 0
         for count in range(looked + 1, len(ids) + 1):
             if any(s in decode(ids[max(0, count - tail) : count]) for s in stop):
