@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -49,7 +50,7 @@ def test_who_takes_is_told_where_the_other_ends_in_the_middle(monkeypatch: pytes
     monkeypatch.setattr(copying, "PATIENCE", timedelta(seconds=2))
     giver = copying.Giver("gloo", HERE)
 
-    def broken() -> object:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", STATE["a"]
         raise OSError("the disk is gone")
 

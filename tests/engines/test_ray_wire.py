@@ -64,7 +64,6 @@ def test_rows_that_the_faults_below_are_made_of_are_good() -> None:
     assert [r.token_ids for r in wire.rollouts_of(json.dumps(GOOD).encode(), ASKED)] == [(7, 1), (7,)]
 
 
-
 @pytest.mark.parametrize("data", [
     None, 5, b"", b"no", b"[", b"{}", b"[1]", b"[[]]", b"[" * 100_000, json.dumps(GOOD[:1]).encode(),
     json.dumps([*GOOD, GOOD[0]]).encode(), json.dumps([GOOD[0], [2, *GOOD[1][1:]]]).encode(),

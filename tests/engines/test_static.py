@@ -120,7 +120,11 @@ def test_a_text_that_bytes_of_no_character_hide_still_ends_an_answer(folder: Pat
     with bench_of(folder, "static") as bench:
         static: Any = bench.engine
         decoder = static._static._plain
-        monkeypatch.setattr(decoder, "decode", lambda ids: "a\n" if list(ids)[-1] == 1 else "\ufffd" * len(ids))
+
+        def decode(ids: Sequence[int]) -> str:
+            return "a\n" if ids[-1] == 1 else "\ufffd" * len(ids)
+
+        monkeypatch.setattr(decoder, "decode", decode)
         assert static._static._stopped([0, 0, 1, 2, 2], 1, 4, ("\n",)) == 3
         assert static._static._stopped([0, 0, 2, 2, 2], 1, 4, ("\n",)) == 0
 
