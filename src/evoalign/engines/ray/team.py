@@ -158,14 +158,20 @@ class Team:
                 self.revive(seat, str(fault))
 
     def ask_all(self, method: str, *args: Any) -> dict[Seat, Any]:
-        """What every replica says that stands where the run does; those that fail are started again and left out."""
+        """What every replica says that stands where the run does; those that fail are started again and left out.
+        Raises EvoalignError where one refuses, once all have answered: Ray prints a refusal that nobody fetches."""
         refs = {seat: getattr(seat.actor, method).remote(*args) for seat in self.ready}
         found: dict[Seat, Any] = {}
+        refused: EvoalignError | None = None
         for seat, ref in refs.items():
             try:
                 found[seat] = self.get(seat, ref)
             except FaultError as fault:
                 self.revive(seat, str(fault))
+            except EvoalignError as error:
+                refused = refused or error
+        if refused:
+            raise refused
         return found
 
     def stand(self) -> str:
