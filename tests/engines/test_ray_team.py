@@ -6,13 +6,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from evoalign.config import from_dict
 from evoalign.engines.ray.audit import Audit
-from evoalign.engines.ray.team import LOADS, Seat, Team
+from evoalign.engines.ray.team import LOADS, FaultError, Seat, Team
 from evoalign.engines.ray.wire import GarbageError, stand_of
+from evoalign.errors import ModelError
 from evoalign.types import Facts
 
 FACTS = Facts("transformers", "cpu", "float32", True, "a" * 64, 0)
@@ -86,6 +88,22 @@ def test_a_copy_of_nothing_tells_no_speed() -> None:
     made._stood(made.seats[0], (0, "a" * 64, 0.0, 0, 1.0))
     made.updates = [b""] * 3
     assert made._copying_pays(made.seats[1])
+
+
+def test_a_refusal_is_fetched_from_every_replica() -> None:
+    """Ray prints an error that nobody fetched as one that nobody saw."""
+    made, fetched = team(0, 1, 2), list[int]()
+
+    def get(seat: Seat, ref: object) -> object:
+        fetched.append(seat.place)
+        raise ModelError("it does not fit") if seat.place else FaultError("died")
+
+    made.get, made.revive = get, MagicMock()
+    for seat in made.seats:
+        seat.stage, seat.actor = "ready", MagicMock()
+    with pytest.raises(ModelError, match="it does not fit"):
+        made.ask_all("load", False)
+    assert fetched == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

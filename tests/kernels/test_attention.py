@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evoalign.kernels import attention, available
+from evoalign.kernels import attention
 
-forms = pytest.mark.parametrize("form", ["torch", "triton"])
+# `decode` chooses the kernel, since these tests run in the interpreter.
+forms = pytest.mark.parametrize("decode", [attention.in_torch, attention.decode], ids=["torch", "triton"])
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -28,14 +29,7 @@ def exact(qkv, keys, values, slots, positions, heads, scale):
 @forms
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (7, 1, 24), (3, 3, 64), (34, 2, 8)])
-def test_rows_attend_to_their_own_past_and_no_further(form, dtype, heads, shared, width, monkeypatch):
-    if form == "triton":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        if not available("cpu"):
-            pytest.skip("Triton is not installed")
-        from evoalign.kernels.attention_triton import decode
-    else:
-        decode = attention.in_torch
+def test_rows_attend_to_their_own_past_and_no_further(decode, dtype, heads, shared, width):
     draw = torch.Generator().manual_seed(heads)
     positions = torch.tensor([0, 1, 63, 64, 65, 130, 5])
     slots, room = torch.tensor([6, 0, 3, 8, 1, 2, 7]), 131
@@ -57,14 +51,7 @@ def test_rows_attend_to_their_own_past_and_no_further(form, dtype, heads, shared
 
 
 @forms
-def test_a_row_has_the_same_bits_beside_other_rows(form, monkeypatch):
-    if form == "triton":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        if not available("cpu"):
-            pytest.skip("Triton is not installed")
-        from evoalign.kernels.attention_triton import decode
-    else:
-        decode = attention.in_torch
+def test_a_row_has_the_same_bits_beside_other_rows(decode):
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(4, 2, 70, 16, generator=draw) for _ in range(2))
     qkv, slots, positions = torch.randn(4, 8 * 16, generator=draw), torch.arange(4), torch.tensor([69, 3, 64, 20])
@@ -72,7 +59,7 @@ def test_a_row_has_the_same_bits_beside_other_rows(form, monkeypatch):
     for row in range(4):
         one = slice(row, row + 1)
         alone = decode(qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25)
-        if form == "triton":
+        if decode is attention.decode:
             assert torch.equal(alone[0], whole[row])
         else:  # a library's product of another shape
             assert torch.allclose(alone[0], whole[row], atol=1e-6)

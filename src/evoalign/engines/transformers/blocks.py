@@ -107,15 +107,6 @@ class Store:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
-    @property
-    def rows(self) -> int:
-        return len(self.keys[0])
-
-    @property
-    def room(self) -> int:
-        """Columns of a row."""
-        return self.keys[0].shape[2]
-
 
 class Factors:
     """The factors of `slots` members on every projection, at addresses that stay: [S, 1, R, K] and [S, 1, N, R].

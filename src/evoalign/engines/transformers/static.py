@@ -32,7 +32,7 @@ COLUMNS = 64
 UNREADABLE = "\ufffd"
 """Of a character of which some bytes are not there yet; some tokenizers make it of whole tokens before it."""
 PASS = (1024, 32768)
-"""Tokens of prompts that go through the layers at once, on a CPU and on a GPU: more keeps neither any busier."""
+"""Tokens of prompts that go through the layers at once, on a CPU and on a GPU: what bounds the activations."""
 
 
 def size_for(rows: int) -> int:
