@@ -201,6 +201,10 @@ def test_files_are_not_changed_by_loading(base: Path) -> None:
         ({"ouput_dir": "x"}, "unknown setting ouput_dir; did you mean output_dir?"),
         ({"evaluatoin": {}}, "unknown setting evaluatoin; did you mean evaluation?"),
         ({"task": {"bach": 4}}, "unknown setting task.bach; did you mean task.batch_size?"),
+        (
+            {"engine": {"name": "ray", "threads": 1}},
+            "unknown setting engine.threads; it belongs to the engine in each replica: engine.replica.threads",
+        ),
         ({"population_size": 8}, "unknown setting population_size; did you mean es.population_size?"),
         ({"lora": {"max_tokens": 8}}, "unknown setting lora.max_tokens; did you mean sampling.max_tokens?"),
         ({"engine": {"device_map": 1}}, "unknown setting engine.device_map; did you mean engine.device?"),

@@ -15,6 +15,7 @@ import yaml
 from evoalign.baselines import planning
 from evoalign.baselines.settings import round_size
 from evoalign.config import Config, from_dict, load, to_yaml
+from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm.adapters import form, slots
 from evoalign.engines.vllm.settings import VllmConfig
@@ -232,8 +233,16 @@ def test_lowrank_settings(size: str) -> None:
 
 
 def test_the_quickstarts_need_no_download() -> None:
-    for name in ("quickstart", "quickstart_countdown", "quickstart_grpo"):
+    for name in ("quickstart", "quickstart_countdown", "quickstart_grpo", "quickstart_ray"):
         assert load([REPOSITORY / "configs" / f"{name}.yaml"]).model.name == "tiny"
+
+
+def test_the_quickstart_with_ray_is_the_quickstart() -> None:
+    ray, plain = (load([REPOSITORY / "configs" / f"{name}.yaml"]) for name in ("quickstart_ray", "quickstart"))
+    assert isinstance(ray.engine, RayConfig) and ray.deterministic
+    own = ("engine", "deterministic", "output_dir")
+    assert ray.model_copy(update={name: getattr(plain, name) for name in own}) == plain
+    assert ray.engine.replica == plain.engine
 
 
 def test_quickstart_countdown_never_trains_on_its_test_rows() -> None:

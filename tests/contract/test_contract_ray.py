@@ -142,7 +142,7 @@ def test_what_cannot_be_a_replica_is_refused(replica: dict[str, Any]) -> None:
         from_dict(settings("lora", 2, replica=replica))
 
 
-def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = journal(tmp_path / "whole", settings("lowrank", 2))
 
     def stop(generation: Any) -> None:
@@ -152,9 +152,11 @@ def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path) -> None:
     cut: dict[str, Any] = settings("lowrank", 2) | {"output_dir": str(tmp_path / "cut")}
     with pytest.raises(RuntimeError, match="stopped"):
         evoalign.train(cut, on_generation=stop)
-    cut["engine"]["replicas"] = 1
+    cut["engine"] |= {"replicas": 1, "cpus": 0.5}
     evoalign.train(cut, resume=True)
     assert generations(tmp_path / "cut") == wanted
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "last bits" in line]
+    assert len(told) == 1 and "engine.cpus" in told[0], "replicas move no bit where answers repeat"
 
 
 def test_a_cluster_of_its_own_listens_on_loopback_alone_and_ends_with_it() -> None:

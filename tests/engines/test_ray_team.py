@@ -12,7 +12,8 @@ import pytest
 
 from evoalign.config import from_dict
 from evoalign.engines.ray.audit import Audit
-from evoalign.engines.ray.team import LOADS, FaultError, Seat, Team
+from evoalign.engines.ray.calls import FaultError, line_of
+from evoalign.engines.ray.team import LOADS, Seat, Team
 from evoalign.engines.ray.wire import GarbageError, stand_of
 from evoalign.errors import ModelError
 from evoalign.types import Facts
@@ -88,6 +89,46 @@ def test_a_copy_of_nothing_tells_no_speed() -> None:
     made._stood(made.seats[0], (0, "a" * 64, 0.0, 0, 1.0))
     made.updates = [b""] * 3
     assert made._copying_pays(made.seats[1])
+
+
+@pytest.mark.parametrize("there, stage", [((1,), "loading"), ((), "waiting")])
+def test_who_goes_with_its_host_waits_for_room(there: tuple[int, ...], stage: str) -> None:
+    """To start it at once would cost it one more of its restarts."""
+    made, seat = team(*there), Seat(1, actor=MagicMock(), stage="ready")
+    made.cluster.check, made.cluster.actor, made._ray = MagicMock(), MagicMock(), MagicMock()
+    made.begin, made._config = ((), True, False), None
+    made.revive(seat, "died")
+    assert (seat.stage, seat.restarts) == (stage, 1)
+    assert (seat.actor is None) == (stage == "waiting")
+
+
+def test_a_death_is_told_in_short() -> None:
+    told = line_of(
+        RuntimeError(
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: Replica\n\tpid: 4711\n"
+            "\tip: 10.0.0.7\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+            "End of file. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer"
+        )
+    )
+    assert told == (
+        "RuntimeError (pid 4711, ip 10.0.0.7): The actor is dead because its worker process has died. "
+        "Worker exit type: SYSTEM_ERROR End of file."
+    )
+    assert line_of(ValueError("no\nmore room")) == "ValueError: more room" and line_of(ValueError()) == "ValueError: "
+
+
+def ray_lines(members: int, dense: bool = False, **engine: Any) -> list[str]:
+    made = from_dict({"engine": {"name": "ray", "replicas": 4, **engine}, "es": {"sigma": 0.1}}).engine
+    return made.lines(members, dense)
+
+
+def test_the_run_says_who_shares_what_and_who_has_nothing_to_do() -> None:
+    assert ray_lines(32) == ["engine ray: 4 replicas of transformers on this host share 32 members, 8 at a time"]
+    (said,) = ray_lines(4, dense=True, address="10.0.0.1:6379")
+    assert "on the cluster 10.0.0.1:6379 share 4 members, 1 at a time" in said
+    assert "2 chunks, and 2 of the replicas have nothing to do: lower engine.chunk (to 4 or less)" in ray_lines(16)[1]
+    assert ray_lines(2)[1].endswith("lower engine.replicas")
+    assert ray_lines(2, dense=True)[1].endswith("lower engine.replicas")
 
 
 def test_a_refusal_is_fetched_from_every_replica() -> None:

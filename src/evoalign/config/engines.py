@@ -61,6 +61,8 @@ class EngineSettings(Section):
     resources: ClassVar[frozenset[str]] = frozenset()
     """Settings that a run may have to change to fit where it resumes. They decide the shapes of batches and the
     kernels, and with them at most the last bits of a score."""
+    steady: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that move no bit of a run whose answers repeat to the bit."""
     younger: ClassVar[frozenset[str]] = frozenset()
     """Settings that came after the first release: a run that leaves them at their default has the hash it had then."""
     serves_here: ClassVar[bool] = False
@@ -105,6 +107,10 @@ class EngineSettings(Section):
         """Bytes that it holds while it answers at once what it can of `rows` prompts of at most `prompt` tokens; 0:
         what is asked does not decide it, and `held` says it all."""
         return 0.0
+
+    def lines(self, members: int, dense: bool) -> list[str]:
+        """What a run of so many members says of it as it begins; `dense` members share no batch."""
+        return []
 
     def limit(self) -> tuple[str, int] | None:
         """The setting that bounds a prompt and its completion together, and the tokens; None: the model alone does."""

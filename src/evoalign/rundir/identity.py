@@ -69,11 +69,15 @@ def config_hash(config: Config, method: Method = "es") -> str:
     return hashlib.sha256(json.dumps(identity(config, method), sort_keys=True).encode()).hexdigest()
 
 
-def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[list[str], list[str]]:
+def differences(
+    ours: Config, theirs: Config, method: Method = "es", repeats: bool = False
+) -> tuple[list[str], list[str]]:
     """In words, what makes two configs different runs, and what may only move the last bits of a score.
 
-    The second are what engine and scorer call their `resources`.
+    The second are what engine and scorer call their `resources`, less what is `steady` where the engine `repeats` its
+    answers to the bit.
     """
+    steady = {f"engine.{name}" for name in ours.engine.steady} if repeats else set[str]()
     free = {f"engine.{name}" for name in ours.engine.resources}
     free |= {f"scorer.{name}" for name in ours.scorer.resources} if ours.scorer is not None else set[str]()
     found = _differ({"grader": {}} | identity(ours, method), {"grader": {}} | identity(theirs, method), "")
@@ -86,7 +90,7 @@ def differences(ours: Config, theirs: Config, method: Method = "es") -> tuple[li
     words = {key: f"{key} is {there!r} in the run and {here!r} now" for key, (here, there) in sorted(odd.items())}
     return (
         [line for key, line in words.items() if key not in free],
-        [line for key, line in words.items() if key in free],
+        [line for key, line in words.items() if key in free - steady],
     )
 
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from evoalign import tokens
+from evoalign import spaces, tokens
 from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, code_of
 from evoalign.cost import estimate, rounding
@@ -52,6 +52,7 @@ def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], l
         f"{estimate.and_mean(asks_mean)} x {asked // samples} prompts{each}) of at most "
         f"{config.sampling.max_tokens:,} tokens; the first one shows how long they take",
         *_batch_lines(config, len(data.train)),
+        *config.engine.lines(members, spaces.create(config).carrier == "dense"),
         *warnings,
     ]
 

@@ -186,7 +186,8 @@ class _EvolutionStrategies:
     def check_resume(self, session: Session) -> None:
         """Raise ResumeError for another model, tokenizer, noise or data; warn of what moves last bits."""
         header = self._log().header
-        for line in differences(self.config, from_dict(header.config))[1]:
+        repeats = self.parts.facts.deterministic
+        for line in differences(self.config, from_dict(header.config), repeats=repeats)[1]:
             session.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)

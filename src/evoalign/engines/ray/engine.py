@@ -18,10 +18,11 @@ import torch
 from evoalign.config import Config
 from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.calls import FaultError
 from evoalign.engines.ray.graders import Pool
 from evoalign.engines.ray.schedule import Schedule
 from evoalign.engines.ray.settings import RayConfig
-from evoalign.engines.ray.team import LOG, FaultError, Seat, Team
+from evoalign.engines.ray.team import LOG, Seat, Team
 from evoalign.errors import ConfigError, EvoalignError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space

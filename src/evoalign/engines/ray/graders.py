@@ -20,9 +20,10 @@ from typing import Any, cast
 from evoalign import tasks
 from evoalign.config import Config
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.calls import FaultError, answer
 from evoalign.engines.ray.cluster import Cluster
 from evoalign.engines.ray.settings import RayConfig
-from evoalign.engines.ray.team import LOG, FaultError, answer
+from evoalign.engines.ray.team import LOG
 from evoalign.errors import DataError, EvoalignError
 from evoalign.rewards.objective import Columns
 from evoalign.tasks.base import Data, Split

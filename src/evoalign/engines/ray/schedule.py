@@ -10,8 +10,9 @@ from typing import Any
 
 from evoalign.engines.base import pairs_of
 from evoalign.engines.ray import wire
+from evoalign.engines.ray.calls import FaultError
 from evoalign.engines.ray.deal import Chunk, Deal
-from evoalign.engines.ray.team import FaultError, Seat, Team
+from evoalign.engines.ray.team import Seat, Team
 from evoalign.types import Member, Plan, Request, Rollout
 
 REQUESTS = 64

@@ -59,6 +59,7 @@ class RayConfig(EngineSettings):
         "replicas", "at_least", "graders", "address", "cpus", "gpus", "restarts", "patience", "compare_every",
         "catch_up", "audit",
     })  # fmt: skip
+    steady = resources - {"address", "cpus", "gpus"}
 
     @field_validator("replica")
     @classmethod
@@ -110,6 +111,23 @@ class RayConfig(EngineSettings):
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
         return self.replica.batch_bytes(_of_replica(config, self), specs, dtype, rows, prompt)
+
+    def lines(self, members: int, dense: bool) -> list[str]:
+        at_once = 1 if dense else self.chunk
+        chunks = -(-members // at_once)
+        where = "on this host" if self.address is None else f"on the cluster {self.address}"
+        size, idle = members // self.replicas, self.replicas - chunks
+        found = [
+            f"engine ray: {self.replicas} replicas of {self.replica.name} {where} share {members} members, "
+            f"{at_once} at a time"
+        ]
+        if idle > 0:
+            fits = "" if dense or not size else f"engine.chunk (to {size} or less) or "
+            found.append(
+                f"warning: these are {chunks} chunks, and {idle} of the replicas have nothing to do: lower "
+                f"{fits}engine.replicas"
+            )
+        return found
 
     def limit(self) -> tuple[str, int] | None:
         found = self.replica.limit()

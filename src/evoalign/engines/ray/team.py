@@ -12,15 +12,16 @@ from typing import Any, Literal, NoReturn, cast
 
 from evoalign.config import Config
 from evoalign.engines.ray.audit import Audit
+from evoalign.engines.ray.calls import FaultError, answer
 from evoalign.engines.ray.cluster import Cluster
 from evoalign.engines.ray.replica import Replica
 from evoalign.engines.ray.settings import RayConfig
 from evoalign.engines.ray.wire import GarbageError, Stand, stand_of
-from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, NotFiniteError, plain
+from evoalign.errors import EvoalignError
 from evoalign.types import Facts
 
 LOG = logging.getLogger("evoalign.engine.ray")
-TICK = 0.5
+TICK = 0.05
 """Seconds at the most between two looks at what hangs, is slow, or has found room."""
 ENDING = 15.0
 """Seconds that replicas have to end in order; a server in one has ten of them."""
@@ -28,14 +29,6 @@ LOADS = 4
 """Times what the first ones took, within which a replica has to load the model where `patience` is less."""
 COPY_RATE = 0.5e9
 """Bytes a second at which a mean is copied, until one was."""
-
-
-TOLD = (ConfigError, DataError, ModelError, NotFiniteError)
-"""What an engine says of what it was asked, which another would say as well; all else is a failure of its own."""
-
-
-class FaultError(Exception):
-    """A replica, or a grader, did not answer as one that works would."""
 
 
 Stage = Literal["waiting", "loading", "catching up", "ready", "out"]
@@ -256,10 +249,14 @@ class Team:
             raise EvoalignError(
                 f"replica {seat.place} {why}; it was started again {self.settings.restarts} times (engine.restarts)"
             )
-        LOG.warning("replica %d %s; it is started again and its work is done by others", seat.place, why)
+        count = f"{seat.restarts} of {self.settings.restarts} times"
+        LOG.warning("replica %d %s; it is started again (%s), others do its work", seat.place, why, count)
         seat.distrusts_copy |= seat.copies
         self._ray.kill(seat.actor)
-        self._load(seat)
+        if seat.place in self.cluster.placed():
+            self._load(seat)
+        else:  # its host went with it
+            seat.actor, seat.stage, seat.joining, seat.told = None, "waiting", None, []
 
     def expel(self, seat: Seat, why: str) -> None:
         """Throw a replica out for good."""
@@ -376,24 +373,3 @@ class Team:
         for seat in there:
             self._ray.kill(seat.actor)
         self.cluster.close()
-
-
-def answer(ray: Any, ref: Any, patience: float) -> Any:
-    """What a call of an actor came to. Raises FaultError, and EvoalignError where that is what it raised."""
-    errors = ray.exceptions
-    try:
-        return ray.get(ref, timeout=patience)
-    except errors.RayTaskError as error:
-        if isinstance(error.cause, TOLD):
-            raise error.cause from None
-        raise FaultError(f"failed: {_line(error.cause)}") from error
-    except errors.GetTimeoutError as error:
-        raise FaultError(f"gave no answer for {patience:g} s") from error
-    except errors.RayError as error:
-        raise FaultError(f"died: {_line(error)}") from error
-
-
-def _line(error: BaseException) -> str:
-    """What it is, and its last line: of an actor that could not be made, the reason."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {plain(lines[-1])[:300]}"
