@@ -21,7 +21,7 @@ from evoalign.errors import EvoalignError
 from evoalign.types import Facts
 
 LOG = logging.getLogger("evoalign.engine.ray")
-TICK = 0.05
+TICK = 0.5
 """Seconds at the most between two looks at what hangs, is slow, or has found room."""
 ENDING = 15.0
 """Seconds that replicas have to end in order; a server in one has ten of them."""
