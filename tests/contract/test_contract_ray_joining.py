@@ -15,7 +15,7 @@ from evoalign.engines.base import parts_of
 from evoalign.engines.ray import copying, team
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replica import Replica
-from evoalign.errors import CanaryError, EvoalignError
+from evoalign.errors import CanaryError
 from evoalign.testing import engines as contract
 from evoalign.types import Rollout, population
 from raying import CORES, all_hashes, call, cluster, engine_of, settings
@@ -145,5 +145,4 @@ def test_the_canary_asks_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
         check(parts[0])
         with pytest.raises(CanaryError, match="answers as the unperturbed model does"):
             check(parts[1])
-        with pytest.raises(EvoalignError, match="one replica alone"):
-            parts[0].apply(bench.update())
+        assert not hasattr(parts[0], "apply"), "one replica alone is moved by nobody"
