@@ -226,7 +226,7 @@ class Facts:
     note: str = ""
     """What else a user should know, such as which kernels serve the members and why not faster ones."""
     library: str = ""
-    """The library that answers and its version, where it is another than those that every run records."""
+    """What answers, such as a library and its version, where it is other than what every run records."""
 
 
 @dataclass(frozen=True, slots=True)

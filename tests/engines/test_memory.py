@@ -65,11 +65,13 @@ def test_the_formula_bounds_what_lives_in_a_prefill(
     assert told / 5 < lived < told
 
 
-def peak(folder: Path, space: str, limit: float | None, temperature: float, target: list[int] | None = None) -> int:
+def peak(
+    folder: Path, space: str, limit: float | None, temperature: float, target: list[int] | None, decoder: str
+) -> int:
     """Most bytes that live in a rollout of members on long prompts of several lengths."""
     section = {} if space == "full" else {space: {"target_layers": target}}
     config = make_config(
-        folder, space, es={"population_size": 2}, engine={"name": "transformers", "memory_gib": limit}, **section
+        folder, space, es={"population_size": 2}, engine={"memory_gib": limit, "decoder": decoder}, **section
     )
     with Bench(config, stop_ids=[]) as bench:
         asked = requests([ids(LONG - i % 3, i) for i in range(12)], Sampling(2, temperature))
@@ -79,17 +81,35 @@ def peak(folder: Path, space: str, limit: float | None, temperature: float, targ
     return live.peak - noise
 
 
-@pytest.mark.first("lora-None-0.0", "full-None-0.0")
+@pytest.mark.first("lora-None-0.0-library", "full-None-0.0-library", "lora-None-1.0-static")
+@pytest.mark.parametrize("decoder", ["library", "static"])
 @pytest.mark.parametrize(
     ("space", "target", "temperature"),
     [("lora", None, 0.0), ("lora", None, 1.0), ("lora", [1], 0.0), ("full", None, 0.0)],
 )
 def test_a_rollout_keeps_to_its_limit(
-    space: str, target: list[int] | None, temperature: float, folders: dict[str, Path]
+    space: str, target: list[int] | None, temperature: float, decoder: str, folders: dict[str, Path]
 ) -> None:
-    free = peak(folders["qwen2"], space, 1.0, temperature, target)
+    free = peak(folders["qwen2"], space, 1.0, temperature, target, decoder)
     limit = free / 2
-    assert peak(folders["qwen2"], space, limit / 2**30, temperature, target) < limit
+    assert peak(folders["qwen2"], space, limit / 2**30, temperature, target, decoder) < limit
+
+
+def test_what_the_static_decoder_keeps_from_one_rollout_to_the_next_is_within_the_limit(
+    folders: dict[str, Path],
+) -> None:
+    """Memory for many short rows beside that for few long ones would be more than either needs."""
+    limit = 4 * 2**20
+    config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
+    with Bench(config, stop_ids=[]) as bench:
+        asked = [
+            requests([ids(length, i) for i in range(count)], Sampling(4, temperature))
+            for length, count, temperature in ((8, 60, 0.0), (LONG, 8, 0.0), (8, 60, 1.0), (40, 20, 0.5))
+        ]
+        with LiveMemory() as live:
+            for batch in asked:
+                bench.ask(bench.plan(), batch)
+    assert live.peak < limit
 
 
 @pytest.mark.first("qwen2")

@@ -153,7 +153,8 @@ def test_joined_weights_are_the_models_own(folder: Path) -> None:
             hashes.append(bench.engine.fingerprint())
             facts.append(bench.facts)
     assert hashes[0] == hashes[1] and facts[0].model_hash == facts[1].model_hash
-    assert [f.note for f in facts] == ["", "decoder static"]
+    assert [f.note for f in facts] == ["", "steps over fixed memory (decoder static)"]
+    assert [f.library for f in facts] == ["", "static decoder"], "the journal says which"
 
 
 def test_adapters_that_the_kernels_do_not_serve_are_refused(folder: Path) -> None:
@@ -163,7 +164,7 @@ def test_adapters_that_the_kernels_do_not_serve_are_refused(folder: Path) -> Non
 
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     other = build("gemma2", tmp_path / "gemma2")
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM is not of the Llama, Qwen2 or Qwen3 family; set library"):
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM is not of the Llama, Qwen2 or Qwen3 family; set auto"):
         bench_of(other, "static")
     windows = build("qwen2_windows", tmp_path / "windows")
     with pytest.raises(ConfigError, match="a layer does not attend to its whole past"):

@@ -114,8 +114,8 @@ class Factors:
     Projections without members have zeros, which those of one shape share.
     """
 
-    def __init__(self, model: Any, names: Sequence[str], slots: int, rank: int) -> None:
-        self.slots, self.rank, self.scaling = slots, rank, 1.0
+    def __init__(self, model: Any, names: Sequence[str], slots: int, rank: int, scaling: float) -> None:
+        self.rank, self.scaling = rank, scaling
         self._zeros: dict[tuple[int, ...], torch.Tensor] = {}
         self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layers: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
@@ -176,6 +176,12 @@ class Blocks:
         known = {_weight(i, name) for i in range(len(self._layers)) for name in _PARTS}
         return [name for name in names if name not in known]
 
+    def factor_bytes(self, names: Sequence[str], rank: int) -> int:
+        """Of one member's factors on these weights."""
+        wanted, size = set(names), self.model.lm_head.weight.itemsize
+        parts = {_weight(i, n): _part(layer, n) for i, layer in enumerate(self.model.model.layers) for n in _PARTS}
+        return sum(rank * size * (p.in_features + p.out_features) for n, p in parts.items() if n in wanted)
+
     def store(self, rows: int, room: int) -> Store:
         """Memory for so many rows of so many columns."""
         like: torch.Tensor = self.model.lm_head.weight
@@ -230,6 +236,8 @@ class Blocks:
                 kept[rows, :, start : start + length] = new
             if start:
                 k, v = (kept[rows, :, : start + length] for kept in (store.keys[i], store.values[i]))
+            if q.dtype == torch.float32:  # of whose shared heads no kernel knows that keeps no scores
+                k, v = (kept.repeat_interleave(self.heads // self.shared, dim=1) for kept in (k, v))
             found = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start, enable_gqa=True)
             return found.transpose(1, 2).reshape(count * length, -1)
 

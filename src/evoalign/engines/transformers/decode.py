@@ -83,20 +83,28 @@ class Decoder:
         self.stop = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
         self.key = sampling_key
 
+    def rows(self, requests: Sequence[Request], room: float) -> int:
+        """How many find room together, of requests of one sampling: the longest counts."""
+        sampling = requests[0].sampling
+        tokens = max(len(r.prompt_ids) for r in requests) + sampling.max_tokens
+        row = self.footprint.row(tokens, greedy=sampling.temperature == 0)
+        return max(1, int((room - self.footprint.least(max(len(r.prompt_ids) for r in requests))) / row))
+
     @torch.inference_mode()
     def generate(
-        self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, spare: float = math.inf
+        self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, room: float = math.inf
     ) -> Iterator[tuple[int, Completion]]:
         """A completion of each (slot, request), with its place among them, as soon as it ends.
 
-        All requests share their sampling settings.
-        `spare` bytes are left for the activations of a prefill, beside the cache and the logits of all rows.
+        All requests share their sampling settings; `room` is bytes for everything that they take, of which `rows` has
+        said that it is enough.
         """
         sampling, wants_logprobs = asked[0][1].sampling, any(r.logprobs for _, r in asked)
-        room = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
+        columns = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
+        spare = room - len(asked) * self.footprint.row(columns, greedy=sampling.temperature == 0)
         slots = torch.tensor([slot for slot, _ in asked], device=self._device)
-        cache = RoomCache(self.forward.layers, room)
-        read = Prefill(self.forward, self.footprint, cache, adapters, spare).run(asked, room, self.pad_id)
+        cache = RoomCache(self.forward.layers, columns)
+        read = Prefill(self.forward, self.footprint, cache, adapters, spare).run(asked, columns, self.pad_id)
         logits, rows = read.logits, self._rows(asked, read.mask)
         out = [Completion() for _ in asked]
         alone = asked[-1][0] == 0

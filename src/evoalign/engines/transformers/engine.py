@@ -44,10 +44,9 @@ CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """At most so many `rows` at once; a `row`'s cache and logits, and the `room` for all, in bytes."""
+    """At most so many `rows` at once, and the `room` for all that they take, in bytes."""
 
     rows: int
-    row: int
     room: float
 
 
@@ -76,18 +75,28 @@ class TransformersEngine(KeepsMean):
             noise.key(config.seed, "sampling", ""),
             deterministic=self.deterministic,
         )
-        static = model is None and config.engine.decoder == "static"
-        self._static = self._made_static() if static else None
+        self._static: StaticDecoder | None = None
+        self._why_library = ""
+        if model is None and (config.engine.decoder == "static" or (config.engine.decoder == "auto" and not on_cpu)):
+            self._use_static(self._obstacle())
         self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # which may be views by now
         self._adapters: Adapters | None = None
+        self._planned = 0.0
 
-    def _made_static(self) -> StaticDecoder:
-        """Steps over fixed memory. Raises ConfigError where the model does not allow them."""
-        why = obstacle(self.model)
+    def _obstacle(self) -> str:
+        """Why steps over fixed memory are not for this model here, in words; empty where they are."""
         if self.device.type == "cuda" and not kernels.available(self.device):
-            why = "Triton is not installed"
-        _check_static(why)
-        return StaticDecoder(self._decoder, Blocks(self.model))
+            return "Triton is not installed"
+        return obstacle(self.model)
+
+    def _use_static(self, why_not: str) -> None:
+        """Decode so, where nothing stands against it. Raises ConfigError where it does and that was asked by name."""
+        if why_not and self._settings.decoder == "static":
+            raise ConfigError(f"engine.decoder: static cannot decode this: {why_not}; set auto or library")
+        if why_not:
+            self._static, self._why_library = None, why_not
+        elif self._static is None:
+            self._static = StaticDecoder(self._decoder, Blocks(self.model))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,11 +108,12 @@ class TransformersEngine(KeepsMean):
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
         """Make the master and, for adapters, hook the target layers."""
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
+        self._planned = 0.0
         if space.carrier == "adapter":
             self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
             self._decoder.forward.share(self._adapters.modules)
             if self._static is not None:
-                _check_static(self._static.begin([t.module for t in layout.tensors], layout.rank))
+                self._use_static(self._static.begin([t.module for t in layout.tensors], layout.rank, space.scaling))
         return Facts(
             engine="transformers",
             device=str(self.device),
@@ -111,7 +121,8 @@ class TransformersEngine(KeepsMean):
             deterministic=self.deterministic,
             model_hash=weights_hash((n, p.data) for n, p in self.model.named_parameters()),
             master_bytes=self.mean.bytes,
-            note="" if self._static is None else "decoder static",
+            note=self._note(),
+            library="" if self._static is None else "static decoder",
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
@@ -162,27 +173,29 @@ class TransformersEngine(KeepsMean):
                     "shorten the prompt, or lower max_tokens (sampling, evaluation)"
                 )
 
-    def rows_per_chunk(self, requests: Sequence[Request]) -> int:
-        """Rows that fit the memory: from the config and the prompts alone when `deterministic`."""
-        return self._chunk(requests).rows
+    def _note(self) -> str:
+        if self._static is not None:
+            return "steps over fixed memory (decoder static)"
+        return f"the library decodes, for the static decoder cannot: {self._why_library}" if self._why_library else ""
 
     def _chunk(self, requests: Sequence[Request]) -> _Chunk:
-        """Rows whose cache and logits fit, with room for the activations of a prefill of few at a time."""
-        footprint, room = self._decoder.footprint, self._room()
-        tokens = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        row = footprint.row(tokens, greedy=requests[0].sampling.temperature == 0)
-        rows = max(1, int((room - footprint.least(max(len(r.prompt_ids) for r in requests))) / row))
-        return _Chunk(min(rows, self._settings.max_rows or rows), row, room)
+        """Rows whose cache and logits fit, with room for the activations of a prefill of few at a time: from the
+        config and the prompts alone when `deterministic`."""
+        room = self._room()
+        rows = (self._static or self._decoder).rows(requests, room)
+        return _Chunk(min(rows, self._settings.max_rows or rows), room)
 
     def _room(self) -> float:
         """Bytes for the cache, the logits and the activations of one chunk."""
         room = self._settings.memory_gib
         if room is not None:
             return room * 2**30
-        if self.device.type == "cuda" and not self.deterministic:
-            own = self._static.bytes if self._static is not None else 0
-            return 0.5 * (torch.cuda.mem_get_info(self.device)[0] + own)  # the rest is the library's
-        return DEFAULT_MEMORY_GIB * 2**30
+        if self.device.type != "cuda" or self.deterministic:
+            return DEFAULT_MEMORY_GIB * 2**30
+        if self._static is None:
+            return 0.5 * _free(self.device)  # the rest is the library's
+        self._planned = self._planned or 0.5 * _free(self.device)  # once, for it keeps what it takes
+        return self._planned
 
     def close(self) -> None:
         if self._adapters is not None:
@@ -217,9 +230,8 @@ class TransformersEngine(KeepsMean):
     def _answer(self, members: Sequence[Member], asked: Asked, chunk: _Chunk) -> Iterator[Rollout]:
         """One batch; `members` have the slots in which their adapters lie."""
         slot = {member: i for i, member in enumerate(members)}
-        spare = chunk.room - len(asked) * chunk.row
         decoder = self._static or self._decoder
-        for place, completion in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, spare):
+        for place, completion in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, chunk.room):
             yield self._rollout(*asked[place], completion)
 
     def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
@@ -234,9 +246,10 @@ class TransformersEngine(KeepsMean):
         )
 
 
-def _check_static(why: str) -> None:
-    if why:
-        raise ConfigError(f"engine.decoder: static cannot decode this: {why}; set library")
+def _free(device: torch.device) -> float:
+    """Bytes that a device has for tensors, those among them that torch keeps for the next ones."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _alike(requests: Sequence[Request]) -> list[list[Request]]:

@@ -52,8 +52,11 @@ class Footprint:
 
     def row(self, tokens: int, *, greedy: bool) -> int:
         """Of one row while it is decoded: its cache and its logits."""
-        # Greedy takes the logits and a copy; sampling sorts them in float64 with their indices (measured).
-        return self.cache * tokens + (12 if greedy else 40) * self.vocabulary
+        return self.cache * tokens + self.logits(greedy=greedy)
+
+    def logits(self, *, greedy: bool) -> int:
+        """Of one row's: greedy takes them and a copy, sampling sorts them in float64 with their indices (measured)."""
+        return (12 if greedy else 40) * self.vocabulary
 
     def prefill(self, width: int, columns: int) -> int:
         """Of one row of `width` tokens while it is read, beside its cache of `columns` by then."""

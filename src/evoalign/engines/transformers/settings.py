@@ -31,10 +31,10 @@ class TransformersConfig(EngineSettings):
     that is not `deterministic`."""
     max_rows: Count | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
-    decoder: Literal["library", "static"] = "library"
+    decoder: Literal["auto", "library", "static"] = "auto"
     """How tokens are decoded: `library`, any model, by the library's forward; `static`, models of the Llama, Qwen2 and
-    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs. A model that is being trained
-    is decoded by the library."""
+    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs. auto: so on a GPU where it can.
+    A model that is being trained is decoded by the library."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads; None leaves torch's own choice."""
 

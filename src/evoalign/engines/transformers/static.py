@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -39,6 +39,10 @@ def size_for(rows: int) -> int:
     """The least size of a batch that holds so many rows: 2^k or 3 * 2^(k-1)."""
     power = max(LEAST, 1 << (rows - 1).bit_length())
     return power * 3 // 4 if power > LEAST and rows <= power * 3 // 4 else power
+
+
+def _columns(tokens: int) -> int:
+    return -(-tokens // COLUMNS) * COLUMNS
 
 
 @dataclass(slots=True)
@@ -83,43 +87,39 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What graphs hold on to: `rows`, `room`, `tokens` and `slots` are the most of them, all else is as it is."""
+    """How much memory there is: rows of `room` columns and at most `tokens` new ones, and members' slots."""
 
     rows: int
     room: int
     tokens: int
     slots: int
-    rank: int
-    scaling: float
+
+    def beside(self, other: _Shape) -> _Shape:
+        """What holds both."""
+        return _Shape(*(max(a, b) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What else a graph holds on to: how tokens are drawn, and whether with their log-probabilities."""
+
     temperature: float
     top_p: float
     logprobs: bool
-
-    def holds(self, other: _Shape) -> bool:
-        """Whether a chunk of the other shape finds room."""
-        return self.beside(other) == self
-
-    def beside(self, other: _Shape) -> _Shape:
-        """That of the other, with room for this one where that takes little more than the larger of the two."""
-        both = replace(other, **{name: max(getattr(self, name), getattr(other, name)) for name in _MOST})
-        larger = max(self.rows * self.room, other.rows * other.room)
-        return both if both.rows * both.room <= 2 * larger else other
-
-
-_MOST = ("rows", "room", "tokens", "slots")
 
 
 class _Made:
     """The memory of a shape, and its graphs."""
 
-    def __init__(self, shape: _Shape, blocks: Blocks, names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, shape: _Shape, blocks: Blocks, names: Sequence[str], rank: int, scaling: float, device: torch.device
+    ) -> None:
         self.shape = shape
         self.store: Store = blocks.store(shape.rows, shape.room)
         self.rotations = blocks.rotations(shape.room)
-        self.factors = Factors(blocks.model, names, shape.slots, shape.rank)
-        self.factors.scaling = shape.scaling
+        self.factors = Factors(blocks.model, names, shape.slots, rank, scaling)
         self.state = _State.of(shape.rows, shape.tokens, device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, _Drawn], torch.cuda.CUDAGraph] = {}
 
 
 class StaticDecoder:
@@ -127,40 +127,54 @@ class StaticDecoder:
 
     def __init__(self, decoder: Decoder, blocks: Blocks) -> None:
         self._plain, self._blocks, self.forward = decoder, blocks, decoder.forward
-        self.footprint = decoder.footprint
+        self._footprint = decoder.footprint
         self._names: Sequence[str] = ()
+        self._rank, self._scaling, self._member = 1, 1.0, 0
         self._made: _Made | None = None
 
-    def begin(self, names: Sequence[str], rank: int) -> str:
+    def begin(self, names: Sequence[str], rank: int, scaling: float) -> str:
         """Make ready for members with adapters on these weights. Why that cannot be, in words; empty where it can."""
         self._names, self._made = names, None  # whose factors, before there were members, are none
         if rank > population.MAX_RANK:
             return f"the adapters' rank {rank} is above {population.MAX_RANK}"
         strange = self._blocks.strange(names)
-        return f"{strange[0]} is no projection of a layer" if strange else ""
-
-    @property
-    def bytes(self) -> int:
-        """Of what is kept from one chunk to the next: keys and values."""
-        store = None if self._made is None else self._made.store
-        return 0 if store is None else sum(t.nbytes for t in (*store.keys, *store.values))
+        if strange:
+            return f"{strange[0]} is no projection of a layer"
+        self._rank, self._scaling = rank, scaling
+        self._member = 2 * self._blocks.factor_bytes(names, rank)  # as the space gives them, and as kernels take them
+        return ""
 
     def close(self) -> None:
         """Free the memory and the graphs."""
         self._made = None
 
+    def rows(self, requests: Sequence[Request], room: float) -> int:
+        """See `Decoder.rows`; a member's factors are shared by all that it answers."""
+        sampling, longest = requests[0].sampling, max(len(r.prompt_ids) for r in requests)
+        shape = _Shape(1, _columns(longest + sampling.max_tokens), sampling.max_tokens, 0)
+        each = self._kept(shape) + self._footprint.logits(greedy=sampling.temperature == 0)
+        each += self._member / (len(requests) if requests[0].member is None else 1)
+        return max(1, int((room - self._footprint.least(longest)) / each))
+
+    def _kept(self, shape: _Shape) -> int:
+        """Bytes of what stays from one chunk to the next, beside the graphs' own."""
+        return shape.rows * (self._footprint.cache * shape.room + 12 * shape.tokens) + shape.slots * self._member
+
     @torch.inference_mode()
     def generate(
-        self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, spare: float = math.inf
+        self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, room: float = math.inf
     ) -> Iterator[tuple[int, Completion]]:
         """See `Decoder.generate`."""
-        sampling, wants_logprobs = asked[0][1].sampling, any(r.logprobs for _, r in asked)
+        sampling = asked[0][1].sampling
+        drawn = _Drawn(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in asked))
+        logits = len(asked) * self._footprint.logits(greedy=sampling.temperature == 0)
         served = adapters is not None and any(a is not None for a in adapters.factors.values())
-        made = self._ready(asked, adapters, wants_logprobs)
+        made = self._ready(asked, adapters, room - logits)
         state = made.state
         self._begin(asked, served, state)
         size, places, told, looked = len(asked), list(range(len(asked))), set[int](), 0
-        self._choose(self._read(asked, made, served, spare), state, size, made.shape)
+        spare = room - logits - self._kept(made.shape)
+        self._choose(self._read(asked, made, served, spare), state, size, drawn)
         for step in range(1, sampling.max_tokens + 1):
             last = step == sampling.max_tokens
             if last or step % EVERY == 0:
@@ -168,7 +182,7 @@ class StaticDecoder:
                 looked = step
                 ended = {p: n for p, n in zip(places, length, strict=True) if (n or last) and p not in told}
                 told |= ended.keys()
-                yield from self._said(state, ended, step, wants_logprobs)
+                yield from self._said(state, ended, step, drawn.logprobs)
                 going = [row for row, n in enumerate(length) if not n]
                 if last or not going:
                     break
@@ -178,29 +192,26 @@ class StaticDecoder:
                     stay = sorted(going + over[: size - len(going)])
                     places = [places[row] for row in stay]
                     state.order(torch.tensor(stay, device=self.forward.device))
-            self._step(made, size)
+            self._step(made, size, drawn)
 
-    def _ready(self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, logprobs: bool) -> _Made:
+    def _ready(self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, room: float) -> _Made:
         """Memory for a chunk, that of the last one where it fits; with the members' factors."""
-        sampling = asked[0][1].sampling
+        tokens = asked[0][1].sampling.max_tokens
         factors = {} if adapters is None else {n: a for n, a in adapters.factors.items() if a is not None}
-        scalings = {adapter.scaling for adapter in factors.values()}
-        if len(scalings) > 1:
-            raise ConfigError(f"adapters of scalings {sorted(scalings)} at once: set engine.decoder to library")
-        room = max(len(r.prompt_ids) for _, r in asked) + sampling.max_tokens
-        made, some = self._made, next(iter(factors.values()), None)
-        rank, scaling = (1, 1.0) if made is None else (made.shape.rank, made.shape.scaling)  # the mean alone has none
-        wanted = _Shape(
-            rows=len(asked), room=-(-room // COLUMNS) * COLUMNS, tokens=sampling.max_tokens,
-            slots=1 + max(slot for slot, _ in asked), rank=rank if some is None else some.b.shape[2],
-            scaling=scaling if some is None else some.scaling, temperature=sampling.temperature,
-            top_p=sampling.top_p, logprobs=logprobs,
-        )  # fmt: skip
-        if made is None or not made.shape.holds(wanted):
-            shape = wanted if made is None else made.shape.beside(wanted)
-            made = self._made = None  # before there is another
-            self._made = _Made(shape, self._blocks, self._names, self.forward.device)
-        assert self._made is not None
+        strange = {adapter.scaling for adapter in factors.values()} - {self._scaling}
+        if strange:
+            raise ConfigError(
+                f"an adapter's scaling is {strange.pop()} where its space says {self._scaling}; mend it, or set "
+                "engine.decoder: library"
+            )
+        longest = max(len(r.prompt_ids) for _, r in asked)
+        wanted = _Shape(len(asked), _columns(longest + tokens), tokens, 1 + max(slot for slot, _ in asked))
+        whole = wanted if self._made is None else self._made.shape.beside(wanted)
+        if self._made is None or self._made.shape != whole:
+            if self._kept(whole) + self._footprint.least(longest) > room:
+                whole = wanted
+            self._made = None  # before there is another
+            self._made = _Made(whole, self._blocks, self._names, self._rank, self._scaling, self.forward.device)
         self._made.factors.put(factors)
         return self._made
 
@@ -231,8 +242,8 @@ class StaticDecoder:
     ) -> torch.Tensor:
         """Logits [B, V] after texts of (row, slot, tokens), read so many at a time as there is room for."""
         device, width = self.forward.device, max(len(ids) for _, _, ids in texts)
-        most, row = PASS[device.type == "cuda"] // width, self.footprint.prefill(width, start + width)
-        row += self.footprint.cache * (start + width) if start else 0  # a layer's, gathered, is less than all layers'
+        most, row = PASS[device.type == "cuda"] // width, self._footprint.prefill(width, start + width)
+        row += self._footprint.cache * (start + width) if start else 0  # a layer's, gathered, is less than all layers'
         size = max(1, int(min(most, spare / row)))
         found: list[torch.Tensor] = []
         for first in range(0, len(texts), size):
@@ -269,15 +280,15 @@ class StaticDecoder:
             tensor.zero_()
         state.finite.fill_(True)
 
-    def _step(self, made: _Made, size: int) -> None:
+    def _step(self, made: _Made, size: int, drawn: _Drawn) -> None:
         """One more token of the first `size` rows."""
         with kernels.on(self.forward.device):
-            if size in made.graphs:
-                made.graphs[size].replay()
+            if (size, drawn) in made.graphs:
+                made.graphs[size, drawn].replay()
                 return
-            self._compute(made, size)
+            self._compute(made, size, drawn)
             if self.forward.device.type == "cuda":  # kernels are compiled by now and libraries loaded
-                made.graphs[size] = self._captured(made, lambda: self._compute(made, size))
+                made.graphs[size, drawn] = self._captured(made, lambda: self._compute(made, size, drawn))
 
     @staticmethod
     def _captured(made: _Made, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -288,28 +299,28 @@ class StaticDecoder:
             work()
         return graph
 
-    def _compute(self, made: _Made, size: int) -> None:
+    def _compute(self, made: _Made, size: int, drawn: _Drawn) -> None:
         state = made.state
         logits = self._blocks.step(
             state.token[:size], state.position[:size], state.place[:size], state.member[:size], made.store,
             made.rotations, made.factors, fixed=self._plain.deterministic,
         )  # fmt: skip
         state.position[:size].add_(1)
-        self._choose(logits, state, size, made.shape)
+        self._choose(logits, state, size, drawn)
 
-    def _choose(self, logits: torch.Tensor, state: _State, size: int, shape: _Shape) -> None:
+    def _choose(self, logits: torch.Tensor, state: _State, size: int, drawn: _Drawn) -> None:
         """Draw a token of each row, and write it down."""
         place, step = state.place[:size], state.step[:size]
-        if shape.temperature == 0:
+        if drawn.temperature == 0:
             token = logits.argmax(-1)
         else:
-            sampling = Sampling(1, shape.temperature, shape.top_p)
+            sampling = Sampling(1, drawn.temperature, drawn.top_p)
             token = draw(logits, noise.uniforms(self._plain.key, step, state.stream[:size]), sampling)
         own = logits.gather(1, token[:, None])[:, 0].float()
         # Of logits of which one is not a number the highest is none either.
-        state.finite.logical_and_(~(own if shape.temperature == 0 else logits).isnan().any())
+        state.finite.logical_and_(~(own if drawn.temperature == 0 else logits).isnan().any())
         state.ids[place, step] = token
-        if shape.logprobs:
+        if drawn.logprobs:
             state.logprobs[place, step] = own - logits.float().logsumexp(-1)
         state.token[:size] = token
         step.add_(1)
