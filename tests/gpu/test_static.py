@@ -139,22 +139,9 @@ def test_memory_stays_as_it_is_over_many_generations(folders: dict[str, Path]) -
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_a_run_goes_through_it_by_itself(space: str, tmp_path: Path) -> None:
     es = {"sigma": 0.01, "learning_rate": 0.005, "population_size": 8, "num_generations": 4}
-    tree = {"output_dir": str(tmp_path / "run"), "space": space, "es": es, "engine": {"device": "cuda"}}
-    result = evoalign.train(
-        from_dict(
-            {
-                **tree,
-                "task": {
-                    "name": "countdown",
-                    "train_data": str(DATA),
-                    "split": "first_last",
-                    "train_size": 8,
-                    "test_size": 8,
-                },
-                "evaluation": {"max_tokens": 32},
-            }
-        )
-    )
+    task = {"name": "countdown", "train_data": str(DATA), "split": "first_last", "train_size": 8, "test_size": 8}
+    tree = {"output_dir": str(tmp_path / "run"), "space": space, "es": es, "engine": {"device": "cuda"}, "task": task}
+    result = evoalign.train(from_dict({**tree, "evaluation": {"max_tokens": 32}}))
     assert result is not None
     journal = (tmp_path / "run" / "journal.jsonl").read_text()
     assert "static decoder" in journal.splitlines()[0] and len(journal.splitlines()) >= 5
