@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from evoalign.checks.signs import (
     has_role_marker,
@@ -46,6 +47,8 @@ SHARES = ("empty", "truncated", "repeated", "template", "role_marker", "special_
 """The names of `shares`."""
 
 Golds = Sequence[str | None]
+H = TypeVar("H", bound=Hashable)
+T = TypeVar("T")
 _MARKUP = re.compile(r"<[^<>\n]{1,24}>")
 _WORDLESS = re.compile(r"[^\w\n]+")
 _CLAUSE_ENDS = str.maketrans(".!?;:", "\n" * 5)
@@ -63,7 +66,7 @@ def templates(texts: Sequence[str], prompts: Sequence[Hashable], golds: Golds | 
     A text that says its gold answer is none (a classifier may use one word, or one sentence, for most prompts), unless
     it says that of other prompts which got the same text, too: one that lists all labels says every gold.
     """
-    clauses = [_clauses(text) for text in texts]
+    clauses = _of_each(_clauses, texts)
     whole = ["".join(parts) for parts in clauses]
     shared = _shared((clause, p) for parts, p in zip(clauses, prompts, strict=True) for clause in parts)
     common = Counter(text for text, _ in set(zip(whole, prompts, strict=True)))
@@ -177,10 +180,16 @@ def flags(
     found = {
         "truncated": [reason == "length" for reason in finish_reasons],
         "template": templates(texts, prompts, golds),
-        "other_script": [_is_other(text, gold, known) for text, gold in rows],
-        **{name: [_shows(sign, text, gold) for text, gold in rows] for name, sign in SIGNS.items()},
+        "other_script": _of_each(lambda row: _is_other(*row, known), rows),
+        **{name: _of_each(lambda row, sign=sign: _shows(sign, *row), rows) for name, sign in SIGNS.items()},
     }
     return {name: found[name] for name in SHARES}
+
+
+def _of_each(function: Callable[[H], T], items: Sequence[H]) -> list[T]:
+    """Of items of which many are the same, as members' answers are."""
+    known = {item: function(item) for item in dict.fromkeys(items)}
+    return [known[item] for item in items]
 
 
 def _listed(golds: Golds | None, texts: Sequence[str]) -> Golds:
@@ -204,15 +213,18 @@ def _right(texts: Sequence[str], whole: Sequence[str], golds: Golds | None) -> l
     if golds is None:
         return [False] * len(texts)
     wanted: defaultdict[str, set[str]] = defaultdict(set)
-    for text, gold in zip(whole, golds, strict=True):
+    for text, gold in dict.fromkeys(zip(whole, golds, strict=True)):
         if gold is not None:
             wanted[text].add(normalized(gold))
-    return [
-        gold is not None
-        and says(text, gold)
-        and not any(other != normalized(gold) and says(text, other) for other in wanted[same])
-        for text, same, gold in zip(texts, whole, golds, strict=True)
-    ]
+
+    def right(row: tuple[str, str, str | None]) -> bool:
+        text, same, gold = row
+        if gold is None or not says(text, gold):
+            return False
+        own = normalized(gold)
+        return not any(other != own and says(text, other) for other in wanted[same])
+
+    return _of_each(right, list(zip(texts, whole, golds, strict=True)))
 
 
 def _clauses(text: str) -> list[str]:

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from evoalign.engines.transformers.prefill import shared_prefix
@@ -44,7 +45,7 @@ class Matrix:
         return self.rows * self.columns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """What the formula needs of a model.
 
@@ -67,6 +68,16 @@ class ModelShape:
     def reach(self) -> float:
         """The narrowest window."""
         return min((w for w in self.windows if w is not None), default=math.inf)
+
+    @cached_property
+    def numbers(self) -> int:
+        """In all that every token is multiplied with."""
+        return sum(m.numbers for m in self.matrices)
+
+    @cached_property
+    def kinds(self) -> Counter[int | None]:
+        """How many layers have each window."""
+        return Counter(self.windows)
 
 
 def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
@@ -128,13 +139,19 @@ def keys_seen(start: int, tokens: int, window: int | None = None) -> int:
 
 def sequence_flops(shape: ModelShape, start: int, tokens: int, logits: int, adapted: Adapted | None = None) -> int:
     """Forward through the model for the positions from `start`, the ones before in a cache; logits of so many."""
-    linear = sum(m.numbers for m in shape.matrices) + (adapted.numbers(shape) if adapted else 0)
-    return 2 * linear * tokens + _attention(shape, start, tokens, 0) + 2 * shape.head.numbers * logits
+    return _sequence_flops(shape, adapted.numbers(shape) if adapted else 0, start, tokens, logits)
 
 
-def _attention(shape: ModelShape, start: int, tokens: int, lowest: int) -> int:
-    """Scores and values, two products of `attention` numbers a key, of the layers from `lowest`."""
-    kinds = Counter(shape.windows[lowest:])
+def _sequence_flops(shape: ModelShape, factors: int, start: int, tokens: int, logits: int) -> int:
+    return (
+        2 * (shape.numbers + factors) * tokens
+        + _attention(shape, start, tokens, shape.kinds)
+        + 2 * shape.head.numbers * logits
+    )
+
+
+def _attention(shape: ModelShape, start: int, tokens: int, kinds: Counter[int | None]) -> int:
+    """Scores and values, two products of `attention` numbers a key, of so many layers of each window."""
     return 4 * shape.attention * sum(count * keys_seen(start, tokens, window) for window, count in kinds.items())
 
 
@@ -163,10 +180,11 @@ def rollout_flops(
     shared = shared_prefix(distinct) if len(distinct) > 1 else 0
     if len(set(map(len, distinct))) > 1 and (room or 0) > shape.reach:
         shared = 0
-    flops = sequence_flops(shape, 0, shared, 0, adapted) if shared else 0
-    flops += sum(sequence_flops(shape, shared, len(p) - shared, 1, adapted) for p in distinct)
+    factors = adapted.numbers(shape) if adapted else 0
+    flops = _sequence_flops(shape, factors, 0, shared, 0) if shared else 0
+    flops += sum(_sequence_flops(shape, factors, shared, len(p) - shared, 1) for p in distinct)
     answers = Counter((len(p), n - 1) for p, n in zip(prompts, generated, strict=True) if n > 1)
-    return flops + sum(k * sequence_flops(shape, p, n, n, adapted) for (p, n), k in answers.items())
+    return flops + sum(k * _sequence_flops(shape, factors, p, n, n) for (p, n), k in answers.items())
 
 
 def backward_flops(
@@ -187,7 +205,9 @@ def backward_flops(
     """
     low = 0 if adapted is None or checkpointing else min(_layers(shape, adapted), default=0)
     through = [m for m in shape.matrices if adapted is None or checkpointing or _passes(shape, m, low)]
-    flops = 2 * tokens * sum(m.numbers for m in through) + 2 * _attention(shape, 0, tokens, low)
+    flops = 2 * tokens * sum(m.numbers for m in through) + 2 * _attention(
+        shape, 0, tokens, Counter(shape.windows[low:])
+    )
     if adapted is None:
         flops += 2 * tokens * sum(m.numbers for m in shape.matrices)
     else:

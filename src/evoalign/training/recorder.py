@@ -29,12 +29,12 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method
 from evoalign.tasks import Split
 
-DRAW_SHARE = 10
+DRAW_SHARE = 50
 """Figures are drawn again once so many times the last drawing's duration has passed, and at the end."""
 SHOWN, LONGEST = 8, 1000
 """Completions that trackers get at the start and at the end, and characters of each."""
-FIRST_DRAWING = 1.0
-"""Seconds that the first one is taken to last, since it imports what draws."""
+FIRST_DRAWING = 0.2
+"""Seconds that the first one is taken to last."""
 
 
 @dataclass(frozen=True, slots=True)

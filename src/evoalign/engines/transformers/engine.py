@@ -23,7 +23,7 @@ from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, obstacle
-from evoalign.engines.transformers.decode import Completion, Decoder
+from evoalign.engines.transformers.decode import Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, DataError, ModelError
@@ -231,19 +231,20 @@ class TransformersEngine(KeepsMean):
         """One batch; `members` have the slots in which their adapters lie."""
         slot = {member: i for i, member in enumerate(members)}
         decoder = self._static or self._decoder
+        texts: dict[tuple[int, ...], str] = {}  # members say the same more often than not
         for place, completion in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, chunk.room):
-            yield self._rollout(*asked[place], completion)
-
-    def _rollout(self, member: Member, request: Request, completion: Completion) -> Rollout:
-        sampling = request.sampling
-        return Rollout(
-            member=member,
-            request=request.index,
-            token_ids=tuple(completion.ids),
-            text=before_stop(self._tokens.decode(completion.ids), sampling.stop, sampling.keep_stop),
-            finish_reason=completion.finish_reason,
-            logprobs=tuple(completion.logprobs) if request.logprobs else None,
-        )
+            ids, (member, request) = tuple(completion.ids), asked[place]
+            if ids not in texts:
+                sampling = request.sampling
+                texts[ids] = before_stop(self._tokens.decode(ids), sampling.stop, sampling.keep_stop)
+            yield Rollout(
+                member=member,
+                request=request.index,
+                token_ids=ids,
+                text=texts[ids],
+                finish_reason=completion.finish_reason,
+                logprobs=tuple(completion.logprobs) if request.logprobs else None,
+            )
 
 
 def _free(device: torch.device) -> float:

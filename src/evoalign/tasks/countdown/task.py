@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, cast
 
 from evoalign.config import TaskConfig
@@ -123,9 +124,8 @@ class Countdown(Task):
         if len(text) > MAX_RESPONSE:
             return 0.0, 0.0
         opening = THINK if self._opened(example) else ""
-        return format_reward(opening + text), answer_reward(
-            text, example["numbers"], example["target"], lenient=self.config.grading == "lenient"
-        )
+        numbers, lenient = tuple(cast("list[int]", example["numbers"])), self.config.grading == "lenient"
+        return format_reward(opening + text), _answer_reward(text, numbers, example["target"], lenient)
 
     def _opened(self, example: Example) -> bool:
         """Whether the prompt has opened the think block already."""
@@ -171,6 +171,12 @@ def answer_reward(response: str, numbers: Sequence[int], target: str | int | flo
         return 0.0
     correct = expression.numbers == tuple(sorted(numbers)) and abs(expression.value - Fraction(str(target))) < TOLERANCE
     return float(correct)
+
+
+@lru_cache(2048)
+def _answer_reward(response: str, numbers: tuple[int, ...], target: str | int | float, lenient: bool) -> float:
+    """The same of what members and checks ask again and again."""
+    return answer_reward(response, numbers, target, lenient=lenient)
 
 
 def last_answer(response: str) -> str | None:
