@@ -60,9 +60,27 @@ class Tokens:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion, a last stop token and all special tokens left out, spaces as they are."""
-        if ids and ids[-1] in self.stop_ids:  # which a tokenizer may not count among the special ones
-            ids = ids[:-1]
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(self._inside(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of each."""
+        if not _in_parallel(self.tokenizer):
+            return [self.decode(ids) for ids in completions]
+        backend, inside = self.tokenizer.backend_tokenizer, [self._inside(ids) for ids in completions]
+        return [str(text) for text in backend.decode_batch(inside, skip_special_tokens=True)]
+
+    def _inside(self, ids: Sequence[int]) -> list[int]:
+        """Without a last stop token, which a tokenizer may not count among the special ones."""
+        return list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+
+
+def _in_parallel(tokenizer: Any) -> bool:
+    """Whether what it decodes is its backend's text as it is, which does many at once."""
+    from transformers import PreTrainedTokenizerFast
+
+    return getattr(type(tokenizer), "_decode", None) is getattr(PreTrainedTokenizerFast, "_decode", False)
 
 
 def before_stop(text: str, stop: Sequence[str], keep: bool = False) -> str:

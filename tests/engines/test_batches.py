@@ -326,7 +326,7 @@ def test_a_rollout_that_fails_leaves_the_mean(space: str, folder: Path, monkeypa
     with Bench(small(folder, space)) as bench:
         before = bits(bench)
         with monkeypatch.context() as patch:
-            patch.setattr(bench.tokens, "decode", lambda ids: 1 / 0)
+            patch.setattr(bench.tokens, "decode_all", lambda ids: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(bench.engine.rollout(bench.plan(), requests(PROMPTS["apart"], Sampling(2))))
         assert bits(bench) == before

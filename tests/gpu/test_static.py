@@ -14,8 +14,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,10 +77,14 @@ def test_the_library_says_the_same(
             assert bench.facts.library == ("static decoder" if decoder == "static" else "")
     wanted, got = found
     assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows have to leave at different steps"
+    # Of likelihoods that are nearly the same the last bits decide which comes first, and so which is drawn: more often
+    # than which of two is the highest.
     odd = [key for key in wanted if wanted[key].token_ids != got[key].token_ids]
-    assert len(odd) <= len(wanted) / 100, f"{len(odd)} of {len(wanted)} differ, more than ties would"
-    for key in wanted.keys() - set(odd):
-        assert got[key].logprobs == pytest.approx(wanted[key].logprobs, abs=1e-4)
+    assert len(odd) <= len(wanted) * (0.01 if sampling.temperature == 0 else 0.05)
+    for key in wanted:
+        alike = sum(takewhile(bool, map(eq, wanted[key].token_ids, got[key].token_ids)))
+        logprobs = [cast(tuple[float, ...], of[key].logprobs)[:alike] for of in (got, wanted)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
     differs = sum(got[key].token_ids != got[-1, key[1]].token_ids for key in got if key[0] >= 0)
     assert differs > len(got) / 2, "members have to differ from the mean"
 
@@ -108,7 +114,8 @@ def _forced(folder: Path, space: str, decoder: str, dtype: str) -> dict[tuple[in
 def test_two_processes_give_the_same_bits_where_that_is_asked(space: str) -> None:
     command = [sys.executable, __file__, "bits", space]
     env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    said = [subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout for _ in range(2)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in both]
     assert len(said[0].split()[-1]) == 64 and said[0].split()[-1] == said[1].split()[-1]
 
 
@@ -121,7 +128,7 @@ def test_small_chunks_and_other_shapes_between_say_the_same(sampling: Sampling, 
                 last = bench.ask(bench.plan(), asked("apart", between))
             found.append(last)
     odd = [key for key in found[0] if found[0][key].token_ids != found[1][key].token_ids]
-    assert len(odd) <= len(found[0]) / 100
+    assert len(odd) <= len(found[0]) * (0.01 if sampling.temperature == 0 else 0.05)
 
 
 def test_memory_stays_as_it_is_over_many_generations(folders: dict[str, Path]) -> None:

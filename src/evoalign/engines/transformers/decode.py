@@ -93,8 +93,8 @@ class Decoder:
     @torch.inference_mode()
     def generate(
         self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, room: float = math.inf
-    ) -> Iterator[tuple[int, Completion]]:
-        """A completion of each (slot, request), with its place among them, as soon as it ends.
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """A completion of each (slot, request), with its place among them: those that have ended together, in turn.
 
         All requests share their sampling settings; `room` is bytes for everything that they take, of which `rows` has
         said that it is enough.
@@ -115,8 +115,9 @@ class Decoder:
             if sampling.stop:
                 ended = ended | self._stopped(out, rows, sampling.stop)
             last = step + 1 == sampling.max_tokens
-            for place in rows.identity[(ended | last) & ~rows.done].tolist():
-                yield place, out[place]
+            said = rows.identity[(ended | last) & ~rows.done].tolist()
+            if said:
+                yield [(place, out[place]) for place in said]
             rows.done |= ended
             if last or bool(rows.done.all()):
                 break

@@ -231,20 +231,21 @@ class TransformersEngine(KeepsMean):
         """One batch; `members` have the slots in which their adapters lie."""
         slot = {member: i for i, member in enumerate(members)}
         decoder = self._static or self._decoder
-        texts: dict[tuple[int, ...], str] = {}  # members say the same more often than not
-        for place, completion in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, chunk.room):
-            ids, (member, request) = tuple(completion.ids), asked[place]
-            if ids not in texts:
-                sampling = request.sampling
-                texts[ids] = before_stop(self._tokens.decode(ids), sampling.stop, sampling.keep_stop)
-            yield Rollout(
-                member=member,
-                request=request.index,
-                token_ids=ids,
-                text=texts[ids],
-                finish_reason=completion.finish_reason,
-                logprobs=tuple(completion.logprobs) if request.logprobs else None,
-            )
+        sampling = asked[0][1].sampling
+        for ended in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, chunk.room):
+            said = [tuple(completion.ids) for _, completion in ended]
+            distinct = list(dict.fromkeys(said))  # members say the same more often than not
+            texts = dict(zip(distinct, self._tokens.decode_all(distinct), strict=True))
+            for ids, (place, completion) in zip(said, ended, strict=True):
+                member, request = asked[place]
+                yield Rollout(
+                    member=member,
+                    request=request.index,
+                    token_ids=ids,
+                    text=before_stop(texts[ids], sampling.stop, sampling.keep_stop),
+                    finish_reason=completion.finish_reason,
+                    logprobs=tuple(completion.logprobs) if request.logprobs else None,
+                )
 
 
 def _free(device: torch.device) -> float:

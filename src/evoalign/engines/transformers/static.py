@@ -163,7 +163,7 @@ class StaticDecoder:
     @torch.inference_mode()
     def generate(
         self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, room: float = math.inf
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Iterator[list[tuple[int, Completion]]]:
         """See `Decoder.generate`."""
         sampling = asked[0][1].sampling
         drawn = _Drawn(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in asked))
@@ -172,27 +172,32 @@ class StaticDecoder:
         made = self._ready(asked, adapters, room - logits)
         state = made.state
         self._begin(asked, served, state)
-        size, places, told, looked = len(asked), list(range(len(asked))), set[int](), 0
+        size, places, told, there, looked = len(asked), list(range(len(asked))), set[int](), 1, 0
+        said: list[tuple[int, Completion]] = []
         spare = room - logits - self._kept(made.shape)
         self._choose(self._read(asked, made, served, spare), state, size, drawn)
-        for step in range(1, sampling.max_tokens + 1):
-            last = step == sampling.max_tokens
-            if last or step % EVERY == 0:
-                length = self._look(state, size, looked, step, sampling)
-                looked = step
-                ended = {p: n for p, n in zip(places, length, strict=True) if (n or last) and p not in told}
-                told |= ended.keys()
-                yield from self._said(state, ended, step, drawn.logprobs)
-                going = [row for row, n in enumerate(length) if not n]
-                if last or not going:
-                    break
-                if size_for(len(going)) < size:
-                    size = size_for(len(going))
-                    over = [row for row, n in enumerate(length) if n]
-                    stay = sorted(going + over[: size - len(going)])
-                    places = [places[row] for row in stay]
-                    state.order(torch.tensor(stay, device=self.forward.device))
-            self._step(made, size, drawn)
+        while True:
+            step = min(sampling.max_tokens, (there // EVERY + 1) * EVERY)
+            for _ in range(step - there):
+                self._step(made, size, drawn)
+            if said:  # what ended by the last look is dealt with while the device goes on
+                yield said
+            length, last = self._look(state, size, looked, step, sampling), step == sampling.max_tokens
+            ended = {p: n for p, n in zip(places, length, strict=True) if (n or last) and p not in told}
+            told |= ended.keys()
+            there = looked = step
+            said = self._said(state, ended, step, drawn.logprobs)
+            going = [row for row, n in enumerate(length) if not n]
+            if last or not going:
+                break
+            if size_for(len(going)) < size:
+                size = size_for(len(going))
+                over = [row for row, n in enumerate(length) if n]
+                stay = sorted(going + over[: size - len(going)])
+                places = [places[row] for row in stay]
+                state.order(torch.tensor(stay, device=self.forward.device))
+        if said:
+            yield said
 
     def _ready(self, asked: Sequence[tuple[int, Request]], adapters: Adapters | None, room: float) -> _Made:
         """Memory for a chunk, that of the last one where it fits; with the members' factors."""
@@ -361,15 +366,14 @@ class StaticDecoder:
         return 0
 
     @staticmethod
-    def _said(
-        state: _State, ended: Mapping[int, int], step: int, wants_logprobs: bool
-    ) -> Iterator[tuple[int, Completion]]:
+    def _said(state: _State, ended: Mapping[int, int], step: int, wants_logprobs: bool) -> list[tuple[int, Completion]]:
         """Completions of places, of as many tokens each, 0 for all so far."""
         if not ended:
-            return
+            return []
         rows = torch.tensor(list(ended), device=state.ids.device)
         ids = state.ids[rows, :step].tolist()
         logprobs = state.logprobs[rows, :step].tolist() if wants_logprobs else [[]] * len(ids)
-        for (place, length), said, known in zip(ended.items(), ids, logprobs, strict=True):
-            count = length or step
-            yield place, Completion(said[:count], known[:count], "stop" if length else "length")
+        return [
+            (place, Completion(said[: length or step], known[: length or step], "stop" if length else "length"))
+            for (place, length), said, known in zip(ended.items(), ids, logprobs, strict=True)
+        ]
