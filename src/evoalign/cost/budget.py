@@ -156,15 +156,19 @@ def answers_cost(
     tokens: Sequence[int],
     adapted: Adapted | None,
     max_tokens: int,
+    members: int = 1,
 ) -> Cost:
-    """One model's answers by an engine: the prompt of each completion and how many tokens that has; no seconds."""
+    """One model's answers by an engine: the prompt of each completion and how many tokens that has; no seconds.
+
+    Of several `members` that were asked the same prompts: `tokens` of each, member by member.
+    """
     room = max(map(len, prompts), default=0) + max_tokens
     return Cost(
         prompts=len(set(prompts)),
         completions=len(tokens),
-        prompt_tokens=sum(map(len, prompts)),
+        prompt_tokens=members * sum(map(len, prompts)),
         generated_tokens=sum(tokens),
-        forward_flops=float(rollout_flops(shape, prompts, tokens, adapted, room)) if shape else None,
+        forward_flops=float(rollout_flops(shape, prompts, tokens, adapted, room, members)) if shape else None,
         backward_flops=0.0 if shape else None,
     )
 
@@ -255,11 +259,8 @@ class Meter:
 
     def generation(self, generation: Generation) -> Cost:
         """Of a generation: asking, scoring and moving, not evaluating, drawing or saving."""
-        of_member: dict[int, list[Rollout]] = {}
-        for rollout in generation.rollouts:
-            of_member.setdefault(rollout.member.index, []).append(rollout)
         seconds = sum(generation.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
-        answers = [self._answers(generation, asked, self._adapted) for asked in of_member.values()]
+        answers = [self._answers(generation, generation.rollouts, self._adapted)]
         answers += [self._answers(generation, generation.mean, self._adapted_mean)] if generation.mean else []
         members = len(generation.update.members)
         streams = 0 if generation.zero_variance else len({m.noise for m in generation.update.members})
@@ -267,9 +268,11 @@ class Meter:
         whole = sum(answers, Cost(forward_flops=moved)) + self._time(seconds)
         return replace(whole, prompts=len(generation.prompts))  # the same ones for every member
 
-    def _answers(self, generation: Generation, asked: Sequence[Rollout], adapted: Adapted | None) -> Cost:
-        prompts, tokens = [generation.prompts[r.request] for r in asked], [len(r.token_ids) for r in asked]
-        return answers_cost(self.shape, prompts, tokens, adapted, self._config.sampling.max_tokens)
+    def _answers(self, generation: Generation, said: Sequence[Rollout], adapted: Adapted | None) -> Cost:
+        """Of members that each answered all prompts, in their order."""
+        members, tokens = len(said) // max(1, len(generation.prompts)), [len(r.token_ids) for r in said]
+        most = self._config.sampling.max_tokens
+        return answers_cost(self.shape, generation.prompts, tokens, adapted, most, members)
 
     def followed(self, updates: Sequence[Update], seconds: float) -> Cost:
         """Of going through these updates, with whatever coefficients."""

@@ -169,8 +169,11 @@ def rollout_flops(
     generated: Sequence[int],
     adapted: Adapted | None = None,
     room: int | None = None,
+    members: int = 1,
 ) -> int:
     """Completions of one member: token ids of each one's prompt, and how many tokens it generated.
+
+    Of several `members` that were asked the same prompts: what each generated, member by member.
 
     What prompts begin with in common is read once, and so is a prompt that is asked several times, as the engines do.
     `room` is the longest prompt and completion together that could come: beyond a window, prompts of unequal lengths
@@ -183,8 +186,9 @@ def rollout_flops(
     factors = adapted.numbers(shape) if adapted else 0
     flops = _sequence_flops(shape, factors, 0, shared, 0) if shared else 0
     flops += sum(_sequence_flops(shape, factors, shared, len(p) - shared, 1) for p in distinct)
-    answers = Counter((len(p), n - 1) for p, n in zip(prompts, generated, strict=True) if n > 1)
-    return flops + sum(k * _sequence_flops(shape, factors, p, n, n) for (p, n), k in answers.items())
+    lengths = [len(p) for p in prompts] * members
+    answers = Counter((p, n - 1) for p, n in zip(lengths, generated, strict=True) if n > 1)
+    return members * flops + sum(k * _sequence_flops(shape, factors, p, n, n) for (p, n), k in answers.items())
 
 
 def backward_flops(

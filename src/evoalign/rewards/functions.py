@@ -159,6 +159,8 @@ def fresh(value: Any) -> Any:
 
 def finite(value: Any) -> float | None:
     """The value as a float where it is one finite number (of Python, numpy or torch) and no truth value; else None."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     try:
         plain: Any = value.item() if hasattr(value, "item") else value
     except (ValueError, RuntimeError):  # an array of several numbers

@@ -18,7 +18,7 @@ from evoalign import kernels, noise
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, Factors, Store
 from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
-from evoalign.engines.transformers.prefill import Head, shared_prefix
+from evoalign.engines.transformers.prefill import shared_prefix
 from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.types import Request, Sampling
@@ -222,20 +222,22 @@ class StaticDecoder:
 
     def _read(self, asked: Sequence[tuple[int, Request]], made: _Made, served: bool, spare: float) -> torch.Tensor:
         """Prompts into the store: what all begin with once a slot, the rest once a slot and prompt; logits [B, V]."""
-        heads: dict[Head, int] = {}
+        numbers: dict[tuple[int, ...], int] = {}
+        of_request = {id(r): numbers.setdefault(r.prompt_ids, len(numbers)) for _, r in asked}
+        heads: dict[tuple[int, int], int] = {}
         of_slot: dict[int, int] = {}
+        owners = list[int]()
         for row, (slot, request) in enumerate(asked):
-            heads.setdefault((slot, request.prompt_ids), row)
             of_slot.setdefault(slot, row)
-        prompts = list({prompt: None for _, prompt in heads})
+            owners.append(heads.setdefault((slot, of_request[id(request)]), row))
+        prompts = list(numbers)
         shared = shared_prefix(prompts) if len(prompts) > 1 else 0
         if shared:
-            beginning = prompts[0][:shared]
-            self._pass(made, [(row, slot, beginning) for slot, row in of_slot.items()], 0, served, spare)
+            begun = [(row, slot, 0) for slot, row in of_slot.items()]
+            self._pass(made, begun, [prompts[0][:shared]], 0, served, spare)
             self._copy(made, [(of_slot[slot], row) for (slot, _), row in heads.items()], shared)
-        rest = [(row, slot, prompt[shared:]) for (slot, prompt), row in heads.items()]
-        logits = self._pass(made, rest, shared, served, spare)
-        owners = [heads[slot, r.prompt_ids] for slot, r in asked]
+        rest = [(row, slot, text) for (slot, text), row in heads.items()]
+        logits = self._pass(made, rest, [prompt[shared:] for prompt in prompts], shared, served, spare)
         self._copy(made, list(zip(owners, range(len(asked)), strict=True)), max(map(len, prompts)))
         if len(heads) == len(asked):
             return logits
@@ -243,22 +245,23 @@ class StaticDecoder:
         return logits[torch.tensor([place[row] for row in owners], device=logits.device)]
 
     def _pass(
-        self, made: _Made, texts: Sequence[tuple[int, int, Sequence[int]]], start: int, served: bool, spare: float
-    ) -> torch.Tensor:
-        """Logits [B, V] after texts of (row, slot, tokens), read so many at a time as there is room for."""
-        device, width = self.forward.device, max(len(ids) for _, _, ids in texts)
+        self, made: _Made, read: Sequence[tuple[int, int, int]], texts: Sequence[Sequence[int]], start: int,
+        served: bool, spare: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits [B, V] after rows, each (row, slot, text) by number, read so many at a time as there is room for."""
+        device, width = self.forward.device, max(map(len, texts))
         most, row = PASS[device.type == "cuda"] // width, self._footprint.prefill(width, start + width)
         row += self._footprint.cache * (start + width) if start else 0  # a layer's, gathered, is less than all layers'
         size = max(1, int(min(most, spare / row)))
+        filled = torch.tensor([[*ids, *[self._plain.pad_id] * (width - len(ids))] for ids in texts], device=device)
+        last = torch.tensor([len(ids) - 1 for ids in texts], device=device)
         found: list[torch.Tensor] = []
-        for first in range(0, len(texts), size):
-            part = texts[first : first + size]
-            tokens = torch.tensor([[*ids, *[self._plain.pad_id] * (width - len(ids))] for _, _, ids in part])
-            rows, last = torch.tensor([[row, len(ids) - 1] for row, _, ids in part]).T.to(device)
-            members = torch.tensor([slot if served else -1 for _, slot, _ in part], dtype=torch.int32, device=device)
+        for first in range(0, len(read), size):
+            rows, slots, chosen = torch.tensor(read[first : first + size]).T.to(device)
+            members = slots.int() if served else torch.full_like(slots, -1, dtype=torch.int32)
             with kernels.on(device):
                 found.append(self._blocks.read(
-                    tokens.to(device), start, rows, last, members, made.store, made.rotations, made.factors,
+                    filled[chosen], start, rows, last[chosen], members, made.store, made.rotations, made.factors,
                     fixed=self._plain.deterministic,
                 ))  # fmt: skip
         return found[0] if len(found) == 1 else torch.cat(found)
