@@ -107,7 +107,7 @@ def rollout_row(space: str, prompts: Sequence[tuple[int, ...]], members: int, le
     tokens_ = tokens.load(config.model)
     engine: Any = engines.create(config, tokens_)
     try:
-        engine._decoder._stop = torch.tensor([], dtype=torch.int64)
+        engine._decoder.stop = torch.tensor([], dtype=torch.int64)
         space_, layout, _ = parts.start(config, engine)
         meter = budget.Meter(config, engine.specs(), space_, layout, "cpu")
         assert meter.shape is not None

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from evoalign import engines, spaces
+from evoalign.engines.transformers import blocks
+from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
 from evoalign.engines.transformers.static import LEAST, size_for
 from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
@@ -169,6 +171,22 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     windows = build("qwen2_windows", tmp_path / "windows")
     with pytest.raises(ConfigError, match="a layer does not attend to its whole past"):
         bench_of(windows, "static")
+
+
+def test_the_dry_run_counts_the_memory_that_is_fixed(folder: Path) -> None:
+    """And knows by the configuration which models have it."""
+    assert set(STATIC_TYPES) == {cls.config_class.model_type for cls in blocks._MODELS}
+    found = []
+    for decoder in ("library", "static"):
+        config = make_config(
+            folder, "lowrank", engine={"decoder": decoder, "memory_gib": 1}, sampling={"max_tokens": 20}
+        )
+        with Bench(config) as bench:
+            specs = bench.engine.specs()
+            found.append(config.engine.batch_bytes(config, specs, torch.float32, 10, 30))
+            cache = Footprint.of(bench.model).cache
+    most = max(config.sampling.max_tokens, config.evaluation.max_tokens)
+    assert found[1] - found[0] == 10 * (cache * (columns(30 + most) - 30 - most) + WRITTEN * most)
 
 
 def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:

@@ -12,6 +12,12 @@ import torch
 
 PREFILL_TOKENS = 1024
 """A prefill has room for so many tokens at least, for few at a time leave a GPU idle."""
+COLUMNS = 64
+"""Columns of fixed memory come in so many, so that prompts of another length find graphs that fit."""
+WRITTEN = 12
+"""Bytes of a token that is written down beside fixed memory: its id and its log-probability."""
+STATIC_TYPES = ("llama", "qwen2", "qwen3")
+"""`model_type`s that the static decoder knows."""
 _IN_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -65,6 +71,11 @@ class Footprint:
     def least(self, tokens: int) -> int:
         """What has to stay free beside the rows: a prefill of one row, or of `PREFILL_TOKENS` in short ones."""
         return max(1, PREFILL_TOKENS // tokens) * self.prefill(tokens, tokens)
+
+
+def columns(tokens: int) -> int:
+    """Of fixed memory for so many tokens."""
+    return -(-tokens // COLUMNS) * COLUMNS
 
 
 def _widest(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:

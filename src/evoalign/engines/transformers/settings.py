@@ -56,14 +56,16 @@ class TransformersConfig(EngineSettings):
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
         from evoalign.engines.specs import on_gpu
-        from evoalign.engines.transformers.memory import Footprint
+        from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
         from evoalign.models.empty import model_config
 
-        drawn = (config.sampling, config.evaluation)
-        shapes = [(spec.name, spec.shape) for spec in specs]
-        footprint = Footprint.of_shapes(model_config(config.model), shapes, dtype.itemsize)
-        tokens, greedy = prompt + max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
-        each = footprint.row(tokens, greedy=greedy) + footprint.prefill(prompt, prompt)
+        drawn, model = (config.sampling, config.evaluation), model_config(config.model)
+        footprint = Footprint.of_shapes(model, [(spec.name, spec.shape) for spec in specs], dtype.itemsize)
+        most, greedy = max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
+        fits = on_gpu(config) and model.model_type in STATIC_TYPES
+        fixed = self.decoder == "static" or (self.decoder == "auto" and fits)
+        tokens, written = (columns(prompt + most), WRITTEN * most) if fixed else (prompt + most, 0)
+        each = footprint.row(tokens, greedy=greedy) + written + footprint.prefill(prompt, prompt)
         wanted = float(min(rows, self.max_rows or rows) * each)
         if self.memory_gib is None and on_gpu(config) and not config.deterministic:
             return wanted

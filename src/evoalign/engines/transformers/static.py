@@ -18,6 +18,7 @@ from evoalign import kernels, noise
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, Factors, Store
 from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
+from evoalign.engines.transformers.memory import WRITTEN, columns
 from evoalign.engines.transformers.prefill import shared_prefix
 from evoalign.errors import ConfigError, NotFiniteError
 from evoalign.kernels import population
@@ -27,8 +28,6 @@ EVERY = 8
 """Steps between two looks of the host."""
 LEAST = 8
 """The smallest size of a batch."""
-COLUMNS = 64
-"""Columns of the store come in so many, so that prompts of another length find graphs that fit."""
 UNREADABLE = "\ufffd"
 """Of a character of which some bytes are not there yet; some tokenizers make it of whole tokens before it."""
 PASS = (1024, 32768)
@@ -39,10 +38,6 @@ def size_for(rows: int) -> int:
     """The least size of a batch that holds so many rows: 2^k or 3 * 2^(k-1)."""
     power = max(LEAST, 1 << (rows - 1).bit_length())
     return power * 3 // 4 if power > LEAST and rows <= power * 3 // 4 else power
-
-
-def _columns(tokens: int) -> int:
-    return -(-tokens // COLUMNS) * COLUMNS
 
 
 @dataclass(slots=True)
@@ -151,14 +146,14 @@ class StaticDecoder:
     def rows(self, requests: Sequence[Request], room: float) -> int:
         """See `Decoder.rows`; a member's factors are shared by all that it answers."""
         sampling, longest = requests[0].sampling, max(len(r.prompt_ids) for r in requests)
-        shape = _Shape(1, _columns(longest + sampling.max_tokens), sampling.max_tokens, 0)
+        shape = _Shape(1, columns(longest + sampling.max_tokens), sampling.max_tokens, 0)
         each = self._kept(shape) + self._footprint.logits(greedy=sampling.temperature == 0)
         each += self._member / (len(requests) if requests[0].member is None else 1)
         return max(1, int((room - self._footprint.least(longest)) / each))
 
     def _kept(self, shape: _Shape) -> int:
         """Bytes of what stays from one chunk to the next, beside the graphs' own."""
-        return shape.rows * (self._footprint.cache * shape.room + 12 * shape.tokens) + shape.slots * self._member
+        return shape.rows * (self._footprint.cache * shape.room + WRITTEN * shape.tokens) + shape.slots * self._member
 
     @torch.inference_mode()
     def generate(
@@ -210,7 +205,7 @@ class StaticDecoder:
                 "engine.decoder: library"
             )
         longest = max(len(r.prompt_ids) for _, r in asked)
-        wanted = _Shape(len(asked), _columns(longest + tokens), tokens, 1 + max(slot for slot, _ in asked))
+        wanted = _Shape(len(asked), columns(longest + tokens), tokens, 1 + max(slot for slot, _ in asked))
         whole = wanted if self._made is None else self._made.shape.beside(wanted)
         if self._made is None or self._made.shape != whole:
             if self._kept(whole) + self._footprint.least(longest) > room:
