@@ -186,3 +186,28 @@ print([p.name() for p in alive])
     count, rest = first.split(" ", 1)
     assert int(count) > 4 and rest == "['127.0.0.1', '::ffff:127.0.0.1'] token 64"
     assert left == "[]"
+
+
+def test_a_run_with_a_cluster_of_its_own_stops_in_order_when_it_is_told_to(tmp_path: Path) -> None:
+    """Ray takes SIGTERM for itself, and would end the process in mid-generation."""
+    script = """
+import json, os, signal, sys
+import evoalign
+from evoalign.errors import StoppedError
+
+def stop(generation):
+    if generation.index == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+try:
+    evoalign.train(json.loads(sys.argv[1]), on_generation=stop)
+except StoppedError as error:
+    print("said:", error)
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    asked = [sys.executable, "-c", script, json.dumps(settings("lora", 1) | {"output_dir": str(tmp_path / "run")})]
+    said = subprocess.run(asked, capture_output=True, text=True, env=clean, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "said: stopped after generation 1 of" in said.stdout and said.stdout.endswith("True\n")
+    assert len(generations(tmp_path / "run")) == 1

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
+import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 from evoalign.config import Config
@@ -32,7 +36,8 @@ class Cluster:
         self.ray = _imported(self.settings)
         self._ours = not self.ray.is_initialized()
         if self._ours:
-            self._connect()
+            with _handlers_kept():
+                self._connect()
         self._bundle: dict[str, float] = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
         self._others: list[Any] = []
         self._groups = [self._group() for _ in range(self.settings.replicas)]
@@ -150,6 +155,18 @@ class Cluster:
             self.vacate(place)
         for group in self._others:
             remove_placement_group(group)
+
+
+@contextmanager
+def _handlers_kept() -> Generator[None]:
+    """Ray takes SIGTERM for itself and ends the process at once, where a run stops in order."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _gpus(settings: RayConfig) -> float:

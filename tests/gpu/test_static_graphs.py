@@ -4,7 +4,7 @@
 Random models of the three families, all projections evolved; float32 without TF32, and bfloat16. Run alone, without
 pytest, in a process that says so:
 
-    python tests/gpu/test_static.py bits lowrank     # a digest of what members said
+    python tests/gpu/test_static_graphs.py bits lowrank     # a digest of what members said
 """
 
 from __future__ import annotations
