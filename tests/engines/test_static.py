@@ -14,7 +14,7 @@ from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks
 from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
 from evoalign.engines.transformers.static import LEAST, size_for
-from evoalign.errors import ConfigError, NotFiniteError
+from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
 from families import PROMPTS, VOCABULARY, Bench, build, make_config, requests
 
@@ -101,6 +101,16 @@ def test_an_answer_that_is_left_half_way_leaves_nothing(folder: Path) -> None:
         whole = bench.ask(bench.plan(), asked("apart", GREEDY))
         next(iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY))))
         assert bench.ask(bench.plan(), asked("apart", GREEDY)) == whole
+
+
+def test_two_rollouts_at_a_time_are_refused_and_not_mixed_up(folder: Path) -> None:
+    with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 9)) as bench:
+        wanted = bench.ask(bench.plan(), asked("apart", GREEDY))
+        first = iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY)))
+        next(first)
+        assert bench.ask(bench.plan(), asked("apart", GREEDY)) == wanted
+        with pytest.raises(EvoalignError, match="after another had begun"):
+            list(first)
 
 
 def test_members_are_served_after_the_mean_was_asked_before_there_were_any(folder: Path) -> None:

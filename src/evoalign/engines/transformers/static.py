@@ -20,7 +20,7 @@ from evoalign.engines.transformers.blocks import Blocks, Factors, Store
 from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
 from evoalign.engines.transformers.memory import WRITTEN, columns
 from evoalign.engines.transformers.prefill import shared_prefix
-from evoalign.errors import ConfigError, NotFiniteError
+from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.types import Request, Sampling
 
@@ -126,6 +126,8 @@ class StaticDecoder:
         self._names: Sequence[str] = ()
         self._rank, self._scaling, self._member = 1, 1.0, 0
         self._made: _Made | None = None
+        self._turn = object()
+        """Of the chunk that is being answered: there is memory for one."""
 
     def begin(self, names: Sequence[str], rank: int, scaling: float) -> str:
         """Make ready for members with adapters on these weights. Why that cannot be, in words; empty where it can."""
@@ -164,6 +166,7 @@ class StaticDecoder:
         drawn = _Drawn(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in asked))
         logits = len(asked) * self._footprint.logits(greedy=sampling.temperature == 0)
         served = adapters is not None and any(a is not None for a in adapters.factors.values())
+        turn = self._turn = object()
         made = self._ready(asked, adapters, room - logits)
         state = made.state
         self._begin(asked, served, state)
@@ -177,6 +180,8 @@ class StaticDecoder:
                 self._step(made, size, drawn)
             if said:  # what ended by the last look is dealt with while the device goes on
                 yield said
+                if self._turn is not turn:
+                    raise EvoalignError("a rollout was gone on with after another had begun; take all of one first")
             length, last = self._look(state, size, looked, step, sampling), step == sampling.max_tokens
             ended = {p: n for p, n in zip(places, length, strict=True) if (n or last) and p not in told}
             told |= ended.keys()
