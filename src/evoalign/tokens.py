@@ -66,7 +66,7 @@ class Tokens:
 
     def decode_all(self, completions: Sequence[Sequence[int]]) -> list[str]:
         """`decode` of each."""
-        if not _in_parallel(self.tokenizer):
+        if not _is_plain(self.tokenizer):
             return [self.decode(ids) for ids in completions]
         backend, inside = self.tokenizer.backend_tokenizer, [self._inside(ids) for ids in completions]
         return [str(text) for text in backend.decode_batch(inside, skip_special_tokens=True)]
@@ -76,8 +76,8 @@ class Tokens:
         return list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
 
-def _in_parallel(tokenizer: Any) -> bool:
-    """Whether what it decodes is its backend's text as it is, which does many at once."""
+def _is_plain(tokenizer: Any) -> bool:
+    """Whether its text is its backend's as it is, which makes many at once."""
     from transformers import PreTrainedTokenizerFast
 
     return getattr(type(tokenizer), "_decode", None) is getattr(PreTrainedTokenizerFast, "_decode", False)

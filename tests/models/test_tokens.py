@@ -26,6 +26,9 @@ def test_many_at_once_are_what_each_is_alone() -> None:
         assert loaded.decode_all(asked) == [loaded.decode(ids) for ids in asked]
         assert any("\ufffd" in text for text in loaded.decode_all(asked))
     assert loaded.decode_all([]) == []
+    assert loaded.decode_all([(50, 60, 37), (50, 60), (37, 60)]) == [
+        loaded.tokenizer.decode(ids) for ids in ([50, 60], [50, 60], [37, 60])
+    ]
 
 
 def test_a_tokenizer_that_makes_its_text_itself_is_asked_for_each() -> None:
