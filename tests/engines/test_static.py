@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks
+from evoalign.engines.transformers.fixed import LEAST, size_for
 from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
-from evoalign.engines.transformers.static import LEAST, size_for
+from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
-from evoalign.types import MEAN_PLAN, Request, Rollout, Sampling
+from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
 from families import PROMPTS, VOCABULARY, Bench, build, make_config, requests
 
 GREEDY, WARM = Sampling(21), Sampling(21, temperature=1.3, top_p=0.9)
@@ -64,6 +66,82 @@ def test_the_library_says_the_same(folder: Path, space: str, prompts: str, sampl
         assert got.logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
     alike = sum(found[member, i].token_ids == found[-1, i].token_ids for member, i in found if member >= 0)
     assert alike < len(found) / 4, "members have to differ from the mean"
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("space", ["lora", "lowrank"])
+def test_layers_below_the_first_that_evolves_read_each_prompt_once(
+    space: str, prompts: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int, int]] = []
+    own = blocks.Blocks.read
+
+    def counted(self: Any, tokens: torch.Tensor, *arguments: Any, layers: slice, **more: Any) -> Any:
+        read.append((*layers.indices(2)[:2], tokens.numel()))
+        return own(self, tokens, *arguments, layers=layers, **more)
+
+    monkeypatch.setattr(blocks.Blocks, "read", counted)
+    wanted, found = both(folder, asked(prompts, GREEDY), space=space, **{space: {"target_layers": [1]}})
+    for key, rollout in wanted.items():
+        assert found[key].token_ids == rollout.token_ids
+        assert found[key].logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
+    assert len({found[key].token_ids for key in found}) > len(found) / 3, "members have to differ"
+    below, above = (sum(n for first, end, n in read if (first, end) == of) for of in ((0, 1), (1, 2)))
+    assert below and above == 6 * below, "once a prompt, and once a prompt and member"
+
+
+def test_rows_that_wait_move_in_as_others_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live: list[int] = []
+    own = StaticDecoder._step
+
+    def counted(self: Any, made: Any, size: int, drawn: Any) -> None:
+        live.append(int((~made.state.done[:size]).sum()))
+        own(self, made, size, drawn)
+
+    requests = asked("apart", Sampling(60, temperature=1.3))
+    many = [replace(r, index=r.index + 100 * k, prompt_ids=r.prompt_ids[k:]) for k in range(3) for r in requests]
+    stops = range(0, VOCABULARY, 30)
+    with bench_of(folder, "library", stop_ids=stops) as bench:
+        wanted = bench.ask(bench.plan(), many)
+    monkeypatch.setattr(StaticDecoder, "_step", counted)
+    with bench_of(folder, "static", stop_ids=stops, engine={"decoder": "static", "max_rows": 12}) as bench:
+        found = bench.ask(bench.plan(), many)
+    assert {k: r.token_ids for k, r in found.items()} == {k: r.token_ids for k, r in wanted.items()}
+    assert len(found) == 9 * max(live) == 9 * 12
+    while_some_wait = live[: len(live) - 60]
+    assert len(while_some_wait) > 60 and sum(while_some_wait) > 0.8 * 12 * len(while_some_wait)
+
+
+def test_members_whose_factors_do_not_fit_together_take_turns(folder: Path) -> None:
+    found, members = [], []
+    for limit in (1.0, 0.0012):
+        with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": limit}) as bench:
+            static: Any = bench.engine
+            found.append(bench.ask(bench.plan(), asked("apart", GREEDY)))
+            members.append(static._static._made.shape.slots)
+    assert {k: r.token_ids for k, r in found[0].items()} == {k: r.token_ids for k, r in found[1].items()}
+    assert members[0] == 6 and members[1] < 6
+
+
+@pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
+def test_the_mean_answers_beside_members(space: str, folder: Path) -> None:
+    """Each their own requests, in one rollout: as it answers alone."""
+    said = []
+    for decoder in ("library", "static"):
+        with bench_of(folder, decoder, space) as bench:
+            bench.move()
+            plan = bench.plan()
+            own = [replace(r, member=m) for m in plan.members for r in asked("apart", GREEDY)]
+            riding = [replace(r, index=r.index + 100, member=MEAN) for r in asked("apart", GREEDY)]
+            rollouts = list(bench.engine.rollout(replace(plan, members=(*plan.members, MEAN)), [*own, *riding]))
+            mixed = {(r.member.index, r.request): r for r in rollouts}
+            alone = bench.ask(MEAN_PLAN, asked("apart", GREEDY))
+            assert {i: mixed[-1, i + 100].token_ids for _, i in alone} == {
+                i: r.token_ids for (_, i), r in alone.items()
+            }
+            assert len(mixed) == len(rollouts) == 7 * len(alone)
+            said.append({k: r.token_ids for k, r in mixed.items()})
+    assert said[0] == said[1]
 
 
 def test_a_text_ends_an_answer_where_the_library_ends_it(folder: Path) -> None:
@@ -200,6 +278,6 @@ def test_the_dry_run_counts_the_memory_that_is_fixed(folder: Path) -> None:
 
 
 def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:
-    sizes = [size_for(rows) for rows in range(1, 4097)]
+    sizes = [size_for(rows, 1 << 20) for rows in range(1, 4097)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
-    assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536) == 1536
+    assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536, 1 << 20) == 1536 and size_for(950, 960) == 960

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from evoalign import kernels
 from evoalign import noise as noise_source
 from evoalign.config import Config, EsConfig, SpaceSection
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, ModelError
 from evoalign.kernels import compiled
 from evoalign.optimizer import Optimizer
 from evoalign.plugins import own_settings
@@ -217,13 +217,23 @@ class Space(ABC):
     ) -> Callable[[Plan, Sequence[Member]], None]:
         """A function that writes `adapter` of every member to slots 0, 1, ... of every weight, each generation anew.
 
-        What it needs of the slots and the mean it may look up once: they have to stay where they are.
+        What it needs of the slots and the mean it may look up once: they have to stay where they are. Raises ModelError
+        where members that are not the mean have no adapter, ConfigError where one's scaling is not `scaling`.
         """
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
+            found = list[Adapter]()
             for s in slots:
                 into = s.a[: len(members)], s.b[: len(members)]
-                self.adapter(layout, s.module, master, plan, members, s.slices, into)
+                adapter = self.adapter(layout, s.module, master, plan, members, s.slices, into)
+                found += [] if adapter is None else [adapter]
+            strange = {adapter.scaling for adapter in found} - {self.scaling}
+            if strange:
+                raise ConfigError(
+                    f"space {self.name}: an adapter's scaling is {strange.pop()}, not {self.scaling}; fix it"
+                )
+            if slots and not found and not all(m.is_mean for m in members):
+                raise ModelError(f"space {self.name} has no adapter for members {[m.index for m in members]}; fix it")
 
         return write
 

@@ -9,8 +9,9 @@ the joined weights, so whoever writes them writes these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from evoalign.kernels import attention, population
-from evoalign.spaces.base import Adapter
+from evoalign.spaces.base import Slots
 
 _MODELS = {
     llama.LlamaForCausalLM: (llama.LlamaDecoderLayer, llama.LlamaRMSNorm),
@@ -100,6 +101,21 @@ class _Layer:
     k_norm: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """Tokens between two layers: `Entered`'s, [T, H], and what members of the last layer owe."""
+
+    hidden: torch.Tensor
+    residual: torch.Tensor | None
+    source: population.Partial | None
+
+    def at(self, tokens: torch.Tensor) -> _Between:
+        """Some tokens."""
+        assert self.residual is not None and self.source is not None
+        source = population.Partial(self.source.dots[tokens], self.source.b)
+        return _Between(self.hidden[tokens], self.residual[tokens], source)
+
+
 @dataclass(slots=True)
 class Store:
     """Keys and values of all layers: [C, HK, room, D] each."""
@@ -108,10 +124,23 @@ class Store:
     values: list[torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Between two layers, of B texts of T tokens: what the last layer gave, and what it adds to, [B, T, H] each."""
+
+    hidden: torch.Tensor
+    residual: torch.Tensor
+
+    def rows(self, texts: torch.Tensor) -> Entered:
+        """Those of some texts, int64 [B]."""
+        return Entered(self.hidden[texts], self.residual[texts])
+
+
 class Factors:
     """The factors of `slots` members on every projection, at addresses that stay: [S, 1, R, K] and [S, 1, N, R].
 
-    Projections without members have zeros, which those of one shape share.
+    Projections without members have zeros, which those of one shape share. `below` counts the layers before the first
+    that has members.
     """
 
     def __init__(self, model: Any, names: Sequence[str], slots: int, rank: int, scaling: float) -> None:
@@ -131,22 +160,20 @@ class Factors:
                 if whole in wanted:
                     self._own[whole] = a, b
             self.layers.append((all_a, all_b))
+        held = [any(_weight(i, name) in wanted for name in _PARTS) for i in range(len(self.layers))]
+        self.below = held.index(True) if any(held) else 0
 
     def _made(self, shape: tuple[int, ...], like: torch.Tensor, own: bool) -> torch.Tensor:
         if own:
             return like.new_zeros(shape)
         return self._zeros.setdefault(shape, like.new_zeros(shape))
 
-    def put(self, adapters: Mapping[str, Adapter]) -> None:
-        """Those of the members of a chunk; all have the same scaling."""
-        for name, (a, b) in self._own.items():
-            adapter = adapters.get(name)
-            count = 0 if adapter is None else len(adapter.b)
-            if adapter is None:
-                b.zero_()
-                continue
-            a[:count].copy_(adapter.a[:, None])
-            b[:count].copy_(adapter.b[:, None])
+    def slots(self) -> list[Slots]:
+        """Where a space writes what members have."""
+        return [
+            Slots(name, (slice(0, b.shape[2]), slice(0, a.shape[3])), a[:, 0], b[:, 0])
+            for name, (a, b) in self._own.items()
+        ]
 
 
 class Blocks:
@@ -213,16 +240,22 @@ class Blocks:
                 qkv, store.keys[i], store.values[i], slots, positions, heads=self.heads, scale=self.width**-0.5
             )
 
-        return self._through(tokens, positions, members, rotations, factors, attend, None, fixed=fixed)
+        hidden = embedding(tokens, self.model.model.embed_tokens.weight)
+        found = self._through(
+            _Between(hidden, None, None), slice(None), positions, members, rotations, factors, attend, fixed=fixed
+        )
+        return self._logits(found, members, factors, fixed=fixed)
 
     def read(
-        self, tokens: torch.Tensor, start: int, rows: torch.Tensor, last: torch.Tensor, members: torch.Tensor,
-        store: Store, rotations: torch.Tensor, factors: Factors, *, fixed: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        self, tokens: torch.Tensor, start: int, rows: torch.Tensor, last: torch.Tensor | None, members: torch.Tensor,
+        store: Store, rotations: torch.Tensor, factors: Factors, *,
+        layers: slice = slice(None), entered: Entered | None = None, fixed: bool,
+    ) -> torch.Tensor | Entered:  # fmt: skip
         """Logits [B, V] after the columns `last` [B] of texts `tokens` [B, T], which follow the first `start` columns.
 
         Keys and values go to `rows` of the store, int64 [B]. Texts may be filled up at their ends: what is there is
-        computed, and seen by nobody.
+        computed, and seen by nobody. Some `layers` alone go on from what `entered` them. Without `last` what they come
+        to is the answer; what members of the last of them owe is not in it.
         """
         count, length = tokens.shape
         positions = torch.arange(start, start + length, device=tokens.device).repeat(count)
@@ -241,31 +274,36 @@ class Blocks:
             found = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start, enable_gqa=True)
             return found.transpose(1, 2).reshape(count * length, -1)
 
-        whole = torch.arange(count, device=tokens.device) * length
         owners = members.repeat_interleave(length)
-        return self._through(tokens.flatten(), positions, owners, rotations, factors, attend, whole + last, fixed=fixed)
+        if entered is None:
+            begun = _Between(embedding(tokens.flatten(), self.model.model.embed_tokens.weight), None, None)
+        else:
+            begun = _Between(entered.hidden.flatten(0, 1), entered.residual.flatten(0, 1), None)
+        found = self._through(begun, layers, positions, owners, rotations, factors, attend, fixed=fixed)
+        assert found.residual is not None
+        if last is None:
+            return Entered(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
+        ends = torch.arange(count, device=tokens.device) * length + last
+        return self._logits(found.at(ends), members, factors, fixed=fixed)
 
     def _through(
-        self, tokens: torch.Tensor, positions: torch.Tensor, members: torch.Tensor, rotations: torch.Tensor,
-        factors: Factors, attend: Callable[[int, torch.Tensor], torch.Tensor], places: torch.Tensor | None, *,
-        fixed: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """All layers; logits of every token [T], or of some `places`."""
+        self, begun: _Between, layers: slice, positions: torch.Tensor, members: torch.Tensor, rotations: torch.Tensor,
+        factors: Factors, attend: Callable[[int, torch.Tensor], torch.Tensor], *, fixed: bool,
+    ) -> _Between:  # fmt: skip
+        """These layers, on what lies before them."""
+        hidden, residual, source = begun.hidden, begun.residual, begun.source
         terms: Any = {"rank": factors.rank, "scaling": factors.scaling}
-        hidden, residual, source = embedding(tokens, self.model.model.embed_tokens.weight), None, None
-
-        def norm(by: Any, into_a: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            return population.norm(
-                hidden, residual, by.weight, self._eps, members, into_a=into_a, source=source, fixed=fixed, **terms
-            )
-
-        for i, layer in enumerate(self._layers):
-            a, b = factors.layers[i]
-            normed, dots = norm(layer.before, (a["q_proj"], a["k_proj"], a["v_proj"]))
+        nobody = torch.full_like(members, -1) if factors.below else members
+        for i in range(len(self._layers))[layers]:
+            layer, (a, b) = self._layers[i], factors.layers[i]
+            who = nobody if i < factors.below else members
+            norm = partial(population.norm, eps=self._eps, members=who, fixed=fixed, **terms)
+            into = (a["q_proj"], a["k_proj"], a["v_proj"])
+            normed, dots = norm(hidden, residual, layer.before.weight, into_a=into, source=source)
             residual = hidden if residual is None else residual
             qkv = linear(normed, *layer.qkv)
             population.rotate(
-                qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), members,
+                qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), who,
                 heads=self.heads, kv_heads=self.shared, head_dim=self.width, eps=self._eps,
                 q_norm=None if layer.q_norm is None else layer.q_norm.weight,
                 k_norm=None if layer.k_norm is None else layer.k_norm.weight, **terms,
@@ -273,16 +311,19 @@ class Blocks:
             attended = attend(i, qkv)
             hidden = linear(attended, layer.o.weight, layer.o.bias)
             source = population.Dot(attended, a["o_proj"], b["o_proj"])
-            normed, dots = norm(layer.after, (a["gate_proj"], a["up_proj"]))
-            gated, partial = population.gate(
-                linear(normed, *layer.gate_up), dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], members,
+            into = (a["gate_proj"], a["up_proj"])
+            normed, dots = norm(hidden, residual, layer.after.weight, into_a=into, source=source)
+            gated, parts = population.gate(
+                linear(normed, *layer.gate_up), dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], who,
                 fixed=fixed, **terms,
             )  # fmt: skip
             hidden = linear(gated, layer.down.weight, layer.down.bias)
-            source = population.Partial(partial, b["down_proj"])
-        if places is not None:
-            assert residual is not None and isinstance(source, population.Partial)
-            hidden, residual, members = hidden[places], residual[places], members[places]
-            source = population.Partial(source.dots[places], source.b)
-        normed, _ = norm(self.model.model.norm, ())
+            source = population.Partial(parts, b["down_proj"])
+        return _Between(hidden, residual, source)
+
+    def _logits(self, found: _Between, members: torch.Tensor, factors: Factors, *, fixed: bool) -> torch.Tensor:
+        normed, _ = population.norm(
+            found.hidden, found.residual, self.model.model.norm.weight, self._eps, members, rank=factors.rank,
+            scaling=factors.scaling, source=found.source, fixed=fixed,
+        )  # fmt: skip
         return linear(normed, self.model.lm_head.weight)

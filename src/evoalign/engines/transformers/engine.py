@@ -7,6 +7,7 @@ over the served weights from the float32 master. The mean is that master: restor
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from evoalign.engines.master import KeepsMean, Master, whole
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.adapters import Adapters
 from evoalign.engines.transformers.blocks import Blocks, obstacle
-from evoalign.engines.transformers.decode import Decoder
+from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, DataError, ModelError
@@ -44,9 +45,10 @@ CACHED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """At most so many `rows` at once, and the `room` for all that they take, in bytes."""
+    """At most so many `rows` and `members` at once, and the `room` for all that they take, in bytes."""
 
     rows: int
+    members: int
     room: float
 
 
@@ -65,6 +67,7 @@ class TransformersEngine(KeepsMean):
         on_cpu = self.device.type == "cpu"
         self.deterministic = on_cpu if config.deterministic is None else config.deterministic
         if self.deterministic and not on_cpu:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch reads at the first product
             torch.use_deterministic_algorithms(True, warn_only=True)
         self.model: Any = _load_model(config, self.device) if model is None else model
         self._decoder = Decoder(
@@ -110,10 +113,11 @@ class TransformersEngine(KeepsMean):
         self.mean = Master(space, layout, optimizer, keep_start, whole(self._parameters), self.device)
         self._planned = 0.0
         if space.carrier == "adapter":
-            self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
-            self._decoder.forward.share(self._adapters.modules)
             if self._static is not None:
-                self._use_static(self._static.begin([t.module for t in layout.tensors], layout.rank, space.scaling))
+                self._use_static(self._static.begin(space, layout, self.mean.__getitem__))
+            if self._static is None:
+                self._adapters = Adapters(self.model, dict.fromkeys(t.module for t in layout.tensors))
+                self._decoder.forward.share(self._adapters.modules)
         return Facts(
             engine="transformers",
             device=str(self.device),
@@ -133,32 +137,38 @@ class TransformersEngine(KeepsMean):
         check_members(plan, requests)
         self._check_length(requests)
         for batch in _alike(requests):
-            if self._adapters is None:
+            if self._mean is None or self.mean.space.carrier == "dense":
                 yield from self._dense(plan, batch)
             else:
                 yield from self._adapted(plan, batch)
 
     def _dense(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One member after the other, each straight from the mean."""
-        chunk = self._chunk(requests)
+        chunk = self._chunk(requests, 1)
         try:
             for member in plan.members:
                 asked = pairs_of([member], requests)
                 if asked:
                     self._serve(plan, member)
-                for part in _pieces(asked, chunk.rows):
-                    yield from self._answer([member], part, chunk)
+                for part in _pieces(asked, chunk.rows if self._static is None else max(1, len(asked))):
+                    yield from self._answer(plan, [member], part, chunk)
         finally:  # also where the rollout fails or is left half-way
             self._serve(plan, None)
 
     def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Chunks of members with all their requests, or of requests where one member's alone fill a chunk."""
-        chunk = self._chunk(requests)
+        chunk = self._chunk(requests, len(plan.members))
+        if self._static is not None:  # which lets rows wait
+            for members in _pieces(plan.members, chunk.members):
+                asked = pairs_of(members, requests)
+                if asked:
+                    yield from self._answer(plan, members, asked, chunk)
+            return
         for members, parts in _chunks(plan.members, requests, chunk.rows):
             self._put_adapters(plan, members)
             try:
                 for part in parts:
-                    yield from self._answer(members, part, chunk)
+                    yield from self._answer(plan, members, part, chunk)
             finally:  # whoever else calls the model gets the model
                 self._clear_adapters()
 
@@ -178,12 +188,15 @@ class TransformersEngine(KeepsMean):
             return "steps over fixed memory (decoder static)"
         return f"the library decodes, for the static decoder cannot: {self._why_library}" if self._why_library else ""
 
-    def _chunk(self, requests: Sequence[Request]) -> _Chunk:
+    def _chunk(self, requests: Sequence[Request], members: int) -> _Chunk:
         """Rows whose cache and logits fit, with room for the activations of a prefill of few at a time: from the
         config and the prompts alone when `deterministic`."""
         room = self._room()
-        rows = (self._static or self._decoder).rows(requests, room)
-        return _Chunk(min(rows, self._settings.max_rows or rows), room)
+        if self._static is None:
+            rows = self._decoder.rows(requests, room)
+        else:
+            rows, members = self._static.fits(requests, members, room)
+        return _Chunk(min(rows, self._settings.max_rows or rows), members, room)
 
     def _room(self) -> float:
         """Bytes for the cache, the logits and the activations of one chunk."""
@@ -227,12 +240,10 @@ class TransformersEngine(KeepsMean):
         for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
             self._adapters.set(module, None)
 
-    def _answer(self, members: Sequence[Member], asked: Asked, chunk: _Chunk) -> Iterator[Rollout]:
-        """One batch; `members` have the slots in which their adapters lie."""
-        slot = {member: i for i, member in enumerate(members)}
-        decoder = self._static or self._decoder
+    def _answer(self, plan: Plan, members: Sequence[Member], asked: Asked, chunk: _Chunk) -> Iterator[Rollout]:
+        """One batch of these members."""
         sampling = asked[0][1].sampling
-        for ended in decoder.generate([(slot[m], r) for m, r in asked], self._adapters, chunk.room):
+        for ended in self._generated(plan, members, asked, chunk):
             said = [tuple(completion.ids) for _, completion in ended]
             distinct = list(dict.fromkeys(said))  # members say the same more often than not
             texts = dict(zip(distinct, self._tokens.decode_all(distinct), strict=True))
@@ -246,6 +257,18 @@ class TransformersEngine(KeepsMean):
                     finish_reason=completion.finish_reason,
                     logprobs=tuple(completion.logprobs) if request.logprobs else None,
                 )
+
+    def _generated(
+        self, plan: Plan, members: Sequence[Member], asked: Asked, chunk: _Chunk
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Completions with their places in `asked`; members have slots for their adapters, in order."""
+        static = self._static
+        slotted = [m for m in members if static is None or not static.bare(m)]
+        slots = {member: i for i, member in enumerate(slotted)}
+        pairs = [(slots.get(m, -1), r) for m, r in asked]
+        if static is None:
+            return self._decoder.generate(pairs, self._adapters, chunk.room)
+        return static.generate(pairs, (plan, slotted) if slotted else None, chunk.rows, chunk.room)
 
 
 def _free(device: torch.device) -> float:
