@@ -9,6 +9,7 @@ from evoalign import noise, spaces
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError
 from evoalign.spaces import Lora, LowRank, MeanPart, Slots
+from evoalign.spaces.base import Adapter
 from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
 
 SHAPES = [(21, 37), (8, 64), (21, 37), (8, 64), (9, 530)]
@@ -127,7 +128,7 @@ def test_a_space_with_methods_of_its_own_keeps_them(variant):
 
     class Still(base):
         def adapter(self, layout, module, master, plan, members, slices=None, out=None):
-            return [factor.fill_(5.0) for factor in out or ()]
+            return Adapter(*(factor.fill_(5.0) for factor in out), self.scaling)
 
     _, layout = make(variant, 2)
     space = Still(make(variant, 2)[0].config)

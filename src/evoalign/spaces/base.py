@@ -222,20 +222,22 @@ class Space(ABC):
         """
 
         def write(plan: Plan, members: Sequence[Member]) -> None:
-            found = list[Adapter]()
+            found = set[float]()
             for s in slots:
                 into = s.a[: len(members)], s.b[: len(members)]
                 adapter = self.adapter(layout, s.module, master, plan, members, s.slices, into)
-                found += [] if adapter is None else [adapter]
-            strange = {adapter.scaling for adapter in found} - {self.scaling}
-            if strange:
-                raise ConfigError(
-                    f"space {self.name}: an adapter's scaling is {strange.pop()}, not {self.scaling}; fix it"
-                )
-            if slots and not found and not all(m.is_mean for m in members):
-                raise ModelError(f"space {self.name} has no adapter for members {[m.index for m in members]}; fix it")
+                found |= set() if adapter is None else {adapter.scaling}
+            if found - {self.scaling}:
+                raise ConfigError(f"space {self.name}: an adapter's scaling is {found}, not {self.scaling}; fix it")
+            if slots:
+                self.check_adapted(bool(found), members)
 
         return write
+
+    def check_adapted(self, found: bool, members: Sequence[Member]) -> None:
+        """Raise ModelError where no adapter was found of members that are not the mean alone."""
+        if not found and not all(m.is_mean for m in members):
+            raise ModelError(f"space {self.name} has no adapter for members {[m.index for m in members]}; fix it")
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
         """A function that does `accumulate` of all these parts, without an optimizer; None where no such one is faster.
@@ -266,17 +268,10 @@ class Space(ABC):
         return self._scaled(layout, name, plan.generation, [member.noise], [width], master, slices, out=into)[0]
 
     def _scaled(
-        self,
-        layout: Layout,
-        name: str,
-        generation: int,
-        streams: Sequence[int],
-        widths: Sequence[float],
-        mean: torch.Tensor,
-        slices: Slices | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, layout: Layout, name: str, generation: int, streams: Sequence[int], widths: Sequence[float],
+        mean: torch.Tensor, slices: Slices | None = None, dtype: torch.dtype = torch.float32,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """`noise.scaled` of one tensor, and the same of the noise of a space that has its own."""
         if type(self).noise is Space.noise:
             return noise_source.scaled(
@@ -341,15 +336,9 @@ class Space(ABC):
         return has_kernel and own.noise is Space.noise and own.gradient is Space.gradient
 
     def _accumulate_fused(
-        self,
-        layout: Layout,
-        master: torch.Tensor,
-        name: str,
-        slices: Slices,
-        update: Update,
-        start: torch.Tensor | None,
-        served: torch.Tensor | None,
-    ) -> None:
+        self, layout: Layout, master: torch.Tensor, name: str, slices: Slices, update: Update,
+        start: torch.Tensor | None, served: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         if kernels.available(master.device):
             from evoalign.kernels.update import dense
         else:

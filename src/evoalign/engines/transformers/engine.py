@@ -232,8 +232,7 @@ class TransformersEngine(KeepsMean):
             adapter = space.adapter(layout, module, self.mean.__getitem__, plan, members)
             self._adapters.set(module, adapter)
             found |= adapter is not None
-        if not found and not all(m.is_mean for m in members):
-            raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
+        space.check_adapted(found, members)
 
     def _clear_adapters(self) -> None:
         assert self._adapters is not None
