@@ -47,6 +47,9 @@ class EvaluationConfig(SamplingConfig):
     seeds: Annotated[list[AnySeed], Field(min_length=1)] = Field(default_factory=lambda: [0])
     every: Every = 0
     """Evaluate the mean on the test split each so many generations; 0: only before and after."""
+    beside_members: bool = Field(default=False, exclude_if=lambda value: not value)
+    """ES: these evaluations are answered in the next generation's rollout, beside its members, which costs less than a
+    rollout of their own. Written down only where it is set."""
 
     @model_validator(mode="after")
     def _draws(self) -> EvaluationConfig:

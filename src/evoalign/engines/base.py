@@ -109,7 +109,11 @@ def graders_of(engine: Engine, task: Task, data: Data) -> Graders | None:
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:
     """Who answers what, member by member: the pairs of a rollout."""
-    return [(m, r) for m in members for r in requests if r.member is None or r.member == m]
+    of: dict[Member, list[Request]] = {m: [] for m in members}
+    for request in requests:
+        for asked in of.values() if request.member is None else (of.get(request.member, []),):
+            asked.append(request)
+    return [(m, r) for m, asked in of.items() for r in asked]
 
 
 def check_members(plan: Plan, requests: Sequence[Request]) -> None:

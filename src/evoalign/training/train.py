@@ -40,6 +40,7 @@ from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, placebos, saving, splits, stopping
+from evoalign.training.beside import BesideMembers
 from evoalign.training.opening import locked, object_given, place
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
@@ -239,10 +240,12 @@ class _EvolutionStrategies:
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
         start = time.perf_counter()
         found = self.parts.evaluate(split)
-        seconds = time.perf_counter() - start
+        return found, self._cost(found, split, time.perf_counter() - start)
+
+    def _cost(self, found: Evaluation, split: Split, seconds: float) -> Cost:
         prompts = [self.parts.tokens.encode(self.task.prompt(example)) for example in self.data.of(split)]
         asked = [prompts[c.example] for c in found.completions]
-        return found, self._meter.evaluation(asked, [c.tokens for c in found.completions], seconds)
+        return self._meter.evaluation(asked, [c.tokens for c in found.completions], seconds)
 
     def divergence(self) -> Divergence:
         return divergence.measure(self.parts, self._reference)
@@ -308,18 +311,10 @@ class _EvolutionStrategies:
     def _generations(self, session: Session) -> Iterator[Generation]:
         parts = self.parts
         return evolve.evolve(
-            self.config,
-            parts.task,
-            parts.data.train,
-            parts.engine,
-            parts.tokens,
-            self.journal,
-            lambda: session.evaluate().measures,
-            session.done,
-            parts.objective,
-            self._course.plateaus,
-            parts.graders,
-        )
+            self.config, parts.task, parts.data.train, parts.engine, parts.tokens, self.journal,
+            lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus, parts.graders,
+            lambda: BesideMembers(parts, lambda e, s: session.recorder.evaluated(self._cost(e, "test", s))),
+        )  # fmt: skip
 
     def _end_if_due(self, session: Session) -> None:
         """Before the last generation, where the settings say so."""
