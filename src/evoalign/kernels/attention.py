@@ -30,6 +30,8 @@ def decode(
     """
     if kernels.available(qkv.device):
         from evoalign.kernels.attention_triton import decode as form
+    elif qkv.device.type == "cpu" and qkv.dtype == torch.float32:
+        from evoalign.kernels.attention_cpu import decode as form
     else:
         form = in_torch
     return form(qkv, keys, values, slots, positions, heads=heads, scale=scale)

@@ -15,7 +15,8 @@ in float32 and rounded with what they are added to. `fixed` takes the same tiles
 not depend on the rows beside it. Nothing here waits for the device, or allocates more than its results: a CUDA graph
 can hold it, and factors and members may change between its replays.
 
-Triton's kernels run where `kernels.available` says so, plain torch (`reference`) elsewhere.
+Triton's kernels run where `kernels.available` says so; elsewhere plain torch: `population_cpu` on a CPU, which takes the
+simple form (`reference`) for what it is not made for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from types import ModuleType
 import torch
 
 from evoalign import kernels
-from evoalign.kernels import reference
+from evoalign.kernels import population_cpu, reference
 from evoalign.kernels.reference import Dot, Partial
 
 MAX_RANK = 16
@@ -192,4 +193,6 @@ def _triton() -> ModuleType:
 
 
 def _form(tensor: torch.Tensor) -> ModuleType:
-    return _triton() if kernels.available(tensor.device) else reference
+    if kernels.available(tensor.device):
+        return _triton()
+    return population_cpu if tensor.device.type == "cpu" else reference
