@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one token a row against exact arithmetic, in plain torch and by the kernel in Triton's interpreter."""
+"""Attention of one token a row against exact arithmetic: plain torch, a CPU's form, the kernel in an interpreter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from evoalign.kernels import attention
+from evoalign.kernels import attention, attention_cpu
 
 # `decode` chooses the kernel, since these tests run in the interpreter.
-forms = pytest.mark.parametrize("decode", [attention.in_torch, attention.decode], ids=["torch", "triton"])
+forms = pytest.mark.parametrize(
+    "decode", [attention.in_torch, attention_cpu.decode, attention.decode], ids=["torch", "cpu", "triton"]
+)
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -26,13 +28,21 @@ def exact(qkv, keys, values, slots, positions, heads, scale):
     return torch.stack(out)
 
 
+SLOTS = {"in no order": [6, 0, 3, 8, 1, 2, 7], "the first": [0, 1, 2, 3, 4, 5, 6], "the last": [2, 3, 4, 5, 6, 7, 8]}
+
+
 @forms
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (7, 1, 24), (3, 3, 64), (34, 2, 8)])
-def test_rows_attend_to_their_own_past_and_no_further(decode, dtype, heads, shared, width):
+@pytest.mark.parametrize("positions", [[0, 1, 63, 64, 65, 130, 5], [40] * 7], ids=["ragged", "even"])
+@pytest.mark.parametrize("order", SLOTS)
+@pytest.mark.first("4-2-16", "in no order-ragged", others="slow")
+def test_rows_attend_to_their_own_past_and_no_further(order, positions, heads, shared, width, dtype, decode):
+    if decode is attention_cpu.decode and dtype != torch.float32:
+        pytest.skip("it is of float32 alone")
     draw = torch.Generator().manual_seed(heads)
-    positions = torch.tensor([0, 1, 63, 64, 65, 130, 5])
-    slots, room = torch.tensor([6, 0, 3, 8, 1, 2, 7]), 131
+    positions = torch.tensor(positions)
+    slots, room = torch.tensor(SLOTS[order]), 131
     shape = (9, shared, room, width)
     keys, values = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
     for slot, position in zip(slots, positions, strict=True):  # what nobody has written may be anything
@@ -63,3 +73,13 @@ def test_a_row_has_the_same_bits_beside_other_rows(decode):
             assert torch.equal(alone[0], whole[row])
         else:  # a library's product of another shape
             assert torch.allclose(alone[0], whole[row], atol=1e-6)
+
+
+def test_a_cpu_takes_its_own_form(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    keys, values, qkv = torch.randn(4, 2, 70, 16), torch.randn(4, 2, 70, 16), torch.randn(3, 8 * 16)
+    slots, positions = torch.tensor([0, 1, 3]), torch.tensor([69, 3, 64])
+    for dtype, form in ((torch.float32, attention_cpu.decode), (torch.bfloat16, attention.in_torch)):
+        given = [t.to(dtype) for t in (qkv, keys, values)]
+        found = attention.decode(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25)
+        assert torch.equal(found, form(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25))

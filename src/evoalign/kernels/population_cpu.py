@@ -32,13 +32,21 @@ class _Rows:
 
     def by_group(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, N] as [G, T / G, N]; each row is a group where they are not even."""
-        return rows.unflatten(0, (self.groups, -1))
+        return rows.view(self.groups, -1, rows.shape[1])
 
-    def factor(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of [S, N] what rows by group are multiplied with: [G, 1, N]."""
-        if self.slots is not None:
-            return whole.index_select(0, self.slots)[:, None]
-        return whole[self.first : self.first + self.groups, None]
+    def of_a(self, a: torch.Tensor, j: int) -> torch.Tensor:
+        """Rank j of [S, 1, RS, K], as rows by group are multiplied with it: [G, 1, K]."""
+        return self._factor(a, a.shape[3], j * a.shape[3], 1)
+
+    def of_b(self, b: torch.Tensor, j: int) -> torch.Tensor:
+        """Rank j of [S, 1, N, RS], likewise: [G, 1, N]."""
+        return self._factor(b, b.shape[2], j, b.shape[3])
+
+    def _factor(self, whole: torch.Tensor, width: int, start: int, step: int) -> torch.Tensor:
+        size, start = whole.stride(0), whole.storage_offset() + start  # a view by itself: five, made in turn, take long
+        if self.slots is None:
+            return whole.as_strided((self.groups, 1, width), (size, width, step), start + self.first * size)
+        return whole.as_strided((len(whole), 1, width), (size, width, step), start).index_select(0, self.slots)
 
 
 NOBODY = _Rows(0, 0, None)
@@ -187,25 +195,20 @@ def gate(
 
 def _dots(x: torch.Tensor, a: Sequence[torch.Tensor], rows: _Rows, rank: int) -> torch.Tensor:
     """x A^T with each of `a`, by member: [T, len(a), R]; 0 without members."""
-    found = x.new_empty(len(x), len(a), rank) if rows.groups else x.new_zeros(len(x), len(a), rank)
-    if rows.groups:
-        by_group, into = rows.by_group(x), rows.by_group(found)
-        for i, one in enumerate(a):
-            for j in range(rank):
-                torch.sum(by_group * rows.factor(one[:, 0, j]), -1, out=into[..., i, j])
-    return found
+    if not rows.groups or not a:
+        return x.new_zeros(len(x), len(a), rank)
+    by_group = rows.by_group(x)
+    found = [(by_group * rows.of_a(one, j)).sum(-1) for one in a for j in range(rank)]
+    whole = found[0] if len(found) == 1 else torch.stack(found, dim=-1)
+    return whole.view(len(x), len(a), rank)
 
 
 def _expand(
     y: torch.Tensor, dots: torch.Tensor, b: torch.Tensor, rows: _Rows, scaling: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y [T, N] + scaling * dots B^T by member, of dots [T, R]; to `out`, which may be y itself."""
-    total = y if out is None else out
-    scaled = dots if scaling == 1 else dots * scaling
+    total = rows.by_group(y)
     into = None if out is None else rows.by_group(out)
     for j in range(dots.shape[1]):
-        factor = rows.by_group(scaled[:, j : j + 1])
-        found = torch.addcmul(rows.by_group(y if j == 0 else total), factor, rows.factor(b[:, 0, :, j]), out=into)
-        if out is None:
-            into, total = found, found.flatten(0, 1)
-    return total
+        into = total = torch.addcmul(total, rows.by_group(dots[:, j : j + 1]), rows.of_b(b, j), value=scaling, out=into)
+    return total.view(y.shape)

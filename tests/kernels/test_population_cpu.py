@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The population's functions as a CPU has them, against float64, and beside the simple form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from evoalign.kernels import population, population_cpu, reference
+from population_checks import (
+    SMALL,
+    Shape,
+    check_add,
+    check_gate,
+    check_norm,
+    check_rotate,
+    everything,
+    inputs_of,
+    poisoned,
+)
+from population_math import Draw, same, worst
+
+__all__ = ["poisoned"]  # a fixture
+
+ORDERS: dict[str, list[int]] = {
+    "even": [0, 0, 1, 1, 2, 2, 3, 3],
+    "from the second on": [1, 1, 1, 1, 2, 2, 2, 2],
+    "of one": [2] * 8,
+    "one each": [0, 1, 2, 3],
+    "rows have left": [0, 0, 0, 1, 2, 3, 3, 3],
+    "a member has left": [0, 0, 0, 0, 2, 2, 3, 3],
+    "in no order": [3, 0, 2, 2, 1, 0, 3, 1],
+    "backwards": [3, 2, 1, 0],
+    "nobody's": [-1] * 4,
+    "some nobody's": [0, -1, 1, 1],
+}
+orders = pytest.mark.parametrize("order", ORDERS)
+ranks = pytest.mark.parametrize(("rank", "padded"), [(1, 1), (1, 8), (3, 8), (4, 4)])
+
+
+@dataclass
+class Ordered(Draw):
+    """Rows of the slots that are said."""
+
+    order: list[int] = field(default_factory=list)
+
+    def members(self, rows: int) -> torch.Tensor:
+        assert rows == len(self.order)
+        return torch.tensor(self.order, dtype=torch.int32)
+
+
+def drawn(order: str, rank: int, padded: int) -> Ordered:
+    return Ordered(rank, padded, torch.float32, order=ORDERS[order])
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "nobody's"])  # whose dots have no size
+@ranks
+@pytest.mark.usefixtures("poisoned")
+def test_every_function_is_what_it_says(order: str, rank: int, padded: int) -> None:
+    """Slots that no row has, and ranks beyond the one in use, are NaN here: they are not read."""
+    rows = len(ORDERS[order])
+    check_add(population_cpu, drawn(order, rank, padded), rows, 60, (96, 40, 40))
+    for kind in ("none", "dot", "partial"):
+        for carried in (True, False):
+            check_norm(population_cpu, drawn(order, rank, padded), rows, kind, carried=carried, layers=3)
+    check_norm(population_cpu, drawn(order, rank, padded), rows, "dot", layers=0)
+    for qk_norm in (False, True):
+        check_rotate(population_cpu, drawn(order, rank, padded), rows, 7, 1, 16, 8, qk_norm=qk_norm)
+    check_gate(population_cpu, drawn(order, rank, padded), rows, 50)
+
+
+@orders
+@ranks
+def test_all_are_the_simple_form_up_to_rounding(order: str, rank: int, padded: int) -> None:
+    draw = drawn(order, rank, padded)
+    members = draw.members(len(ORDERS[order]))
+    inputs = inputs_of(draw, SMALL, len(members))
+    found, wanted = (
+        everything(form, draw, SMALL, inputs, slice(None), members, fixed=True) for form in (population_cpu, reference)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert not other.numel() or worst(one, other) < 2e-5
+
+
+@ranks
+@pytest.mark.parametrize("order", [order for order in ORDERS if "nobody" not in order])
+def test_a_row_alone_is_the_row_among_others(order: str, rank: int, padded: int) -> None:
+    """Where widths are whole vectors: a silu beside them has other bits, in the simple form too."""
+    shape = Shape(64, 96, 3, 1, 16)
+    draw = drawn(order, rank, padded)
+    members = draw.members(len(ORDERS[order]))
+    inputs = inputs_of(draw, shape, len(members))
+    together = everything(population_cpu, draw, shape, inputs, slice(None), members, fixed=True)
+    for row in range(len(members)):
+        one = slice(row, row + 1)
+        alone = everything(population_cpu, draw, shape, inputs, one, members[one], fixed=True)
+        assert all(same(a[0], t[row]) for a, t in zip(alone, together, strict=True))
+
+
+def test_members_that_change_in_place_are_seen() -> None:
+    draw, members = Draw(1, 1, torch.float32), torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    x, a, b = draw.normal(4, 60), draw.a(60), draw.b(50)
+    found = []
+    for order in ([0, 0, 1, 1], [1, 1, 0, 0], [2, 0, 1, 1]):
+        members[:] = torch.tensor(order)
+        y, wanted = torch.zeros(4, 50), torch.zeros(4, 50)
+        population_cpu.add(y, x, [a], [b], members, rank=1)
+        reference.add(wanted, x, [a], [b], members, rank=1)
+        assert worst(y, wanted) < 2e-6
+        found.append(y)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_a_cpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    draw = drawn("even", 1, 1)
+    members = draw.members(8)
+    inputs = inputs_of(draw, SMALL, 8)
+    found, wanted = (
+        everything(form, draw, SMALL, inputs, slice(None), members, fixed=True) for form in (population, population_cpu)
+    )
+    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
