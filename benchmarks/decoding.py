@@ -3,11 +3,14 @@
 
     python benchmarks/decoding.py --shape 0.5b --cases 128x12 30x32 --json runs/decoding.jsonl
     python benchmarks/decoding.py --shape 1.5b --cases 30x32 --forms static vllm
+    python benchmarks/decoding.py --shape smollm2 --cases 8x4 --forms library static --dtype float32 --real-prompts
 
 A case `128x12` is 128 members of `lowrank`, rank 1, with 12 prompts each. Prompts have 100 random tokens, completions
 128, greedy; the few rows that draw the stop token end earlier, and their tokens are counted as they are. Weights are
-random, bfloat16 on a GPU, the same file for all forms. The clock is around `engine.rollout`: members' factors,
-prompts, decoding and texts. `base` is the mean alone on as many rows of as many prompts. Forms:
+random, bfloat16 on a GPU, the same file for all forms; `tiny` is the shipped model, and `smollm2` SmolLM2-135M-Instruct
+as `make test-real` makes it. With `--real-prompts` the prompts are Countdown's own, of several lengths, which a model
+of words may answer and end: `short` for `tiny`, `chat` for others. The clock is around `engine.rollout`: members'
+factors, prompts, decoding and texts. `base` is the mean alone on as many rows of as many prompts. Forms:
 
     static, library   what `engine.decoder` says of the engine `transformers`
     vllm              with graphs of the cases' sizes, and slots for the most members
@@ -26,9 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
+from evoalign.models import tiny
 
 PROMPT, TOKENS = 100, 128
 FORMS = ("static", "library", "vllm")
+ROOT = Path(__file__).resolve().parents[1]
+REAL = {"tiny": tiny, "smollm2": lambda: ROOT / ".cache" / "smollm2"}
+"""Where the models with weights of their own are."""
+v.SHAPES["smollm2"] = v.SHAPES["135m"]
 
 
 def saved(shape: str, parent: Path, dtype: str) -> str:
@@ -36,8 +44,10 @@ def saved(shape: str, parent: Path, dtype: str) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if shape == "tiny":
-        return v.model_folder(shape, parent)
+    if shape in REAL:
+        if not (found := Path(REAL[shape]())).is_dir():
+            raise SystemExit(f"{found} is not there: make test-real makes it (recipes/smollm2)")
+        return str(found)
     folder = v.model_folder(shape, parent)
     if not list(Path(folder).glob("*.safetensors")):
         torch.manual_seed(0)
@@ -68,6 +78,22 @@ def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> t
     return prompts, steps
 
 
+def countdown(shape: str, loaded: Any, count: int) -> list[tuple[int, ...]]:
+    """The first of the problems that training has."""
+    from evoalign import tasks
+    from evoalign.config import from_dict
+    from evoalign.rollouts import Encoded
+
+    settings = {"name": "countdown", "split": "first_last", "train_size": count, "test_size": 1}
+    settings |= {
+        "prompt": "short" if shape == "tiny" else "chat",
+        "train_data": str(ROOT / "data/tasks/countdown/countdown.json"),
+    }
+    task = tasks.create(from_dict({"model": {"name": "tiny"}, "es": {"sigma": 1.0}, "task": settings}).task)
+    prompts = Encoded(task, loaded, task.load_data(0).train)
+    return [prompts[row] for row in range(count)]
+
+
 class Bench:
     """One engine of a form, with the members and prompts of its cases."""
 
@@ -91,46 +117,55 @@ class Bench:
                 "engine": {"name": "transformers", "decoder": form, "memory_gib": options.memory},
             })  # fmt: skip
         began = time.perf_counter()
-        self.engine: Any = engines.create(config, tokens.load(config.model))
+        loaded = tokens.load(config.model)
+        self.engine: Any = engines.create(config, loaded)
         space = spaces.create(config)
         self.facts = self.engine.start(space, space.layout(self.engine.specs(), self.engine.dtype), None, False)
         v.say(f"{form}: started in {time.perf_counter() - began:.1f} s; {self.facts.note}")
         draw = random.Random(0)
-        self.prompts = [tuple(draw.randrange(*v.VOCABULARY) for _ in range(options.prompt)) for _ in range(rows)]
+        if options.real_prompts:
+            self.prompts = countdown(options.shape, loaded, rows)
+        else:
+            self.prompts = [tuple(draw.randrange(*v.VOCABULARY) for _ in range(options.prompt)) for _ in range(rows)]
 
-    def rollout(self, members: int, prompts: int, *, base: bool) -> tuple[float, int]:
-        """Seconds, and tokens that came."""
+    def rollout(self, members: int, prompts: int, *, base: bool) -> tuple[float, int, float]:
+        """Seconds, tokens that came, and seconds of this process on all its cores."""
         from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, population
 
         count = members * prompts if base else prompts
         requests = [Request(i, self.prompts[i], Sampling(self.options.tokens), i) for i in range(count)]
         plan = MEAN_PLAN if base else Plan(1, 1e-3, population(members))
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         found = list(self.engine.rollout(plan, requests))
         assert len(found) == members * prompts
-        return time.perf_counter() - began, sum(len(r.token_ids) for r in found)
+        return time.perf_counter() - began, sum(len(r.token_ids) for r in found), time.process_time() - used
 
     def case(self, members: int, prompts: int) -> None:
         """Rounds of population and base, after two to warm up; written down."""
         rounds: dict[str, list[float]] = {"population": [], "base": []}
         tokens: dict[str, list[float]] = {"population": [], "base": []}
+        cpu: dict[str, list[float]] = {"population": [], "base": []}
         for round_ in range(2 + self.options.repeats):
             for side in rounds:
-                seconds, count = self.rollout(members, prompts, base=side == "base")
+                seconds, count, used = self.rollout(members, prompts, base=side == "base")
                 if round_ >= 2:
                     rounds[side].append(seconds)
                     tokens[side].append(count / seconds)
+                    cpu[side].append(used)
         reading, steps = floor(self.options.shape, members, members * prompts, self.options)
         share = (reading + steps) / v.median(rounds["population"])
         ratio = v.median([b / p for p, b in zip(rounds["population"], rounds["base"], strict=True)])
         v.emit(
             self.options.file, benchmark="decoding", form=self.form, shape=self.options.shape, members=members,
-            prompts=prompts, prompt=self.options.prompt, tokens=self.options.tokens, seconds=rounds, speeds=tokens,
-            floor={"prompts": reading, "steps": steps}, gpu=v.machine(), note=self.facts.note,
+            prompts=prompts, prompt="countdown" if self.options.real_prompts else self.options.prompt,
+            tokens=self.options.tokens, seconds=rounds, speeds=tokens, floor={"prompts": reading, "steps": steps},
+            cpu_seconds=cpu, gpu=v.machine(), note=self.facts.note,
         )  # fmt: skip
+        used = " and ".join(f"{v.median(cpu[side]):.2f}" for side in cpu)
         v.say(
             f"{self.form}, {self.options.shape} {members}x{prompts}: {v.spread(tokens['population'])} tokens/s, "
-            f"base {v.spread(tokens['base'])}, population / base {ratio:.3f}, {share:.2f} of the floor"
+            f"base {v.spread(tokens['base'])}, population / base {ratio:.3f}, {share:.2f} of the floor; "
+            f"CPU seconds {used}"
         )
 
     def profile(self, members: int, prompts: int) -> None:
@@ -161,6 +196,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["128x12"])
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--real-prompts", action="store_true", help="Countdown's, in place of random tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, help="GiB for rows of the engine `transformers`")

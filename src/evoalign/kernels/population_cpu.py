@@ -43,7 +43,8 @@ class _Rows:
         return self._factor(b, b.shape[2], j, b.shape[3])
 
     def _factor(self, whole: torch.Tensor, width: int, start: int, step: int) -> torch.Tensor:
-        size, start = whole.stride(0), whole.storage_offset() + start  # a view by itself: five, made in turn, take long
+        # One view, where a chain of indexing would make five, which take longer than the product.
+        size, start = whole.stride(0), int(whole.storage_offset()) + start
         if self.slots is None:
             return whole.as_strided((self.groups, 1, width), (size, width, step), start + self.first * size)
         return whole.as_strided((len(whole), 1, width), (size, width, step), start).index_select(0, self.slots)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members in the static decoder are plain models with their weights merged, at every position of every row.
+
+A plain model, whose weights `Rebuilt` computes from the normals alone, reads prompt and answer in one forward: no
+cache, no batch of other members, none of the package's kernels. The engine's log-probability of each of its tokens is
+the plain model's to within 1e-4. Its tokens are the plain model's likeliest, each after the ones before it, so that
+the whole answer is what plain greedy decoding says; where they are not, the plain model's two best logits have to lie
+within 1e-4 of each other, in one row of a hundred at most. Prompts have different lengths and answers end at
+different steps, so rows leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_parity import Rebuilt
+
+from evoalign.config import Config
+from evoalign.engines.transformers import static
+from evoalign.types import MEAN, Member, Rollout, Sampling
+from families import Bench, ids, make_config, requests
+
+BOUND = 1e-4
+TIES = 0.01
+LENGTHS = (3, 17, 5, 9, 24, 4, 11, 7, 13, 6, 20, 8)
+"""Of prompts: more rows than the smallest batch, so that rows leave one member's, too."""
+SIGMAS = {"lora": 0.01, "lowrank": 0.01, "full": 0.003}
+
+
+@dataclass
+class Found:
+    """How far the engine's rows are from a model's."""
+
+    worst: float = 0.0
+    positions: int = 0
+    tied: int = 0
+    other: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """Rows with a token that is not the model's, and no tie."""
+
+    def fails(self, rows: int) -> bool:
+        return bool(self.worst > BOUND or self.other or self.tied > TIES * rows)
+
+
+@torch.inference_mode()
+def held(model: Any, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], found: Found) -> None:
+    """Hold rows against a model's own forward over prompts and answers, which are filled up behind."""
+    texts = [(*prompt, *rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    width = max(map(len, texts))
+    whole = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
+    hidden = model.model(input_ids=whole, use_cache=False).last_hidden_state
+    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
+        count = len(rollout.token_ids)
+        logits = model.lm_head(hidden[row, len(prompt) - 1 : len(prompt) - 1 + count]).float()
+        chosen = torch.tensor(rollout.token_ids)[:, None]
+        assert rollout.logprobs is not None and len(rollout.logprobs) == count > 0
+        apart = logits.log_softmax(-1).gather(1, chosen)[:, 0] - torch.tensor(rollout.logprobs)
+        assert apart.isfinite().all()
+        found.worst = max(found.worst, float(apart.abs().max()))
+        found.positions += count
+        differ = (logits.argmax(-1) != chosen[:, 0]).nonzero()[:, 0].tolist()
+        if differ:
+            best = logits[differ[0]].topk(2).values
+            if best[0] - best[1] <= BOUND:
+                found.tied += 1
+            else:
+                found.other.append(rollout.token_ids)
+
+
+def members_are_plain_models(
+    config: Config, path: Path | str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list[int]()
+    order: Callable[..., None] = static._State.order
+    monkeypatch.setattr(static._State, "order", lambda state, rows: left.append(len(rows)) or order(state, rows))
+    prompts = [ids(length, length) for length in LENGTHS]
+    with Bench(config, range(0, vocabulary, 12)) as bench:
+        rebuilt = Rebuilt(bench, path, bench.move())
+        plan = bench.plan()
+        cells = bench.ask(plan, requests(prompts, Sampling(tokens), logprobs=True))
+        assert bench.facts.library == "static decoder"
+        assert left, "rows have to leave the batch"
+        assert len({len(r.token_ids) for r in cells.values()}) > 4
+
+        def rows_of(member: Member) -> list[Rollout]:
+            return [cells[member.index, p] for p in range(len(prompts))]
+
+        own = Found()
+        for member in plan.members:
+            held(rebuilt.become(member, plan.generation), prompts, rows_of(member), own)
+        print(f"{own.positions} positions of {len(cells)} rows: {own.worst:.1e} apart at most, {own.tied} ties")
+        assert not own.fails(len(cells)), own
+        model = rebuilt.become(MEAN, plan.generation)
+        for member in plan.members[:5]:  # members that had not been perturbed would not pass
+            unperturbed = Found()
+            held(model, prompts, rows_of(member), unperturbed)
+            assert unperturbed.fails(len(prompts)) and unperturbed.worst > 10 * BOUND, unperturbed
+
+
+def config_of(path: Path | str, space: str, members: int, **sections: Any) -> Config:
+    es = {"sigma": SIGMAS[space], "learning_rate": SIGMAS[space] / 2, "population_size": members}
+    return make_config(path, space, es=es, engine={"decoder": "static"}, **sections)
+
+
+@pytest.mark.parametrize("space", SIGMAS)
+def test_members_of_the_tiny_model(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evoalign.models import tiny
+
+    members_are_plain_models(config_of("tiny", space, 30), tiny(), 33, 1024, monkeypatch)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("space", SIGMAS)
+def test_members_of_a_published_model(space: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members_are_plain_models(config_of(smollm2, space, 30), smollm2, 17, 49152, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of Qwen2.5-0.5B's shape, with which logits are a few units wide."""
+    import shutil
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from evoalign.models import tiny
+
+    folder = tmp_path_factory.mktemp("half_a_billion")
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+            num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True, initializer_range=0.03,
+            rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, bos_token_id=None, eos_token_id=2,
+            pad_token_id=0,
+        )
+    )  # fmt: skip
+    model.model.embed_tokens.weight.data.mul_(3)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny() / file, folder)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("space", SIGMAS)
+def test_members_of_half_a_billion_weights(space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six members: thirty take ten minutes of two cores for each space."""
+    members_are_plain_models(config_of(half_a_billion, space, 6), half_a_billion, 17, 151936, monkeypatch)
