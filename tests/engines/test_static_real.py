@@ -153,7 +153,7 @@ def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
 def test_members_of_half_a_billion_weights(space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six members: thirty take ten minutes of two cores for each space."""
+    """Six members: thirty would take five times as long."""
     members_are_plain_models(
         config_of(half_a_billion, space, 6, SIGMAS[space]), half_a_billion, 17, 151936, monkeypatch
     )
