@@ -16,7 +16,7 @@ without a stop token. With `--ragged` each row gets 32 to 160 tokens of its own,
 
 Each form is an engine of its own. In each round the bare model answers (no adapter, the same process; each row a
 prompt of its own, the prefix cache empty) and the population, and the ratio of the two is the median over rounds.
-Two clocks: around vLLM's `generate`, which is the ratio of the table, and around the whole rollout, factors written
+Two clocks: around vLLM's steps, which is the ratio of the table, and around the whole rollout, factors written
 and texts made.
 
 Engines of `deep` and `generic` have a slot for each member of the largest population measured; `stock`, whose kernels
@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,22 @@ def rounds(
         for side in sides:
             count, seed = (case.rows, 1000) if side == "base" else (case.prompts, 2000)
             requests = v.requests_of(count, options.prompt, options.tokens, seed + number)
-            served.lengths = lengths
+            if lengths:
+                requests = ragged(requests, lengths, plan.members if side == "population" else (None,))
             took[side].append(served.base(requests) if side == "base" else served.members(plan, requests))
-            served.lengths = []
             found = took[side][-1].tokens
             assert found == expected, f"{found} tokens instead of {expected}"
         sides.reverse()
     return took["base"], took["population"]
+
+
+def ragged(requests: list[Any], lengths: list[int], members: Sequence[Any]) -> list[Any]:
+    """A request of its own for each row, with as many tokens as its place says."""
+    rows = [(m, r) for m in members for r in requests]
+    return [
+        replace(request, index=i, member=member, sampling=replace(request.sampling, max_tokens=length))
+        for i, ((member, request), length) in enumerate(zip(rows, lengths, strict=True))
+    ]
 
 
 def speeds(took: list[Any], clock: str = "generate") -> list[float]:

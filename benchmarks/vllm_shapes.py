@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def memory(worker: Any, restart: bool = False) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Took:
-    """One call: output tokens, seconds of all of it, and of vLLM's `generate` within it."""
+    """One call: output tokens, seconds of all of it, and of vLLM's steps within it."""
 
     tokens: int
     seconds: float
@@ -222,8 +222,6 @@ class Served:
 
     config: Any
     space: bool = True
-    lengths: list[int] = field(default_factory=list)
-    """Where it is not empty: how many tokens each row gets, instead of what its request says."""
 
     def __post_init__(self) -> None:
         from evoalign import spaces, tokens
@@ -241,19 +239,22 @@ class Served:
             space = spaces.create(self.config)
             self.layout = space.layout(self.engine.specs(), self.engine.dtype)
             self.facts = self.engine.start(space, self.layout, None, False)
-        self._generate, self._took = self.engine.llm.generate, 0.0
-        self.engine.llm.generate = self._timed
+        self._answers, self._took = self.engine._asking.answers, 0.0
+        self.engine._asking.answers = self._timed
         self.synchronize()
         self.start_seconds = time.perf_counter() - began
 
-    def _timed(self, prompts: Any, sampling: Any, **rest: Any) -> Any:
-        if self.lengths:
-            sampling = [with_length(s, n) for s, n in zip(sampling, self.lengths, strict=True)]
+    def _timed(self, *asked: Any) -> Iterator[Any]:
+        """vLLM's steps with a clock around them, and not around what is done with what they give."""
         self.synchronize()
-        began = time.perf_counter()
-        outputs = self._generate(prompts, sampling, **rest)
-        self._took += time.perf_counter() - began
-        return outputs
+        answers = self._answers(*asked)
+        while True:
+            began = time.perf_counter()
+            ended = next(answers, None)
+            self._took += time.perf_counter() - began
+            if ended is None:
+                return
+            yield ended
 
     def synchronize(self) -> None:
         """Wait for the devices."""
@@ -298,13 +299,6 @@ class Served:
             "batched_tokens": settings.scheduler_config.max_num_batched_tokens,
             "start_seconds": round(self.start_seconds, 1),
         }
-
-
-def with_length(sampling: Any, tokens: int) -> Any:
-    """The same settings with another number of tokens."""
-    own = sampling.clone()
-    own.max_tokens = tokens
-    return own
 
 
 def requests_of(count: int, prompt: int, tokens: int, seed: int, logprobs: bool = False) -> list[Any]:

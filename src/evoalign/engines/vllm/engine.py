@@ -22,6 +22,7 @@ from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.adapters import KERNEL_RANK, rank, room, settings, slots
+from evoalign.engines.vllm.asking import Asking, Said
 from evoalign.engines.vllm.insides import check_version
 from evoalign.errors import DataError, EvoalignError, ModelError
 from evoalign.models.files import why_not
@@ -29,9 +30,6 @@ from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
 from evoalign.tokens import Tokens, before_stop
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
-
-FILE = "in-memory"
-"""What vLLM is told of where an adapter lies. Nothing lies there, and vLLM never looks: all are resident."""
 
 
 class VllmEngine:
@@ -42,6 +40,7 @@ class VllmEngine:
         self.on_cpu = starting.on_cpu()
         self.deterministic = self.on_cpu if config.deterministic is None else config.deterministic
         self.llm: Any = starting.start(config, self.on_cpu, self.deterministic)
+        self._asking = Asking(self.llm, tokens.stop_ids, tokens.decode)
         self._space: Space | None = None
         self._serial = itertools.count()
         self.facts: dict[str, Any] = {}
@@ -157,28 +156,10 @@ class VllmEngine:
 
     def _ask(self, members: Sequence[tuple[Member, int | None]], requests: Sequence[Request]) -> Iterator[Rollout]:
         """Completions of all members, in one call a batch; a member without a slot is the served weights."""
-        from vllm.lora.request import LoRARequest
-
-        salt = self._salt()
-        prompts = {r.index: {"prompt_token_ids": list(r.prompt_ids), "cache_salt": salt} for r in requests}
-        sampling = {r.index: _sampling(r, self._tokens.stop_ids) for r in requests}
-        adapters = {
-            m: None if slot is None else LoRARequest(lora_name=f"member-{slot}", lora_int_id=slot + 1, lora_path=FILE)
-            for m, slot in members
-        }
+        salt, slots = self._salt(), dict(members)
         for asked in self._batches(pairs_of([m for m, _ in members], requests)):
-            try:
-                outputs = self.llm.generate(
-                    [prompts[r.index] for _, r in asked],
-                    [sampling[r.index] for _, r in asked],
-                    lora_request=[adapters[m] for m, _ in asked] if any(adapters.values()) else None,
-                    use_tqdm=False,
-                )
-            except BaseException:
-                self._abort()
-                raise
-            for (member, request), output in zip(asked, outputs, strict=True):
-                yield self._rollout(member, request, output.outputs[0])
+            for ended in self._asking.answers(asked, [slots[m] for m, _ in asked], salt):
+                yield from self._rollouts([(*asked[place], said) for place, said in ended])
 
     def _batches(self, asked: list[tuple[Member, Request]]) -> list[list[tuple[Member, Request]]]:
         """What may be in flight together: on a CPU vLLM 0.26 draws without seeds where a row of the batch is greedy."""
@@ -190,28 +171,23 @@ class VllmEngine:
         """What vLLM has computed of a prompt is found again under the same salt only: never with other weights."""
         return str(next(self._serial))
 
-    def _abort(self) -> None:
-        """Leave nothing in flight after a failure or Ctrl-C: a later call would be answered with it."""
-        engine = self.llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-
-    def _rollout(self, member: Member, request: Request, said: Any) -> Rollout:
-        if said.finish_reason not in ("stop", "length"):
-            raise EvoalignError(
-                f"vLLM gave up on a completion of member {member.index}: {said.finish_reason}; it is not scored"
+    def _rollouts(self, ended: Sequence[tuple[Member, Request, Said]]) -> Iterator[Rollout]:
+        """What has ended in a step, each of its texts made once."""
+        ids = list(dict.fromkeys(said.token_ids for _, _, said in ended))
+        texts = dict(zip(ids, self._tokens.decode_all(ids), strict=True))
+        for member, request, said in ended:
+            if said.reason not in ("stop", "length"):
+                raise EvoalignError(
+                    f"vLLM gave up on a completion of member {member.index}: {said.reason}; it is not scored"
+                )
+            yield Rollout(
+                member=member,
+                request=request.index,
+                token_ids=said.token_ids,
+                text=before_stop(texts[said.token_ids], request.sampling.stop, request.sampling.keep_stop),
+                finish_reason=said.reason,
+                logprobs=said.logprobs,
             )
-        ids = tuple(said.token_ids)
-        logprobs = None
-        if request.logprobs:
-            logprobs = tuple(float(row[token].logprob) for row, token in zip(said.logprobs, ids, strict=True))
-        return Rollout(
-            member=member,
-            request=request.index,
-            token_ids=ids,
-            text=before_stop(self._tokens.decode(ids), request.sampling.stop, request.sampling.keep_stop),
-            finish_reason=said.finish_reason,
-            logprobs=logprobs,
-        )
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         limit: int = self.llm.llm_engine.model_config.max_model_len
@@ -283,20 +259,3 @@ class VllmEngine:
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
         return self._layout
 
-
-def _sampling(request: Request, stop_ids: Sequence[int]) -> Any:
-    """vLLM's settings for a request. The seed belongs to the prompt and sample, so members draw alike."""
-    from vllm import SamplingParams
-
-    sampling = request.sampling
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=request.seed if sampling.temperature > 0 else None,
-        stop_token_ids=list(stop_ids),
-        stop=list(sampling.stop) or None,
-        ignore_eos=True,  # the stop tokens are the task's, of whatever model
-        logprobs=0 if request.logprobs else None,
-        detokenize=bool(sampling.stop),  # else done here, by the task's tokenizer
-    )
