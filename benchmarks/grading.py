@@ -12,6 +12,11 @@ Arms:
 - `one batch`: `computes` with all 256 in one batch, of which hardly a piece is there before the end.
 
     OMP_NUM_THREADS=1 python benchmarks/grading.py --json benchmarks/results/grading.jsonl
+    OMP_NUM_THREADS=1 python benchmarks/grading.py --engine vllm --arms computes waits --seqs 64 --batch 4
+
+With `--engine vllm` a text is there at the step it ends in. Where all members answer at once and most texts are as long
+as they may be, nearly all pieces are there at the end, and there is nothing to overlap; `--seqs` lets so many answer at
+once, the next as others end. `--model`, `--members`, `--prompts` and `--tokens` make it another load.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ from evoalign.types import Generation
 
 HERE = Path(__file__).absolute()
 DATA = HERE.parents[1] / "data" / "tasks" / "conciseness"
-MILLISECONDS, BATCH = 2.0, 16
+MILLISECONDS = float(os.environ.get("GRADING_MILLISECONDS", "2"))
+"""Of one completion; the grader's process has it from its environment."""
 ARMS = {"waits": "waits", "computes": "computes", "cheap": "cheap", "here": "computes", "one batch": "computes"}
 
 
@@ -58,20 +64,29 @@ def cheap(completions: list[str]) -> list[float]:
     return [float(-len(c)) for c in completions]
 
 
-def settings(arm: str, pairs: int) -> dict[str, Any]:
+def settings(arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    rows = options.members * options.prompts
+    engine: dict[str, Any] = {"device": "cpu", "threads": 1, "max_rows": rows if arm == "one batch" else 32}
+    if options.engine == "vllm":
+        engine = {
+            "name": "vllm",
+            "max_num_seqs": options.seqs or rows,
+            "max_model_len": 128 + options.tokens,
+            "kv_cache_gib": 1.0,
+        }
     return {
-        "model": {"name": "tiny"}, "space": "lora", "report": False,
-        "engine": {"device": "cpu", "threads": 1, "max_rows": 256 if arm == "one batch" else 32},
-        "task": {"name": "custom", "rewards": [f"{HERE}:{ARMS[arm]}"], "train_size": 8, "test_size": 8,
+        "model": {"name": options.model}, "space": "lora", "report": False, "engine": engine,
+        "task": {"name": "custom", "rewards": [f"{HERE}:{ARMS[arm]}"], "train_size": options.prompts, "test_size": 8,
                  "train_data": str(DATA / "questions_train.json"), "test_data": str(DATA / "questions_test.json")},
-        "es": {"num_generations": 2 * pairs + 2, "population_size": 32, "sigma": 0.02, "learning_rate": 1e-6},
-        "sampling": {"max_tokens": 48}, "grader": {"isolated": arm != "here", "batch": BATCH},
+        "es": {"num_generations": 2 * options.pairs + 2, "population_size": options.members, "sigma": 0.02,
+               "learning_rate": 1e-6},
+        "sampling": {"max_tokens": options.tokens}, "grader": {"isolated": arm != "here", "batch": options.batch},
     }  # fmt: skip
 
 
-def generations(arm: str, pairs: int) -> Iterator[tuple[str, Generation]]:
+def generations(arm: str, options: argparse.Namespace) -> Iterator[tuple[str, Generation]]:
     """Off and on in turn; the first of each is not counted, for processes start then."""
-    with closing(assemble(from_dict(settings(arm, pairs)))) as parts, tempfile.TemporaryDirectory() as folder:
+    with closing(assemble(from_dict(settings(arm, options)))) as parts, tempfile.TemporaryDirectory() as folder:
         task: Any = parts.task
         if arm == "here":
             task.scores_elsewhere = True
@@ -81,13 +96,13 @@ def generations(arm: str, pairs: int) -> Iterator[tuple[str, Generation]]:
             for number, generation in enumerate(made):
                 if number > 1:
                     yield ("off", "on")[number % 2], generation
-                task.per_call = (BATCH, None)[number % 2]
+                task.per_call = (options.batch, None)[number % 2]
 
 
-def row(arm: str, pairs: int) -> dict[str, Any]:
+def row(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of seconds, and of what each pair comes to."""
     found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    for way, generation in generations(arm, pairs):
+    for way, generation in generations(arm, options):
         phases = {name: generation.seconds[name] for name in ("rollout", "score", "update")}
         found[way].append({**phases, "whole": sum(phases.values()), "tokens": float(generation.tokens)})
     shares = {w: statistics.median(g["score"] / g["whole"] for g in found[w]) for w in found}
@@ -98,19 +113,39 @@ def row(arm: str, pairs: int) -> dict[str, Any]:
     medians = {w: {name: round(statistics.median(g[name] for g in found[w]), 4) for name in found[w][0]} for w in found}
     quartiles = {name: [round(q, 3) for q in statistics.quantiles(values, n=4)] for name, values in ratios.items()}
     return {
-        "arm": arm, "pairs": pairs, "share_off": round(shares["off"], 4), "share_on": round(shares["on"], 4),
+        "arm": arm, "pairs": options.pairs, "share_off": round(shares["off"], 4), "share_on": round(shares["on"], 4),
         "on_to_off": quartiles, "medians": medians, "load": os.getloadavg()[1], "versions": versions(),
+        **({} if options.engine == "transformers" else about(options)),
     }  # fmt: skip
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """What is not as in the rows of the engine `transformers`."""
+    kept = {
+        name: getattr(options, name) for name in ("engine", "model", "members", "prompts", "tokens", "seqs", "batch")
+    }
+    return {**kept, "milliseconds": MILLISECONDS}
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pairs", type=int, default=15)
     arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    arguments.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    arguments.add_argument("--model", default="tiny")
+    arguments.add_argument("--members", type=int, default=32)
+    arguments.add_argument("--prompts", type=int, default=8)
+    arguments.add_argument("--tokens", type=int, default=48)
+    arguments.add_argument("--seqs", type=int, help="of vLLM, at once; all if left out")
+    arguments.add_argument("--batch", type=int, default=16)
+    arguments.add_argument("--milliseconds", type=float, default=MILLISECONDS)
     options = arguments.parse_args()
+    os.environ["GRADING_MILLISECONDS"] = str(options.milliseconds)
+    globals()["MILLISECONDS"] = options.milliseconds
     rows: list[dict[str, Any]] = []
-    for arm in ARMS:
-        rows.append(found := row(arm, options.pairs))
+    for arm in options.arms:
+        rows.append(found := row(arm, options))
         low, middle, high = found["on_to_off"]["whole"]
         print(
             f"{arm:>9}: scoring takes {found['share_off']:.1%} of a generation off and {found['share_on']:.1%} on; "
@@ -119,7 +154,8 @@ def main() -> None:
             flush=True,
         )
         if options.json is not None:
-            options.json.write_text("".join(f"{json.dumps(found)}\n" for found in rows), encoding="utf-8")
+            with options.json.open("a" if len(rows) > 1 or options.engine == "vllm" else "w", encoding="utf-8") as file:
+                file.write(f"{json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host takes of a rollout of the vLLM engine, and what scoring takes of a generation.
+"""What the host takes of a rollout of the vLLM engine, and what its start takes.
 
     python benchmarks/vllm_host.py --parts requests --json runs/vllm.jsonl
-    python benchmarks/vllm_host.py --parts scoring --json runs/vllm.jsonl
     python benchmarks/vllm_host.py --parts start --shape 0.5b --json runs/vllm.jsonl        one GPU
 
 requests  Requests a second of a population: the engine's own way (`asking.py`), against vLLM's `generate` with what the
           engine handed it before (a prompt, settings and an adapter for each row; texts made one by one, when all are
-          there). They take turns. `--stub` puts zeros in place of the decoder's layers, so that the host's part is left;
-          on a CPU, where the layers take most, that is the default.
-scoring   Generations whose reward takes `--milliseconds` a text in `--workers` processes of graders: scored after the
-          last completion (off) or as they end (on), in turn. Rows end at 1/4 to all of `--tokens`.
-start     Seconds until an engine answers, with the graphs it chooses, with as many as vLLM's own list has, and with one
-          size.
+          there). They take turns. `--stub` puts zeros in place of the decoder's layers, so that the host's part is
+          left; on a CPU, where the layers take most, that is the default.
+start     Seconds until an engine of `--seqs` sequences answers, an engine each: with the graphs that evoalign chooses,
+          with as many as it had before, and with one. What imports take comes before.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import vllm_shapes as v
 
-PARTS = ("requests", "scoring", "start")
+PARTS = ("requests", "start")
 
 
 def stub(worker: Any) -> None:
@@ -85,16 +82,17 @@ def requests(options: argparse.Namespace, folder: Path) -> None:
     if options.stub:
         served.engine.rpc(stub)
     plan, rows = Plan(0, served.config.es.sigma, population(options.members)), options.members * options.prompts
-    found: dict[str, list[float]] = {"generate": [], "engine": []}
+    ways: dict[str, Callable[[Sequence[Any]], Iterator[Any]]] = {
+        "generate": lambda asked: by_generate(served, plan, asked),
+        "engine": lambda asked: served.engine.rollout(plan, asked),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(options.repeats + 1):
         asked = v.requests_of(options.prompts, options.prompt, options.tokens, number)
-        for way in found if number % 2 else reversed(found):
-            work = (lambda: by_generate(served, plan, asked)) if way == "generate" else (
-                lambda: served.engine.rollout(plan, asked)
-            )  # fmt: skip
+        for way in sorted(ways, reverse=bool(number % 2)):
             served.synchronize()
             began = time.perf_counter()
-            count = sum(1 for _ in work())
+            count = sum(1 for _ in ways[way](asked))
             took = time.perf_counter() - began
             assert count == rows, count
             if number:
@@ -110,6 +108,49 @@ def requests(options: argparse.Namespace, folder: Path) -> None:
     )
 
 
+# Start
+
+
+def before(most: int) -> list[int]:
+    """The sizes that had a graph: 67 up to 1,024."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32), *range(1088, most + 64, 64)]
+    return [*(n for n in sizes if n < most), most]
+
+
+def start(options: argparse.Namespace, folder: Path) -> None:
+    from evoalign.engines.vllm.start import graph_sizes
+
+    ways = {"one": [options.seqs], "chosen": graph_sizes(options.seqs), "before": before(options.seqs)}
+    for name in options.graphs:
+        if not v.apart(started, name, ways[name], options, folder, limit=options.limit):
+            v.say(f"start with the graphs {name} did not end well: see above")
+
+
+def started(name: str, sizes: list[int], options: argparse.Namespace, folder: Path) -> None:
+    """One engine, in a process of its own, and what of its start the graphs take."""
+    from evoalign.engines.vllm import worker
+
+    took: list[float] = []
+    plain = worker.GpuWorker.compile_or_warm_up_model
+
+    def timed(self: Any) -> Any:
+        began = time.perf_counter()
+        found = plain(self)
+        took.append(time.perf_counter() - began)
+        return found
+
+    worker.GpuWorker.compile_or_warm_up_model = timed
+    v.only_graphs(sizes)
+    config = v.config_of(
+        v.model_folder(options.shape, folder), options.shape, rows=options.seqs, length=options.prompt + options.tokens,
+        members=options.members, engine={"attention_backend": options.attention},
+    )  # fmt: skip
+    seconds = v.Served(config).start_seconds
+    row = {"graphs": name, "sizes": len(sizes), "seconds": seconds, "warm_up": took}
+    v.emit(options.file, benchmark="start", shape=options.shape, seqs=options.seqs, **row)
+    v.say(f"start: {row}")
+
+
 def main() -> None:
     parser = v.parser(__doc__, "135m")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["requests"])
@@ -117,14 +158,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=4 if not v.has_gpu() else 24)
+    parser.add_argument("--seqs", type=int, default=1024)
+    parser.add_argument("--graphs", nargs="+", choices=("one", "chosen", "before"), default=["chosen", "one", "before"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stub", action=argparse.BooleanOptionalAction, default=not v.has_gpu())
     options = parser.parse_args()
     with v.running(options) as folder:
         v.preload()
-        for part in options.parts:
-            if not v.apart(globals()[part], options, folder, limit=options.limit):
-                v.say(f"{part} did not end well: see above")
+        if "requests" in options.parts and not v.apart(requests, options, folder, limit=options.limit):
+            v.say("requests did not end well: see above")
+        if "start" in options.parts:
+            start(options, folder)
 
 
 if __name__ == "__main__":

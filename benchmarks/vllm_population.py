@@ -117,6 +117,42 @@ def measure(form: str, rank: int, cases: list[Case], options: argparse.Namespace
             **served_by(about),
         )  # fmt: skip
         v.say(f"{form} rank {rank} {case}: " + told(base, population))
+        if options.profile:
+            profile(served, case, options, form)
+
+
+def profile(served: v.Served, case: Case, options: argparse.Namespace, form: str) -> None:
+    """Where the time of each side goes: the device's kernels, and then the host's functions."""
+    import cProfile
+    import pstats
+
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from evoalign.types import Plan, population
+
+    plan = Plan(0, served.config.es.sigma, population(case.members))
+    for side in ["base"] if form in BARE else ["base", "population"]:
+        count = case.rows if side == "base" else case.prompts
+        requests = v.requests_of(count, options.prompt, options.tokens, 3000)
+
+        def run(requests: list[Any] = requests, side: str = side) -> v.Took:
+            return served.base(requests) if side == "base" else served.members(plan, requests)
+
+        if torch.cuda.is_available():
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+                took = run()
+            events = sorted(seen.key_averages(), key=lambda e: e.self_device_time_total, reverse=True)
+            busy = sum(e.self_device_time_total for e in events) / 1e6
+            v.say(f"{side} {case}: {took.generate:.3f} s, of which kernels {busy:.3f} s")
+            for event in events[:14]:
+                print(f"  {event.self_device_time_total / 1e3:9.1f} ms {event.count:7d} x {event.key[:90]}")
+        host = cProfile.Profile()
+        host.enable()
+        run()
+        host.disable()
+        v.say(f"{side} {case}, the host:")
+        pstats.Stats(host).strip_dirs().sort_stats("tottime").print_stats(28)
 
 
 def served_by(about: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +245,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--range", type=int, nargs=2, default=RAGGED, help="tokens of a ragged row")
+    parser.add_argument("--profile", action="store_true", help="say where the time goes, after the rounds of a case")
     parser.add_argument("--compiled", action="store_true", help="short for one more form, compiled")
     options = parser.parse_args()
     if options.compiled and "compiled" not in options.forms:

@@ -18,7 +18,7 @@ from evoalign.checks import canary
 from evoalign.checks.distance import moved, start_of
 from evoalign.engines.transformers import TransformersEngine
 from evoalign.engines.vllm import VllmEngine
-from evoalign.errors import CanaryError, DataError
+from evoalign.errors import CanaryError, DataError, EvoalignError
 from evoalign.setup import Served
 from evoalign.testing import engines as contract
 from evoalign.testing.answers import written
@@ -201,3 +201,76 @@ def test_a_worker_that_fails_is_told_in_a_line(bench):
 def test_a_prompt_that_is_too_long_is_refused(bench):
     with pytest.raises(DataError, match="the 256 positions of"):
         list(bench.engine.rollout(bench.plan(population(2)), [Request(0, (5,) * 250, Sampling(8))]))
+
+
+@of("lowrank")
+def test_memory_that_runs_out_is_one_line_and_leaves_nothing_behind(bench, monkeypatch):
+    """Torch says it in pages; what was in flight would answer the next rollout's place."""
+    core = bench.engine.llm.llm_engine.engine_core
+    plan = bench.plan(population(3))
+    want = answers(bench.engine, plan, bench.requests)
+    steps = []
+
+    def full():
+        steps.append(1)
+        if len(steps) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\nmore to say")
+        return type(core).get_output(core)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "get_output", full)
+        told = r"\(CUDA out of memory. Tried to allocate 2.00 GiB\); lower engine.gpu_memory_utilization, [^\n]*$"
+        with pytest.raises(EvoalignError, match=told):
+            answers(bench.engine, plan, bench.requests)
+    assert not core.engine_core.scheduler.has_unfinished_requests()
+    assert answers(bench.engine, plan, bench.requests) == want
+
+
+@of("lowrank")
+def test_completions_come_at_the_step_they_end_in(bench, monkeypatch):
+    core, steps, seen = bench.engine.llm.llm_engine.engine_core, [], {}
+
+    def counted():
+        steps.append(1)
+        return type(core).get_output(core)
+
+    monkeypatch.setattr(core, "get_output", counted)
+    asked = [Request(i, bench.requests[0].prompt_ids, Sampling(n)) for i, n in enumerate((3, 9, 6))]
+    for rollout in bench.engine.rollout(bench.plan(population(4)), asked):
+        seen[rollout.member.index, rollout.request] = len(steps)
+        assert rollout.finish_reason == "stop" or len(rollout.token_ids) == asked[rollout.request].sampling.max_tokens
+    for member in range(4):
+        assert seen[member, 0] <= seen[member, 2] <= seen[member, 1]
+    assert len(set(seen.values())) > 1
+
+
+@of("lowrank")
+def test_a_rollout_that_is_left_is_called_off_and_not_mixed_up(bench):
+    """The frame of what left it may outlive it, and keep it."""
+    plan = bench.plan(population(3))
+    want = answers(bench.engine, plan, bench.requests)
+    asked = [Request(i, r.prompt_ids, Sampling(2 + 20 * (i > 0))) for i, r in enumerate(bench.requests)]
+    left = bench.engine.rollout(plan, asked)
+    next(left)
+    assert answers(bench.engine, plan, bench.requests) == want
+    with pytest.raises(EvoalignError, match="one rollout at a time"):
+        list(left)
+
+
+@of("lowrank")
+def test_a_text_to_stop_at_ends_a_completion_at_its_token(bench):
+    """vLLM itself looks for none, and would go on to the last token."""
+    plan, ended = bench.plan((MEAN,)), 0
+    for request in bench.requests:
+        (whole,) = bench.engine.rollout(plan, [Request(0, request.prompt_ids, Sampling(40), logprobs=True)])
+        if len(whole.text) < 6:
+            continue
+        middle = whole.text[len(whole.text) // 2 :][:3]
+        asked = Request(0, request.prompt_ids, Sampling(40, stop=(middle,)), logprobs=True)
+        (found,) = bench.engine.rollout(plan, [asked])
+        assert found.finish_reason == "stop" and found.text == whole.text[: whole.text.index(middle)]
+        count = next(n for n in range(41) if middle in bench.tokens.decode(whole.token_ids[:n]))
+        assert found.token_ids == whole.token_ids[:count] and len(found.logprobs) == count
+        assert found.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-5)
+        ended += count < len(whole.token_ids)
+    assert ended

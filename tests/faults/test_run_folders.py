@@ -346,6 +346,16 @@ def test_out_of_memory_says_which_settings_help(tmp_path: Path) -> None:
         evoalign.train(small(tmp_path / "run", 3), on_generation=hook, console=quiet())
 
 
+def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+
+    monkeypatch.setattr("evoalign.evolve.collect", full)
+    with pytest.raises(EvoalignError, match=r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows$"):
+        evoalign.train(small(tmp_path / "run", 3), console=quiet())
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_old_run_comes_back_where_the_new_one_cannot_begin(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from evoalign.rundir import directory as rundir
 

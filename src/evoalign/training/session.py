@@ -360,6 +360,8 @@ class Session:
                 if isinstance(error, ScorerAwayError):
                     nothing = "nothing was begun: " if self.is_new else ""
                     error.args = (f"{error}; {nothing}then give the same command again",)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise EvoalignError(f"{_first_line(error)}; {self.algorithm.smaller()}") from error
                 raise
             explained = isinstance(error, EvoalignError | OSError | torch.OutOfMemoryError)
             if not explained or isinstance(error, ResumeError):  # which says itself what to do
@@ -368,9 +370,13 @@ class Session:
             if isinstance(error, EvoalignError):
                 error.args = (f"{error}; {kept}",)
                 raise
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            line = _first_line(error)
             fix = f"; {self.algorithm.smaller()}" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EvoalignError(f"{line}{fix}; {kept}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def how_to_resume(session: Session) -> str:

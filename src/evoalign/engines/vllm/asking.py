@@ -2,8 +2,8 @@
 """What vLLM's own `generate` does, at less of the host's time: its core is handed requests and gives tokens.
 
 vLLM looks at each request, copies its settings and keeps a state of its own for each; it hands out completions when the
-last is done. Here it looks at a prompt once, all members share that, and a completion is there at the step it ends in.
-Requests are made while the device is busy with those before them.
+last is done. Here it looks at one of each kind, the others are copies that share settings and prompts, and a completion
+is there at the step it ends in. Requests are made while the device is busy with those before them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Asking:
             self._abort(flying)
 
     def _begin(self) -> dict[str, _Row]:
-        """Room for those in flight. What nobody finished is called off: its frame may outlive the error that left it."""
+        """Room for those in flight. What nobody finished is called off: its frame may outlive what left it."""
         self._abort(self._flying)
         self._flying = {}
         return self._flying
@@ -105,13 +105,14 @@ class Asking:
     def _made(
         self, asked: Sequence[tuple[Member, Request]], slots: Sequence[int | None], salt: str
     ) -> Iterator[tuple[_Row, Any]]:
-        """vLLM's form of each: one of each request, looked at by vLLM, and the others copies that share its parts."""
-        looked: dict[int, Any] = {}
+        """vLLM's form of each: copies of one that vLLM has looked at, which share their settings and prompts."""
+        looked: dict[tuple[Sampling, bool, int], Any] = {}
+        prompts: dict[tuple[int, ...], list[int]] = {}
         for place, ((_, request), slot) in enumerate(zip(asked, slots, strict=True)):
-            first = looked.get(id(request))
-            if first is None:
-                first = looked[id(request)] = self._looked_at(request, salt)
-            made = copy.copy(first)
+            ids, sampling = request.prompt_ids, request.sampling
+            key = (sampling, request.logprobs, request.seed if sampling.temperature > 0 else 0)
+            made = copy.copy(looked.get(key) or looked.setdefault(key, self._looked_at(request, salt)))
+            made.prompt_token_ids = prompts.get(ids) or prompts.setdefault(ids, list(ids))
             made.request_id = made.external_req_id = f"{salt}-{next(self._names)}"
             made.lora_request = None if slot is None else self._adapter(slot)
             yield _Row(place, request), made
@@ -119,9 +120,8 @@ class Asking:
     def _looked_at(self, request: Request, salt: str) -> Any:
         """Raises ValueError where vLLM does not take it."""
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
-        sampling = _sampling(request, self._stop_ids)
         return self._engine.input_processor.process_inputs(
-            "", prompt, sampling, supported_tasks=self._engine.get_supported_tasks()
+            "", prompt, _sampling(request, self._stop_ids), supported_tasks=self._engine.get_supported_tasks()
         )
 
     def _adapter(self, slot: int) -> Any:

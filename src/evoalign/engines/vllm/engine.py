@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -118,6 +119,10 @@ class VllmEngine:
         """One completion of each request for each member, or the one it names; before `start`, of the mean alone."""
         self._check_length(requests)
         check_members(plan, requests)
+        with self._memory():
+            yield from self._members(plan, requests)
+
+    def _members(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         if self._space is None:
             if plan.members != (MEAN,):
                 raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
@@ -246,16 +251,24 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
 
     def rpc(self, method: str, *arguments: object) -> list[Any]:
-        """What each worker returns. Raises EvoalignError where one fails; memory that lacks is told by the caller."""
+        """What each worker returns. Raises EvoalignError where one fails."""
+        with self._memory():
+            try:
+                return self.llm.collective_rpc(method, args=arguments)
+            except (EvoalignError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # vLLM passes on whatever a worker raised, or that it died
+                raise EvoalignError(f"vLLM failed in {method}: {why_not(error)}") from error
+
+    @contextmanager
+    def _memory(self) -> Generator[None]:
+        """Raises EvoalignError, in one line that says what to change, where a GPU has not enough memory."""
         try:
-            return self.llm.collective_rpc(method, args=arguments)
-        except (EvoalignError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # vLLM passes on whatever a worker raised, or that it died
-            raise EvoalignError(f"vLLM failed in {method}: {why_not(error)}") from error
+            yield
+        except torch.OutOfMemoryError as error:
+            raise EvoalignError(starting.out_of_memory(self._config, error)) from error
 
     def _started(self) -> Layout:
         if self._space is None:
             raise EvoalignError("the engine has no space yet: call start first, or ask for the mean alone")
         return self._layout
-

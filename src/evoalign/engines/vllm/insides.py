@@ -56,10 +56,10 @@ _MODELS = "vllm.model_executor.models"
 
 INSIDES: tuple[Inside, ...] = (
     # --- the driver ---
-    *_of("vllm", "LLM", "llm_engine", __init__="model", collective_rpc="method args=",
-         generate="prompts sampling_params lora_request= use_tqdm="),
+    *_of("vllm", "LLM", "llm_engine", __init__="model", collective_rpc="method args="),
     *_of("vllm", "SamplingParams",
-         "max_tokens temperature top_p seed stop_token_ids stop ignore_eos logprobs detokenize"),
+         "max_tokens temperature top_p seed stop_token_ids ignore_eos logprobs detokenize skip_clone output_kind"),
+    *_of("vllm.sampling_params", "RequestOutputKind", "FINAL_ONLY"),
     *_of("vllm.engine.arg_utils", "EngineArgs",
          "model revision dtype load_format skip_tokenizer_init generation_config trust_remote_code seed "
          "tensor_parallel_size enforce_eager compilation_config worker_cls additional_config logprobs_mode "
@@ -67,14 +67,19 @@ INSIDES: tuple[Inside, ...] = (
          "gpu_memory_utilization enable_chunked_prefill enable_prefix_caching enable_lora max_loras max_cpu_loras "
          "max_lora_rank lora_target_modules"),
     *_of("vllm.config", "CompilationConfig", "mode cudagraph_mode cudagraph_capture_sizes"),
-    *_of("vllm.v1.engine.llm_engine", "LLMEngine", "model_config output_processor engine_core",
-         abort_request="request_ids internal="),
-    *_of("vllm.v1.engine.output_processor", "OutputProcessor", "request_states"),
+    *_of("vllm.v1.engine.llm_engine", "LLMEngine", "model_config vllm_config input_processor engine_core "
+         "get_supported_tasks"),
+    *_of("vllm.v1.engine.input_processor", "InputProcessor",
+         process_inputs="request_id prompt params supported_tasks="),
     *_of("vllm.v1.engine.core_client", "EngineCoreClient", "shutdown"),
+    *_of("vllm.v1.engine.core_client", "InprocClient", "get_output", add_request="request",
+         abort_requests="request_ids"),
+    *_of("vllm.v1.engine", "EngineCoreRequest", "request_id external_req_id prompt_token_ids lora_request"),
+    *_of("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
+    *_of("vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids new_logprobs finish_reason"),
+    *_of("vllm.v1.outputs", "LogprobsLists", "logprobs"),
     *_of("vllm.config", "ModelConfig", "dtype max_model_len"),
-    *_of("vllm.outputs", "RequestOutput", "outputs"),
-    *_of("vllm.outputs", "CompletionOutput", "token_ids finish_reason logprobs"),
-    *_of("vllm.logprobs", "Logprob", "logprob"),
+    *_of("vllm.config", "SchedulerConfig", "max_num_batched_tokens"),
     *_of("vllm.lora.request", "LoRARequest", "lora_name lora_int_id lora_path"),
     *_of("vllm.distributed.parallel_state", "", "cleanup_dist_env_and_memory"),
     # --- a worker, and the two runners ---
@@ -82,7 +87,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of("vllm.platforms", "", "current_platform"),
     *_of("vllm.v1.worker.gpu_worker", "Worker", "vllm_config model_runner device rank load_model"),
     *_of("vllm.v1.worker.cpu_worker", "CPUWorker", "vllm_config model_runner device rank load_model", on="cpu"),
-    *_of("vllm.config", "VllmConfig", "additional_config"),
+    *_of("vllm.config", "VllmConfig", "additional_config scheduler_config"),
     *_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_model"),
     *_of("vllm.v1.worker.gpu_input_batch", "InputBatch", "num_reqs request_lora_mapping"),
     *_of("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "get_model lora_manager lora_state", on="gpu"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from evoalign import spaces
 from evoalign.config import Config
 from evoalign.engines.specs import specs_of_config
-from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank
+from evoalign.engines.vllm.adapters import KERNEL_RANK, form, rank, room, scaling, settings, slot_rank, slots
 from evoalign.engines.vllm.insides import check, check_version
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.models.empty import model_config
@@ -25,6 +26,8 @@ from evoalign.types import TensorSpec
 
 VOCABULARY = 64
 """vLLM pads the vocabulary to a multiple of this."""
+SMALL = (8, 32, 64, 128, 256)
+"""Sizes of small batches that have a graph."""
 CPU_BATCH = 4096
 """Tokens of one step on a CPU."""
 CPU_CACHE = 1 << 30
@@ -151,10 +154,22 @@ def _model(config: Config, path: str, cpu: bool) -> dict[str, Any]:
 
 def _graphs(config: Config) -> dict[str, Any]:
     """CUDA graphs of decode steps, up to the most rows that can be in one."""
-    most = settings(config).max_num_seqs
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32), *range(1088, most + 64, 64)]
-    kept = [n for n in sizes if n < most]
-    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*kept, most]}
+    most, rows = settings(config).max_num_seqs, set[int]()
+    if config.es_ is not None and (prompts := config.task.batch_size or config.task.train_size):
+        adapted = spaces.create(config).carrier == "adapter"
+        at_once = min(slots(config), config.es.population_size) if adapted else 1
+        rows = {at_once * config.task.asked(prompts)}
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(most, rows)}
+
+
+def graph_sizes(most: int, rows: Iterable[int] = ()) -> list[int]:
+    """Batch sizes that have a graph; each is captured twice at the start, with members and without.
+
+    A step is padded to the next. Up to 256 rows what takes time is the weights' way through memory, and padding hardly
+    any; above, padding is half of the rows at most. `rows` are those of whole batches, which need none.
+    """
+    grid = (n for k in range(most.bit_length()) for n in (2**k, 3 * 2 ** (k - 1)) if n in SMALL or n > max(SMALL))
+    return sorted({n for n in (*grid, *rows, most) if n <= most})
 
 
 def _room(config: Config, cpu: bool, specs: list[TensorSpec]) -> dict[str, Any]:
@@ -238,9 +253,16 @@ def _plainly(config: Config, error: Exception) -> str:
     return f"model {config.model.name} does not start on engine vllm: {said}"
 
 
+def out_of_memory(config: Config, error: torch.OutOfMemoryError) -> str:
+    """What was asked of a GPU that it did not have, and which settings leave it more, in one line."""
+    return f"engine vllm does not fit the memory ({_reason(error)}); {settings(config).smaller(config)}"
+
+
 def _reason(error: Exception) -> str:
-    """One line: of a refused setting what is wrong with it, of anything else its first sentence."""
+    """One line: of a refused setting what is wrong with it, of anything else its first sentence or two."""
     if isinstance(error, ValidationError):
         return error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     line = why_not(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return ". ".join(line.split(". ")[:2])  # how much of it lacks; what follows is of torch's own settings
     return line.split(". ")[0] if len(line) > 160 else line

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM is started with, and what is said where it does not fit; no vLLM is needed for either."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from evoalign.config import Config, from_dict
+from evoalign.engines.vllm import start
+from evoalign.engines.vllm.asking import LOOK, stopped
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB is free. "
+    "Process 7 has 77 GiB memory in use. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\nand more"
+)
+
+
+def config(**more: Any) -> Config:
+    tree: dict[str, Any] = {
+        "space": "lowrank", "model": {"name": "tiny"}, "es": {"sigma": 0.01, "population_size": 30},
+        "engine": {"name": "vllm"},
+    }  # fmt: skip
+    return from_dict(tree | more)
+
+
+def test_few_batch_sizes_have_a_graph_and_whole_batches_one_of_their_own() -> None:
+    assert start.graph_sizes(1024) == [8, 32, 64, 128, 256, 384, 512, 768, 1024]
+    assert start.graph_sizes(1024, {960}) == [8, 32, 64, 128, 256, 384, 512, 768, 960, 1024]
+    assert start.graph_sizes(60, {240}) == [8, 32, 60]
+    assert start.graph_sizes(1) == [1]
+    for most in (3, 47, 300, 1000, 4096):
+        sizes = start.graph_sizes(most)
+        assert sizes[-1] == most and len(sizes) <= 13
+        assert all(b <= 1.5 * a for a, b in itertools.pairwise(sizes) if a >= 256)
+
+
+@pytest.mark.parametrize(
+    ("more", "own"),
+    [
+        ({"task": {"name": "conciseness", "batch_size": 7}}, 210),
+        ({"task": {"name": "conciseness", "batch_size": 2, "samples": 3}, "sampling": {"temperature": 0.5}}, 180),
+        ({"task": {"name": "conciseness", "batch_size": 7}, "engine": {"name": "vllm", "members": 10}}, 70),
+        ({"task": {"name": "conciseness", "batch_size": 7}, "space": "full"}, 7),
+        ({"task": {"name": "conciseness", "batch_size": 70}}, None),
+        ({"task": {"name": "conciseness"}}, None),
+    ],
+)
+def test_the_rows_of_a_generation_have_a_graph_where_they_are_known(more: dict[str, Any], own: int | None) -> None:
+    found = start._graphs(config(**more))["cudagraph_capture_sizes"]
+    assert set(found) == {*start.graph_sizes(1024), *([] if own is None else [own])}
+
+
+@pytest.mark.parametrize("told", [start._plainly, start.out_of_memory])
+def test_memory_that_lacks_is_one_line_that_names_settings(told: Any) -> None:
+    line = told(config(), torch.OutOfMemoryError(CUDA))
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB); lower engine.gpu_memory_utilization" in line
+    assert "\n" not in line and "PYTORCH" not in line
+
+
+def test_a_text_to_stop_at_is_found_at_the_token_it_ends_in() -> None:
+    def decode(ids: Any) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    ids = list("so it ends €nd".encode())
+    assert stopped(decode, ids[:LOOK], 0, ("never", "\u20acn")) == 0
+    assert stopped(decode, ids, LOOK, ("never", "\u20acn")) == 15
+    assert stopped(decode, ids, 0, ("it",)) == 5
+    assert stopped(decode, ids, 0, ("\u20ac",)) == 14
+    assert stopped(decode, ids, 0, ("none",)) == 0
