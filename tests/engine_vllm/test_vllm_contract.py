@@ -120,7 +120,8 @@ def check_tie(bench, plan, request, one, other):
 def test_an_interrupted_rollout_leaves_nothing_in_flight(bench, monkeypatch):
     plan = bench.plan(population(3))
     want = answers(bench.engine, plan, bench.requests)
-    inside, step, calls = bench.engine.llm.llm_engine, bench.engine.llm.llm_engine.step, []
+    core, calls = bench.engine.llm.llm_engine.engine_core, []
+    step = core.get_output
 
     def interrupted():
         calls.append(None)
@@ -128,10 +129,11 @@ def test_an_interrupted_rollout_leaves_nothing_in_flight(bench, monkeypatch):
             raise KeyboardInterrupt
         return step()
 
-    monkeypatch.setattr(inside, "step", interrupted)
+    monkeypatch.setattr(core, "get_output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answers(bench.engine, bench.plan(population(3), wider=10.0), bench.requests)
-    assert len(calls) == 3 and not inside.has_unfinished_requests()
+    assert len(calls) == 3 and not core.engine_core.scheduler.has_unfinished_requests()
+    monkeypatch.undo()
     assert answers(bench.engine, plan, bench.requests) == want
 
 
