@@ -46,6 +46,14 @@ class _Row:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
 
+    def stopped(self, decode: Callable[[Sequence[int]], str], ended: bool) -> int:
+        """Tokens up to a text to stop at, looked for once in a while and at the end; 0 where none is there."""
+        stop, looked = self.request.sampling.stop, self.looked
+        if not stop or not (ended or len(self.ids) - looked >= LOOK):
+            return 0
+        self.looked = len(self.ids)
+        return stopped(decode, self.ids, looked, stop)
+
 
 class Asking:
     """Completions of a `vllm.LLM` that lives in this process. `decode` gives the text of tokens."""
@@ -142,14 +150,10 @@ class Asking:
             row.logprobs += said.new_logprobs.logprobs[:, 0].tolist()  # that of the token which was taken comes first
         reason = None if said.finish_reason is None else str(said.finish_reason)
         count = len(row.ids)
-        if stop := row.request.sampling.stop:
-            if reason is None and count - row.looked < LOOK:
-                return None
-            if found := stopped(self._decode, row.ids, row.looked, stop):
-                if reason is None:
-                    self._engine.engine_core.abort_requests([said.request_id])
-                count, reason = found, "stop"
-            row.looked = len(row.ids)
+        if found := row.stopped(self._decode, ended=reason is not None):
+            if reason is None:
+                self._engine.engine_core.abort_requests([said.request_id])
+            count, reason = found, "stop"
         if reason is None:
             return None
         del flying[said.request_id]
