@@ -17,7 +17,11 @@ factors, prompts, decoding and texts. `base` is the mean alone on as many rows o
 
 The floor is what the device's memory and matrix units allow (`--bandwidth` in TB/s, `--flops` in TFLOP/s): a step
 reads all weights, the members' factors once and each row's keys and values, and does two operations a weight and row;
-reading the prompts does two operations a weight and token. The longer of both counts, step by step.
+reading the prompts does two operations a weight and token. The longer of both counts, step by step. The other floor has
+one after the other, as kernels of a step come, and products at what the device sustains (`--sustained`).
+
+With `--space full` members are written over the weights one by one; base is the mean alone, as often, on one member's
+rows.
 """
 
 from __future__ import annotations
@@ -59,8 +63,8 @@ def saved(shape: str, parent: Path, dtype: str) -> str:
     return folder
 
 
-def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds that prompts and steps take at the least."""
+def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Seconds that prompts and steps take at the least, and both where memory and products take turns."""
     c = v.shape_of(shape)
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     head = hidden // c["num_attention_heads"]
@@ -71,27 +75,30 @@ def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> t
     flops, bandwidth = options.flops * 1e12, options.bandwidth * 1e12
     prompts = 2 * matrices * rows * options.prompt / flops
     steps = 0.0
+    turns = 2 * matrices * rows * options.prompt / (options.sustained * 1e12)
     for step in range(options.tokens):
         past = rows * layers * 2 * shared * (options.prompt + step)
         read = 2 * (matrices + output + factors + past) / bandwidth
         steps += max(read, 2 * (matrices + output) * rows / flops)
-    return prompts, steps
+        turns += read + 2 * (matrices + output) * rows / (options.sustained * 1e12)
+    return prompts, steps, turns
 
 
 def countdown(shape: str, loaded: Any, count: int) -> list[tuple[int, ...]]:
-    """The first of the problems that training has."""
+    """The first of the problems that training has, over and over where more are asked for."""
     from evoalign import tasks
     from evoalign.config import from_dict
     from evoalign.rollouts import Encoded
 
-    settings = {"name": "countdown", "split": "first_last", "train_size": count, "test_size": 1}
+    most = min(count, 2000)
+    settings = {"name": "countdown", "split": "first_last", "train_size": most, "test_size": 1}
     settings |= {
         "prompt": "short" if shape == "tiny" else "chat",
         "train_data": str(ROOT / "data/tasks/countdown/countdown.json"),
     }
     task = tasks.create(from_dict({"model": {"name": "tiny"}, "es": {"sigma": 1.0}, "task": settings}).task)
     prompts = Encoded(task, loaded, task.load_data(0).train)
-    return [prompts[row] for row in range(count)]
+    return [prompts[row % most] for row in range(count)]
 
 
 class Bench:
@@ -112,7 +119,8 @@ class Bench:
             v.only_graphs({m * p for m, p in options.cases})
         else:
             config = from_dict({
-                "space": "lowrank", "lowrank": {"rank": 1}, "model": {"name": folder, "dtype": options.dtype},
+                "space": options.space, "model": {"name": folder, "dtype": options.dtype},
+                **({"lowrank": {"rank": 1}} if options.space == "lowrank" else {}),
                 "es": {"sigma": 1e-3, "population_size": most}, "deterministic": False,
                 "engine": {"name": "transformers", "decoder": form, "memory_gib": options.memory},
             })  # fmt: skip
@@ -130,6 +138,12 @@ class Bench:
 
     def rollout(self, members: int, prompts: int, *, base: bool) -> tuple[float, int, float]:
         """Seconds, tokens that came, and seconds of this process on all its cores."""
+        if base and self.options.space == "full":
+            rounds = [self._rollout(1, prompts, base=True) for _ in range(members)]
+            return tuple(map(sum, zip(*rounds, strict=True)))  # type: ignore[return-value]
+        return self._rollout(members, prompts, base=base)
+
+    def _rollout(self, members: int, prompts: int, *, base: bool) -> tuple[float, int, float]:
         from evoalign.types import MEAN_PLAN, Plan, Request, Sampling, population
 
         count = members * prompts if base else prompts
@@ -145,26 +159,28 @@ class Bench:
         rounds: dict[str, list[float]] = {"population": [], "base": []}
         tokens: dict[str, list[float]] = {"population": [], "base": []}
         cpu: dict[str, list[float]] = {"population": [], "base": []}
-        for round_ in range(2 + self.options.repeats):
+        for round_ in range(self.options.warm + self.options.repeats):
             for side in rounds:
                 seconds, count, used = self.rollout(members, prompts, base=side == "base")
-                if round_ >= 2:
+                if round_ >= self.options.warm:
                     rounds[side].append(seconds)
                     tokens[side].append(count / seconds)
                     cpu[side].append(used)
-        reading, steps = floor(self.options.shape, members, members * prompts, self.options)
-        share = (reading + steps) / v.median(rounds["population"])
+        reading, steps, turns = floor(self.options.shape, members, members * prompts, self.options)
+        shares = [seconds / v.median(rounds["population"]) for seconds in (reading + steps, turns)]
         ratio = v.median([b / p for p, b in zip(rounds["population"], rounds["base"], strict=True)])
         v.emit(
             self.options.file, benchmark="decoding", form=self.form, shape=self.options.shape, members=members,
             prompts=prompts, prompt="countdown" if self.options.real_prompts else self.options.prompt,
-            tokens=self.options.tokens, seconds=rounds, speeds=tokens, floor={"prompts": reading, "steps": steps},
+            tokens=self.options.tokens, seconds=rounds, speeds=tokens,
+            floor={"prompts": reading, "steps": steps, "turns": turns}, space=self.options.space,
             cpu_seconds=cpu, gpu=v.machine(), note=self.facts.note,
         )  # fmt: skip
         used = " and ".join(f"{v.median(cpu[side]):.2f}" for side in cpu)
         v.say(
             f"{self.form}, {self.options.shape} {members}x{prompts}: {v.spread(tokens['population'])} tokens/s, "
-            f"base {v.spread(tokens['base'])}, population / base {ratio:.3f}, {share:.2f} of the floor; "
+            f"base {v.spread(tokens['base'])}, population / base {ratio:.3f}, {shares[0]:.2f} of the floor, "
+            f"{shares[1]:.2f} where memory and products take turns; "
             f"CPU seconds {used}"
         )
 
@@ -198,10 +214,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--real-prompts", action="store_true", help="Countdown's, in place of random tokens")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2, help="rounds before those that count")
+    parser.add_argument("--space", choices=("lowrank", "full"), default="lowrank")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, help="GiB for rows of the engine `transformers`")
     parser.add_argument("--bandwidth", type=float, default=3.35, help="TB/s of the device's memory: an H100's")
     parser.add_argument("--flops", type=float, default=989.0, help="TFLOP/s of dense bfloat16: an H100's")
+    parser.add_argument("--sustained", type=float, default=790.0, help="TFLOP/s that products reach: an H100's, H200's")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     options.cases = [tuple(map(int, case.split("x"))) for case in options.cases]
