@@ -21,7 +21,7 @@ import torch
 from test_parity import Rebuilt
 
 from evoalign.config import Config
-from evoalign.engines.transformers import static
+from evoalign.engines.transformers import fixed
 from evoalign.types import MEAN, Member, Rollout, Sampling
 from families import Bench, ids, make_config, requests
 
@@ -78,15 +78,15 @@ def members_are_plain_models(
     config: Config, path: Path | str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = list[int]()
-    order: Callable[..., None] = static._State.order
-    monkeypatch.setattr(static._State, "order", lambda state, rows: left.append(len(rows)) or order(state, rows))
+    keep: Callable[..., None] = fixed.State.keep
+    monkeypatch.setattr(fixed.State, "keep", lambda state, rows: left.append(len(rows)) or keep(state, rows))
     prompts = [ids(length, length) for length in LENGTHS]
     with Bench(config, range(0, vocabulary, 12)) as bench:
         rebuilt = Rebuilt(bench, path, bench.move())
         plan = bench.plan()
         cells = bench.ask(plan, requests(prompts, Sampling(tokens), logprobs=True))
         assert bench.facts.library == "static decoder"
-        assert left, "rows have to leave the batch"
+        assert any(left), "rows have to leave the batch"
         assert len({len(r.token_ids) for r in cells.values()}) > 4
 
         def rows_of(member: Member) -> list[Rollout]:
@@ -153,7 +153,8 @@ def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
 def test_members_of_half_a_billion_weights(space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six members: thirty would take five times as long."""
+    """Few members: the plain models are computed in float64 on the CPU, wherever the engine answers."""
+    members = 10 if torch.cuda.is_available() else 6
     members_are_plain_models(
-        config_of(half_a_billion, space, 6, SIGMAS[space]), half_a_billion, 17, 151936, monkeypatch
+        config_of(half_a_billion, space, members, SIGMAS[space]), half_a_billion, 17, 151936, monkeypatch
     )
