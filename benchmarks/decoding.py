@@ -73,6 +73,9 @@ def floor(shape: str, members: int, rows: int, options: argparse.Namespace) -> t
     output = hidden * c["vocab_size"]
     factors = members * layers * (4 * hidden + 2 * (hidden + shared) + 3 * (hidden + inner))
     flops, bandwidth = options.flops * 1e12, options.bandwidth * 1e12
+    if options.space == "full":  # one by one, without factors, and each is written over the weights
+        one = floor(shape, 0, rows // members, argparse.Namespace(**{**vars(options), "space": "lowrank"}))
+        return tuple(members * seconds for seconds in one)  # type: ignore[return-value]
     prompts = 2 * matrices * rows * options.prompt / flops
     steps = 0.0
     turns = 2 * matrices * rows * options.prompt / (options.sustained * 1e12)
@@ -166,7 +169,9 @@ class Bench:
                     rounds[side].append(seconds)
                     tokens[side].append(count / seconds)
                     cpu[side].append(used)
-        reading, steps, turns = floor(self.options.shape, members, members * prompts, self.options)
+        length = round(sum(map(len, self.prompts)) / len(self.prompts))
+        asked = argparse.Namespace(**{**vars(self.options), "prompt": length})
+        reading, steps, turns = floor(self.options.shape, members, members * prompts, asked)
         shares = [seconds / v.median(rounds["population"]) for seconds in (reading + steps, turns)]
         ratio = v.median([b / p for p, b in zip(rounds["population"], rounds["base"], strict=True)])
         v.emit(

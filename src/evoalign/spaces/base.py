@@ -230,14 +230,9 @@ class Space(ABC):
             if found - {self.scaling}:
                 raise ConfigError(f"space {self.name}: an adapter's scaling is {found}, not {self.scaling}; fix it")
             if slots:
-                self.check_adapted(bool(found), members)
+                check_adapted(self, bool(found), members)
 
         return write
-
-    def check_adapted(self, found: bool, members: Sequence[Member]) -> None:
-        """Raise ModelError where no adapter was found of members that are not the mean alone."""
-        if not found and not all(m.is_mean for m in members):
-            raise ModelError(f"space {self.name} has no adapter for members {[m.index for m in members]}; fix it")
 
     def mover(self, layout: Layout, parts: Sequence[MeanPart]) -> Callable[[Update], None] | None:
         """A function that does `accumulate` of all these parts, without an optimizer; None where no such one is faster.
@@ -350,6 +345,12 @@ class Space(ABC):
             noise_source.bounds_of(tensor.shape, slices), update.generation, pair_weights(update),
             len(update.members), update.step * tensor.scale, update.decay,
         )  # fmt: skip
+
+
+def check_adapted(space: Space, found: bool, members: Sequence[Member]) -> None:
+    """Raise ModelError where no adapter was found of members that are not the mean alone."""
+    if not found and not all(m.is_mean for m in members):
+        raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}; fix it")
 
 
 def _float32_bytes(layout: Layout) -> int:

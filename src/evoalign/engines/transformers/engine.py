@@ -33,7 +33,7 @@ from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path
 from evoalign.optimizer import Optimizer
-from evoalign.spaces.base import Space
+from evoalign.spaces.base import Space, check_adapted
 from evoalign.tokens import Tokens, before_stop
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, Sampling, TensorSpec
 
@@ -232,7 +232,7 @@ class TransformersEngine(KeepsMean):
             adapter = space.adapter(layout, module, self.mean.__getitem__, plan, members)
             self._adapters.set(module, adapter)
             found |= adapter is not None
-        space.check_adapted(found, members)
+        check_adapted(space, found, members)
 
     def _clear_adapters(self) -> None:
         assert self._adapters is not None
