@@ -73,12 +73,13 @@ def evolve(
             by = scored_by(engine)
             mean = collect(engine, MEAN_PLAN, requests, of_mean.take) if objective.asks_mean else []
             clock.mark("rollout")
-            if held is not None:
-                yield replace(held[0], evaluation=held[1].made(of_evaluation))
-                held = None
-                clock.mark("other")
             group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation, said)
             group = with_mean(task, group, mean, of_mean) if mean else group
+        if held is not None:  # once nothing of this generation is being scored
+            clock.mark("score")
+            yield replace(held[0], evaluation=held[1].made(of_evaluation))
+            held = None
+            clock.mark("other")
         scores_MP = score(objective, group)
         clock.mark("score")
         update = replace(update_of(config, plan, shaping.shape(scores_MP, es.shaping)), summation=journal.summation)
@@ -90,7 +91,10 @@ def evolve(
         journal.seal(generation, weights_hash)
         clock.mark("update")
         due = is_due(config, generation)
-        later = beside() if due and beside is not None and config.evaluation.beside_members else None
+        waits = (
+            due and config.evaluation.beside_members and generation > 0
+        )  # the first is recorded before all that fails
+        later = beside() if waits and beside is not None else None
         evaluation = evaluate_mean() if evaluate_mean is not None and due and later is None else None
         clock.mark("other")
         made = Generation(

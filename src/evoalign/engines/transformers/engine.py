@@ -157,12 +157,11 @@ class TransformersEngine(KeepsMean):
 
     def _adapted(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """Chunks of members with all their requests, or of requests where one member's alone fill a chunk."""
-        chunk = self._chunk(requests, len(plan.members))
+        present = list(dict.fromkeys(m for m, _ in pairs_of(plan.members, requests)))
+        chunk = self._chunk(requests, len(present))
         if self._static is not None:  # which lets rows wait
-            for members in _pieces(plan.members, chunk.members):
-                asked = pairs_of(members, requests)
-                if asked:
-                    yield from self._answer(plan, members, asked, chunk)
+            for members in _pieces(present, chunk.members):
+                yield from self._answer(plan, members, pairs_of(members, requests), chunk)
             return
         for members, parts in _chunks(plan.members, requests, chunk.rows):
             self._put_adapters(plan, members)
@@ -262,7 +261,7 @@ class TransformersEngine(KeepsMean):
     ) -> Iterator[list[tuple[int, Completion]]]:
         """Completions with their places in `asked`; members have slots for their adapters, in order."""
         static = self._static
-        slotted = [m for m in members if static is None or not static.bare(m)]
+        slotted = () if static is not None and all(map(static.bare, members)) else members
         slots = {member: i for i, member in enumerate(slotted)}
         pairs = [(slots.get(m, -1), r) for m, r in asked]
         if static is None:

@@ -105,11 +105,11 @@ class State:
         self.length[numbers[0]] = 0
 
     def nobody(self, first: int, end: int) -> None:
-        """Rows that are in a batch for its size alone."""
+        """Rows that are in a batch for its size alone: as the one before them, but at the last place."""
         rows = slice(first, end)
-        self.place[rows], self.member[rows], self.done[rows] = len(self.length) - 1, -1, True
-        for tensor in (self.token, self.position, self.step):
-            tensor[rows] = 0
+        self.place[rows], self.done[rows] = len(self.length) - 1, True
+        for tensor in (self.token, self.position, self.step, self.member):
+            tensor[rows] = tensor[first - 1]
 
 
 class Made:

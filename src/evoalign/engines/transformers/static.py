@@ -121,6 +121,8 @@ class StaticDecoder:
         turn = self._turn = object()
         made = self._ready(asked, serve, full, room)
         spare = room - self._kept(made.shape)
+        if self._plain.deterministic:  # what was answered before makes no difference to how many are read at once
+            spare = self._footprint.least(max(len(r.prompt_ids) for _, r in asked))
         reader = Reader(
             self._blocks, self._footprint, made, spare, pad=self._plain.pad_id, fixed=self._plain.deterministic
         )
@@ -161,9 +163,9 @@ class StaticDecoder:
         slots = 1 if serve is None else max(1, len(serve[1]))
         wanted = Shape(rows, columns(longest + tokens), tokens, slots)
         whole = wanted if self._made is None else self._made.shape.beside(wanted)
+        if self._kept(whole) + self._footprint.least(longest) > room:
+            whole = wanted
         if self._made is None or self._made.shape != whole:
-            if self._kept(whole) + self._footprint.least(longest) > room:
-                whole = wanted
             self._made = None  # before there is another
             self._made = self._new(whole)
         if serve is not None and self._made.write is not None:

@@ -138,7 +138,7 @@ class VllmEngine:
             yield from self._ask([(MEAN, None)], requests)
             return
         try:
-            for member in plan.members:
+            for member in dict.fromkeys(m for m, _ in pairs_of(plan.members, requests)):
                 self.rpc("es_write", plan, member)
                 yield from self._ask([(member, None)], requests)
         finally:  # also where the rollout fails or is left half-way
@@ -148,8 +148,9 @@ class VllmEngine:
         """As many members as there are slots at once, all their requests in flight."""
         assert self._space is not None
         bare = self._space.evolves_model
-        base = [m for m in plan.members if m.is_mean and bare]
-        adapted = [m for m in plan.members if not (m.is_mean and bare)]
+        present = dict.fromkeys(m for m, _ in pairs_of(plan.members, requests))
+        base = [m for m in present if m.is_mean and bare]
+        adapted = [m for m in present if not (m.is_mean and bare)]
         most = slots(self._config)
         pieces = [adapted[i : i + most] for i in range(0, len(adapted), most)] or [[]]
         for number, members in enumerate(pieces):
