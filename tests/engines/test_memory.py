@@ -12,7 +12,7 @@ import torch
 
 from evoalign.engines.transformers.cache import RoomCache
 from evoalign.engines.transformers.memory import Footprint
-from evoalign.types import Sampling
+from evoalign.types import MEAN_PLAN, Sampling
 from families import FAMILIES, Bench, build, ids, make_config, requests
 from live_memory import LiveMemory
 
@@ -110,6 +110,20 @@ def test_what_the_static_decoder_keeps_from_one_rollout_to_the_next_is_within_th
             for batch in asked:
                 bench.ask(bench.plan(), batch)
     assert live.peak < limit
+
+
+def test_a_batch_that_fits_what_is_kept_is_planned_anew_where_its_logits_take_more(folders: dict[str, Path]) -> None:
+    """Drawing takes more than the likeliest token does, beside rows that were made for longer texts."""
+    limit = 4 * 2**20
+    config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
+    with Bench(config, stop_ids=[]) as bench:
+        bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(60)], Sampling(LONG)))
+        static = bench.engine._static  # type: ignore[attr-defined]
+        rows = static._made.shape.rows
+        bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(rows)], Sampling(4, 1.0)))
+        footprint = Footprint.of(bench.model)
+        taken = static._kept(static._made.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
+    assert rows < 60 and taken <= limit
 
 
 @pytest.mark.first("qwen2")

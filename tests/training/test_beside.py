@@ -96,6 +96,42 @@ def test_a_run_that_died_with_an_evaluation_under_way_goes_on(tmp_path: Path, mo
     assert hashes[0] == hashes[1]
 
 
+def test_answers_that_are_still_being_scored_are_not_called_off(tmp_path: Path) -> None:
+    """By the evaluation, whose scoring ends while that of the members would go on."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n\n\ndef length(completions, **columns):\n    time.sleep(0.1)\n"
+        "    return [-float(len(c)) for c in completions]\n"
+    )
+    rows = [{"prompt": f"Say {word}."} for word in ("one", "two", "three", "four")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    task = {"name": "custom", "train_data": str(tmp_path / "rows.json"), "test_data": str(tmp_path / "rows.json")}
+    task |= {"rewards": [f"{tmp_path / 'slow.py'}:length"]}
+    tree = config(tmp_path / "run", beside=True, grader={"batch": 2}, checks={"placebo": 0})
+    evoalign.train({**tree, "task": task, "sampling": {"max_tokens": 2}})
+    assert [row["evaluation"] is not None for row in rows_of(tmp_path / "run")] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_first_generation_is_kept_whatever_comes_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = TransformersEngine.rollout
+
+    def dies(self: Any, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
+        if plan.generation == 1:
+            raise EvoalignError("the machine is gone")
+        yield from own(self, plan, requests)
+
+    monkeypatch.setattr(TransformersEngine, "rollout", dies)
+    with pytest.raises(EvoalignError, match="gone; 1 generation"):
+        evoalign.train(config(tmp_path / "run", beside=True, evaluation={"every": 1, "beside_members": True}))
+    assert len(read(tmp_path / "run" / "journal.jsonl").generations) == len(rows_of(tmp_path / "run")) == 1
+
+
 def test_noise_that_follows_a_plateau_cannot_wait(tmp_path: Path) -> None:
     es = {"sigma": 0.1, "sigma_schedule": {"name": "plateau", "patience": 2}}
     with pytest.raises(ConfigError, match=r"beside_members: where .* is plateau"):
