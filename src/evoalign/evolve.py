@@ -91,9 +91,8 @@ def evolve(
         journal.seal(generation, weights_hash)
         clock.mark("update")
         due = is_due(config, generation)
-        waits = (
-            due and config.evaluation.beside_members and generation > 0
-        )  # the first is recorded before all that fails
+        # The first is not held back: what fails after it finds it recorded.
+        waits = due and config.evaluation.beside_members and generation > 0
         later = beside() if waits and beside is not None else None
         evaluation = evaluate_mean() if evaluate_mean is not None and due and later is None else None
         clock.mark("other")

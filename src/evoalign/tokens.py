@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,11 @@ from evoalign.models import templates
 from evoalign.models.files import find, not_cached, refuse_hooks
 from evoalign.models.origin import described, origin
 from evoalign.types import Prompt, text_of
+
+TAIL_TOKENS = 4
+"""Tokens that one character takes at most: the bytes of UTF-8."""
+UNREADABLE = "\ufffd"
+"""Of a character of which some bytes are not there yet; some tokenizers make it of whole tokens before it."""
 
 
 class Tokens:
@@ -87,6 +92,25 @@ def before_stop(text: str, stop: Sequence[str], keep: bool = False) -> str:
     """A completion as far as the first of the texts that end it; `keep`: with that, the shortest of those there."""
     ends = [(place, place + keep * len(s)) for s in stop if (place := text.find(s)) >= 0]
     return text[: min(ends)[1]] if ends else text
+
+
+def tail_of(stop: Sequence[str]) -> int:
+    """So many last tokens hold any of the texts that end a completion, and one character more, of which a slice may
+    lose the space."""
+    return TAIL_TOKENS * (1 + max(map(len, stop)))
+
+
+def stopped(decode: Callable[[Sequence[int]], str], ids: Sequence[int], looked: int, stop: Sequence[str]) -> int:
+    """Tokens up to the first after `looked` with which one of the texts `stop` is there; 0 where none is."""
+    tail = tail_of(stop)
+    whole = decode(ids[max(0, looked + 1 - tail) :])
+    if not any(s in whole for s in stop) and UNREADABLE not in whole:
+        return 0
+    for count in range(looked + 1, len(ids) + 1):
+        text = decode(ids[max(0, count - tail) : count])
+        if any(s in text for s in stop):
+            return count
+    return 0
 
 
 def load(config: ModelConfig) -> Tokens:

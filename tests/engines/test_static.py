@@ -13,8 +13,9 @@ import torch
 
 from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks
-from evoalign.engines.transformers.fixed import LEAST, size_for
+from evoalign.engines.transformers.fixed import LEAST, Made, size_for
 from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
+from evoalign.engines.transformers.reading import Reader
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
@@ -205,18 +206,68 @@ def test_members_are_served_after_the_mean_was_asked_before_there_were_any(folde
     assert len({r.token_ids for r in found}) > len(PROMPTS["apart"])
 
 
-def test_a_text_that_bytes_of_no_character_hide_still_ends_an_answer(folder: Path, monkeypatch: Any) -> None:
-    """A tokenizer of bytes, by which a line break before a broken character cannot be read any more."""
+def test_rows_that_fill_a_batch_up_have_members_as_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's fast kernels are for batches in which all rows have one, or none; the mean beside members too."""
+    found: list[tuple[int, int, int]] = []
+    own = StaticDecoder._step
+
+    def seen(self: Any, made: Any, size: int, drawn: Any) -> None:
+        members, done = made.state.member[:size], made.state.done[:size]
+        found.append((int(members.min()), int(members.max()), int(done.sum())))
+        own(self, made, size, drawn)
+
+    monkeypatch.setattr(StaticDecoder, "_step", seen)
+    with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 20)) as bench:
+        bench.ask(bench.plan(), asked("apart", WARM))
+        assert min(least for least, _, _ in found) == 0 and max(done for _, _, done in found) > 0
+        found.clear()
+        bench.ask(replace(bench.plan(), members=(*bench.plan().members, MEAN)), asked("apart", WARM))
+        assert min(least for least, _, _ in found) == 0
+        found.clear()
+        bench.ask(MEAN_PLAN, asked("apart", WARM))
+        assert max(most for _, most, _ in found) == -1
+
+
+def test_members_that_nobody_asks_get_no_factors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    own = Made.__init__
+
+    def counted(self: Any, *arguments: Any) -> None:
+        own(self, *arguments)
+        write = self.write
+        self.write = lambda plan, members: written.append(len(members)) or write(plan, members)
+
+    monkeypatch.setattr(Made, "__init__", counted)
     with bench_of(folder, "static") as bench:
-        static: Any = bench.engine
-        decoder = static._static._plain
+        plan = replace(bench.plan(), members=(*bench.plan().members, MEAN))
+        of_mean = [replace(r, index=r.index + 100, member=MEAN) for r in asked("apart", GREEDY)]
+        one = [replace(r, member=plan.members[2]) for r in asked("apart", WARM)]
+        assert len(list(bench.engine.rollout(plan, [*of_mean, *one]))) == 2 * len(one)
+    assert written == [1]
 
-        def decode(ids: Sequence[int]) -> str:
-            return "a\n" if ids[-1] == 1 else "\ufffd" * len(ids)
 
-        monkeypatch.setattr(decoder, "decode", decode)
-        assert static._static._stopped([0, 0, 1, 2, 2], 1, 4, ("\n",)) == 3
-        assert static._static._stopped([0, 0, 2, 2, 2], 1, 4, ("\n",)) == 0
+def test_what_was_answered_before_does_not_change_how_prompts_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a deterministic run, whose memory is what the largest batch so far took."""
+    pieces: list[tuple[int, ...]] = []
+    own = Reader._pieces
+
+    def seen(self: Any, *arguments: Any) -> list[torch.Tensor]:
+        found = own(self, *arguments)
+        pieces.append(tuple(part.shape[1] for part in found))
+        return found
+
+    monkeypatch.setattr(Reader, "_pieces", seen)
+    said = []
+    for before in (False, True):
+        with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": 0.003}) as bench:
+            if before:
+                bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(60)))
+            pieces.clear()
+            bench.ask(bench.plan(), asked("shared", GREEDY))
+            said.append(list(pieces))
+    assert said[0] == said[1] and len(said[0]) > 1
 
 
 def test_small_chunks_say_the_same(folder: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from evoalign.config import Config, from_dict
 from evoalign.engines.vllm import start
-from evoalign.engines.vllm.asking import LOOK, stopped
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB is free. "
@@ -58,15 +57,3 @@ def test_memory_that_lacks_is_one_line_that_names_settings(told: Any) -> None:
     line = told(config(), torch.OutOfMemoryError(CUDA))
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB); lower engine.gpu_memory_utilization" in line
     assert "\n" not in line and "PYTORCH" not in line
-
-
-def test_a_text_to_stop_at_is_found_at_the_token_it_ends_in() -> None:
-    def decode(ids: Any) -> str:
-        return bytes(ids).decode("utf-8", "replace")
-
-    ids = list("so it ends €nd".encode())
-    assert stopped(decode, ids[:LOOK], 0, ("never", "\u20acn")) == 0
-    assert stopped(decode, ids, LOOK, ("never", "\u20acn")) == 15
-    assert stopped(decode, ids, 0, ("it",)) == 5
-    assert stopped(decode, ids, 0, ("\u20ac",)) == 14
-    assert stopped(decode, ids, 0, ("none",)) == 0

@@ -48,8 +48,8 @@ class EvaluationConfig(SamplingConfig):
     every: Every = 0
     """Evaluate the mean on the test split each so many generations; 0: only before and after."""
     beside_members: bool = Field(default=False, exclude_if=lambda value: not value)
-    """ES: these evaluations are answered in the next generation's rollout, beside its members, which costs less than a
-    rollout of their own. Written down only where it is set."""
+    """ES: these evaluations, but for that of the first generation, are answered in the next one's rollout, beside its
+    members, in place of a rollout of their own. Written down only where it is set."""
 
     @model_validator(mode="after")
     def _draws(self) -> EvaluationConfig:

@@ -26,10 +26,9 @@ from evoalign.engines.transformers.forward import Forward
 from evoalign.engines.transformers.memory import Footprint
 from evoalign.engines.transformers.prefill import Prefill
 from evoalign.errors import NotFiniteError
+from evoalign.tokens import tail_of
 from evoalign.types import FinishReason, Request, Sampling
 
-TAIL_TOKENS = 4
-"""Tokens that one character takes at most: the bytes of UTF-8."""
 COMPACT_EVERY = 8
 """Finished rows leave at every so many steps when `deterministic`, so that redone work repeats the same shapes."""
 SIZES = 8
@@ -167,7 +166,7 @@ class Decoder:
     def _stopped(self, out: Sequence[Completion], rows: _Rows, stop: Sequence[str]) -> torch.Tensor:
         """Rows [B] whose completion holds one of the texts `stop` by now; a token may hold more than its end."""
         found: list[bool] = []
-        tail = TAIL_TOKENS * (1 + max(map(len, stop)))  # and one character, of which a slice may lose the space
+        tail = tail_of(stop)
         for identity, done in zip(rows.identity.tolist(), rows.done.tolist(), strict=True):
             completion = out[identity]
             text = "" if done else self.decode(completion.ids[-tail:])

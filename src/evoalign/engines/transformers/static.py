@@ -17,13 +17,14 @@ import torch
 
 from evoalign import kernels, noise
 from evoalign.engines.transformers.blocks import Blocks, Factors
-from evoalign.engines.transformers.decode import TAIL_TOKENS, Completion, Decoder, draw
+from evoalign.engines.transformers.decode import Completion, Decoder, draw
 from evoalign.engines.transformers.fixed import Drawn, Made, Shape, State, size_for
 from evoalign.engines.transformers.memory import WRITTEN, columns
 from evoalign.engines.transformers.reading import Reader
 from evoalign.errors import EvoalignError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.spaces.base import Master, Space
+from evoalign.tokens import stopped, tail_of
 from evoalign.types import Layout, Member, Plan, Request, Sampling
 
 EVERY = 8
@@ -32,8 +33,6 @@ MOVE_IN = 8
 """Rows that wait move in where one in so many of the places is free, for prompts are read best many at a time."""
 FACTORS = 0.25
 """Share of the room that factors of members may take who do not all fit."""
-UNREADABLE = "\ufffd"
-"""Of a character of which some bytes are not there yet; some tokenizers make it of whole tokens before it."""
 
 
 @dataclass(slots=True)
@@ -258,7 +257,7 @@ class StaticDecoder:
 
     def _texts(self, state: State, batch: Sequence[_Row], length: Sequence[int], stop: Sequence[str]) -> dict[int, int]:
         """Of rows in whose new tokens a text of `stop` comes up, the tokens up to there."""
-        tail = TAIL_TOKENS * (1 + max(map(len, stop)))  # and one character, of which a slice may lose it
+        tail = tail_of(stop)
         rows = [i for i, row in enumerate(batch) if not row.told]
         firsts = [max(0, batch[i].looked + 1 - tail) for i in rows]
         ends = [length[i] or batch[i].tokens for i in rows]
@@ -271,23 +270,12 @@ class StaticDecoder:
             row, said = batch[i], ids[: end - first]
             key = (row.looked - first, *said)
             if key not in known:
-                known[key] = self._stopped(said, row.looked - first, tail, stop)
+                known[key] = stopped(self._plain.decode, said, row.looked - first, stop)
             row.looked = end
             row.stopped = known[key] > 0
             if row.stopped:
                 found[i] = known[key] + first
         return found
-
-    def _stopped(self, ids: Sequence[int], looked: int, tail: int, stop: Sequence[str]) -> int:
-        """Tokens up to the first after `looked` with which a text of `stop` is there; 0 where none is."""
-        decode = self._plain.decode
-        whole = decode(ids)
-        if not any(s in whole for s in stop) and UNREADABLE not in whole:
-            return 0
-        for count in range(looked + 1, len(ids) + 1):
-            if any(s in decode(ids[max(0, count - tail) : count]) for s in stop):
-                return count
-        return 0
 
     def _said(
         self, state: State, ended: Mapping[int, int], batch: Sequence[_Row], sampling: Sampling, wants_logprobs: bool

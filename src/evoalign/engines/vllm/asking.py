@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from evoalign.errors import EvoalignError
+from evoalign.tokens import stopped
 from evoalign.types import Member, Request, Sampling
 
 FILE = "in-memory"
@@ -22,10 +23,6 @@ AHEAD = 2
 """Steps' worth of prompt tokens that wait, so that no step has fewer to take than if all had been asked at once."""
 LOOK = 8
 """Tokens between two looks for a text to stop at: vLLM has no tokenizer here."""
-TAIL_TOKENS = 4
-"""Tokens that one character takes at most: the bytes of UTF-8."""
-UNREADABLE = "\ufffd"
-"""What the bytes of a part of a character are decoded to."""
 
 
 class Said(NamedTuple):
@@ -159,19 +156,6 @@ class Asking:
         del flying[said.request_id]
         logprobs = tuple(row.logprobs[:count]) if row.request.logprobs else None
         return row.place, Said(tuple(row.ids[:count]), reason, logprobs)
-
-
-def stopped(decode: Callable[[Sequence[int]], str], ids: Sequence[int], looked: int, stop: Sequence[str]) -> int:
-    """Tokens up to the first after `looked` with which one of the texts `stop` is there; 0 where none is."""
-    tail = TAIL_TOKENS * (1 + max(map(len, stop)))  # and one character, of which a slice may lose the space
-    whole = decode(ids[max(0, looked + 1 - tail) :])
-    if not any(s in whole for s in stop) and UNREADABLE not in whole:
-        return 0
-    for count in range(looked + 1, len(ids) + 1):
-        text = decode(ids[max(0, count - tail) : count])
-        if any(s in text for s in stop):
-            return count
-    return 0
 
 
 def _sampling(request: Request, stop_ids: Sequence[int]) -> Any:
