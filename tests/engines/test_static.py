@@ -19,7 +19,7 @@ from evoalign.engines.transformers.reading import Reader
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
-from families import PROMPTS, VOCABULARY, Bench, build, make_config, requests
+from families import PROMPTS, VOCABULARY, Bench, build, ids, make_config, requests
 
 GREEDY, WARM = Sampling(21), Sampling(21, temperature=1.3, top_p=0.9)
 
@@ -96,8 +96,10 @@ def test_rows_that_wait_move_in_as_others_leave(folder: Path, monkeypatch: pytes
     own = StaticDecoder._step
 
     def counted(self: Any, made: Any, size: int, drawn: Any) -> None:
-        live.append(int((~made.state.done[:size]).sum()))
+        done, at = made.state.done[:size].clone(), made.state.position[:size].clone()
+        live.append(int((~done).sum()))
         own(self, made, size, drawn)
+        assert torch.equal(made.state.position[:size], at + ~done), "who is done goes no further"
 
     requests = asked("apart", Sampling(60, temperature=1.3))
     many = [replace(r, index=r.index + 100 * k, prompt_ids=r.prompt_ids[k:]) for k in range(3) for r in requests]
@@ -259,15 +261,18 @@ def test_what_was_answered_before_does_not_change_how_prompts_are_read(
         return found
 
     monkeypatch.setattr(Reader, "_pieces", seen)
-    said = []
-    for before in (False, True):
-        with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": 0.003}) as bench:
+    long = requests([ids(150, 1) + ids(9 + i % 3, 2 + i) for i in range(12)], Sampling(2))
+    read = []
+    for before in ([], requests([ids(8, i) for i in range(80)], Sampling(2))):
+        with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": 0.008}) as bench:
             if before:
-                bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], Sampling(60)))
+                bench.ask(MEAN_PLAN, before)
             pieces.clear()
-            bench.ask(bench.plan(), asked("shared", GREEDY))
-            said.append(list(pieces))
-    assert said[0] == said[1] and len(said[0]) > 1
+            bench.ask(bench.plan(), long)
+            read.append(list(pieces))
+            static: Any = bench.engine
+            assert static._static._made.shape.rows == (80 if before else 72)
+    assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
 def test_small_chunks_say_the_same(folder: Path) -> None:

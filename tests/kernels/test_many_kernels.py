@@ -7,7 +7,7 @@ import torch
 
 from evoalign import noise, spaces
 from evoalign.config import from_dict
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces import Lora, LowRank, MeanPart, Slots
 from evoalign.spaces.base import Adapter
 from evoalign.types import MEAN, Member, Plan, TensorSpec, Update, population
@@ -136,6 +136,23 @@ def test_a_space_with_methods_of_its_own_keeps_them(variant):
     means = {t.name: random(t.shape) for t in (*layout.tensors, *layout.frozen)}
     space.writer(layout, means.__getitem__, slots)(Plan(0, 0.1, MEMBERS), MEMBERS)
     assert all(bool((s.a[:4] == 5).all()) and bool((s.b[:4] == 5).all()) for s in slots)
+
+
+def test_members_without_an_adapter_or_of_another_scaling_are_not_written():
+    class Mute(LowRank):
+        def adapter(self, layout, module, master, plan, members, slices=None, out=None):
+            return None
+
+    class Loud(LowRank):
+        def adapter(self, layout, module, master, plan, members, slices=None, out=None):
+            return Adapter(*out, 2.0)
+
+    made, layout = make("lowrank", 2)
+    slots = list(slots_of(layout, WHOLE, 0, 2))
+    for space, error, said in ((Mute, ModelError, "no adapter for members"), (Loud, ConfigError, "scaling")):
+        write = space(made.config).writer(layout, None, slots)
+        with pytest.raises(error, match=said):
+            write(Plan(0, 0.1, MEMBERS), MEMBERS)
 
 
 def update(size, *, antithetic=False, sigma=0.01, decay=0.0):
