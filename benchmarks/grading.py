@@ -13,6 +13,7 @@ Arms:
 
     OMP_NUM_THREADS=1 python benchmarks/grading.py --json benchmarks/results/grading.jsonl
     OMP_NUM_THREADS=1 python benchmarks/grading.py --engine vllm --arms computes waits --seqs 64 --batch 4
+    python benchmarks/grading.py --device cuda --arms computes waits --members 256 --prompts 16 --batch 16
 
 With `--engine vllm` a text is there at the step it ends in. Where all members answer at once and most texts are as long
 as they may be, nearly all pieces are there at the end, and there is nothing to overlap; `--seqs` lets so many answer at
@@ -74,6 +75,8 @@ def settings(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             "max_model_len": 128 + options.tokens,
             "kv_cache_gib": 1.0,
         }
+    elif options.device != "cpu":
+        engine = {"device": options.device}
     return {
         "model": {"name": options.model}, "space": "lora", "report": False, "engine": engine,
         "task": {"name": "custom", "rewards": [f"{HERE}:{ARMS[arm]}"], "train_size": options.prompts, "test_size": 8,
@@ -115,15 +118,18 @@ def row(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "arm": arm, "pairs": options.pairs, "share_off": round(shares["off"], 4), "share_on": round(shares["on"], 4),
         "on_to_off": quartiles, "medians": medians, "load": os.getloadavg()[1], "versions": versions(),
-        **({} if options.engine == "transformers" else about(options)),
+        **({} if options.engine == "transformers" and options.device == "cpu" else about(options)),
     }  # fmt: skip
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """What is not as in the rows of the engine `transformers`."""
-    kept = {
-        name: getattr(options, name) for name in ("engine", "model", "members", "prompts", "tokens", "seqs", "batch")
-    }
+    """What is not as in the rows of the engine `transformers` on a CPU."""
+    import torch
+
+    names = ("engine", "model", "members", "prompts", "tokens", "seqs", "batch")
+    kept = {name: getattr(options, name) for name in names}
+    if options.device == "cuda" or (options.engine == "vllm" and torch.cuda.is_available()):
+        kept |= {"device": "cuda", "gpu": torch.cuda.get_device_name()}
     return {**kept, "milliseconds": MILLISECONDS}
 
 
@@ -133,6 +139,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     arguments.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="vLLM has its own")
     arguments.add_argument("--model", default="tiny")
     arguments.add_argument("--members", type=int, default=32)
     arguments.add_argument("--prompts", type=int, default=8)

@@ -97,6 +97,16 @@ def test_a_stale_prefix_would_be_seen(monkeypatch):
 
 
 @pytest.mark.releases
+def test_a_next_engine_has_graphs_of_its_own():
+    """vLLM keeps one pool of memory for the CUDA graphs of all engines, which is gone with the first one's graphs."""
+    from vllm.platforms import current_platform
+
+    with contract.started(VllmEngine, config("lowrank")):
+        type(current_platform)._global_graph_pool = object()
+    assert type(current_platform)._global_graph_pool is None
+
+
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -40,11 +40,11 @@ SPACES: dict[str, tuple[str, dict[str, Any]]] = {
 class Rebuilt:
     """A plain model whose weights are those of any member, from the base weights, the normals and one update."""
 
-    def __init__(self, bench: Bench, path: str | Path, update: Update) -> None:
+    def __init__(self, bench: Bench, path: str | Path, update: Update, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
-        self.bench, self.update, self.config = bench, update, bench.config
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
+        self.bench, self.update, self.config, self.device = bench, update, bench.config, device
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval().to(device)
         self.parameters = unfused(self.model)
         self.base = {n: p.detach().double().clone() for n, p in self.parameters.items()}
         self.scales = self._scales()
@@ -70,7 +70,7 @@ class Rebuilt:
     def _moved(self, module: str, factor: str, member: Member, generation: int) -> torch.Tensor:
         """A LoRA factor: where it starts, where the update took it, and the member's noise."""
         name = f"{module.removesuffix('.weight')}.lora_{factor}.weight"
-        start = self.bench.space.start(self.bench.layout, name, "cpu").double()
+        start = self.bench.space.start(self.bench.layout, name, "cpu").to(self.device).double()
         evolves = factor == "B" or self.config.lora.evolve == "ab"
         return start + self._change(name, member, generation) if evolves else start
 
@@ -89,8 +89,9 @@ class Rebuilt:
         """One member's noise with unit variance, dense."""
         normals = self.bench.space.noise(self.bench.layout, name, generation, [member.noise])
         if isinstance(normals, Factors):
-            return normals.b[0].double() @ normals.a[0].double() / math.sqrt(self.config.lowrank.rank)
-        return normals[0].double()
+            a, b = (factor[0].to(self.device).double() for factor in (normals.a, normals.b))
+            return b @ a / math.sqrt(self.config.lowrank.rank)
+        return normals[0].to(self.device).double()
 
     def _scales(self) -> Any:
         if self.config.es.noise_multiplier is None:

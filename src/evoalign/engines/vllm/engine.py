@@ -245,11 +245,14 @@ class VllmEngine:
         if llm is None:
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        from vllm.platforms import current_platform
 
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        # The memory of CUDA graphs went with the graphs; a next engine in this process would begin its own in it.
+        type(current_platform)._global_graph_pool = None  # pyright: ignore[reportPrivateUsage]
 
     def rpc(self, method: str, *arguments: object) -> list[Any]:
         """What each worker returns. Raises EvoalignError where one fails."""

@@ -83,7 +83,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of("vllm.lora.request", "LoRARequest", "lora_name lora_int_id lora_path"),
     *_of("vllm.distributed.parallel_state", "", "cleanup_dist_env_and_memory"),
     # --- a worker, and the two runners ---
-    *_of("vllm.platforms.interface", "Platform", "is_cpu get_punica_wrapper"),
+    *_of("vllm.platforms.interface", "Platform", "is_cpu get_punica_wrapper _global_graph_pool"),
     *_of("vllm.platforms", "", "current_platform"),
     *_of("vllm.v1.worker.gpu_worker", "Worker", "vllm_config model_runner device rank load_model"),
     *_of("vllm.v1.worker.cpu_worker", "CPUWorker", "vllm_config model_runner device rank load_model", on="cpu"),
