@@ -32,7 +32,7 @@ KERNELS = Path(__file__).parent / "src" / "evoalign" / "kernels"
 SOURCE, LIBRARY = KERNELS / "compiled.c", KERNELS / "_compiled.so"
 # -ffp-contract=off: a product fused with a sum would have other bits than torch. No -march=native: a wheel may be built
 # on one machine and used on another, so that functions are compiled for several and chosen when they are loaded.
-FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-fast-math")
+FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno")
 CLONES = (
     ("arch=x86-64-v4", "arch=x86-64-v3", "default"),
     ("avx512f", "avx2", "default"),

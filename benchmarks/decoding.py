@@ -129,6 +129,8 @@ class Bench:
             })  # fmt: skip
         began = time.perf_counter()
         loaded = tokens.load(config.model)
+        if options.endless:
+            loaded.stop_ids = ()
         self.engine: Any = engines.create(config, loaded)
         space = spaces.create(config)
         self.facts = self.engine.start(space, space.layout(self.engine.specs(), self.engine.dtype), None, False)
@@ -177,7 +179,7 @@ class Bench:
         v.emit(
             self.options.file, benchmark="decoding", form=self.form, shape=self.options.shape, members=members,
             prompts=prompts, prompt="countdown" if self.options.real_prompts else self.options.prompt,
-            tokens=self.options.tokens, seconds=rounds, speeds=tokens,
+            tokens=self.options.tokens, endless=self.options.endless, seconds=rounds, speeds=tokens,
             floor={"prompts": reading, "steps": steps, "turns": turns}, space=self.options.space,
             cpu_seconds=cpu, gpu=v.machine(), note=self.facts.note,
         )  # fmt: skip
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--real-prompts", action="store_true", help="Countdown's, in place of random tokens")
+    parser.add_argument("--endless", action="store_true", help="no token ends an answer: as many steps for all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2, help="rounds before those that count")
     parser.add_argument("--space", choices=("lowrank", "full"), default="lowrank")

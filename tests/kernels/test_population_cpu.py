@@ -86,10 +86,9 @@ def test_all_are_the_simple_form_up_to_rounding(order: str, rank: int, padded: i
 
 
 @ranks
-@pytest.mark.parametrize("order", [order for order in ORDERS if "nobody" not in order])
+@orders
 def test_a_row_alone_is_the_row_among_others(order: str, rank: int, padded: int) -> None:
-    """Where widths are whole vectors: a silu beside them has other bits, in the simple form too."""
-    shape = Shape(64, 96, 3, 1, 16)
+    shape = Shape(60, 90, 3, 1, 14)
     draw = drawn(order, rank, padded)
     members = draw.members(len(ORDERS[order]))
     inputs = inputs_of(draw, shape, len(members))
@@ -112,6 +111,50 @@ def test_members_that_change_in_place_are_seen() -> None:
         assert worst(y, wanted) < 2e-6
         found.append(y)
     assert not torch.equal(found[0], found[1])
+
+
+def test_threads_change_no_bit() -> None:
+    """Of as many rows as are worth two of them."""
+    draw, members = Draw(2, 2, torch.float32), torch.arange(300, dtype=torch.int32) % 4 - 1
+    gate_up, dots, b, down = draw.normal(300, 2 * 1000), draw.dots(300, 2), draw.b(1000), draw.a(1000)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(population_cpu.gate(gate_up, dots, [b, b], down, members, rank=2))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(one, other) for one, other in zip(*found, strict=True))
+    wanted = reference.gate(gate_up, dots, [b, b], down, members, rank=2)
+    assert all(worst(one, other) < 2e-5 for one, other in zip(found[0], wanted, strict=True))
+
+
+def test_a_gate_far_out_is_a_gate() -> None:
+    """Where e^-x leaves float32, and where x is no number."""
+    left = torch.tensor([[-1e4, -120.0, -88.5, -87.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.5, 1e4, torch.nan]])
+    gate_up, nobody = torch.cat([left, torch.ones_like(left)], dim=1), torch.tensor([-1], dtype=torch.int32)
+    b = torch.zeros(1, 1, left.shape[1], 1)
+    found, _ = population_cpu.gate(gate_up, torch.zeros(1, 2, 1), [b, b], None, nobody, rank=1)
+    wanted = torch.nn.functional.silu(left.double())
+    assert bool(found[0, -1].isnan())
+    assert torch.allclose(found[:, :-1].double(), wanted[:, :-1], rtol=1e-6, atol=1e-30)
+
+
+def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, members = Draw(1, 1, torch.float32), torch.tensor([0, -1, 1], dtype=torch.int32)
+    x, a, b = draw.normal(3, 60), draw.a(60), draw.b(50)
+
+    def added(form, x: torch.Tensor) -> torch.Tensor:
+        y = x.new_zeros(3, 50)
+        form.add(y, x, [a.to(x.dtype)], [b.to(x.dtype)], members, rank=1)
+        return y
+
+    wide = draw.normal(3, 120)[:, ::2]
+    for other in (x.bfloat16(), wide):
+        assert same(added(population_cpu, other), added(reference, other))
+    assert not same(added(population_cpu, x), added(reference, x)), "the library is not there: nothing is tested"
+    monkeypatch.setenv("EVOALIGN_COMPILED", "0")
+    assert same(added(population_cpu, x), added(reference, x))
 
 
 def test_a_cpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_breaks_no_installation(building):
 DIGEST = """
 import hashlib, pathlib, sys, numpy as np, torch
 from evoalign import noise
-from evoalign.kernels import compiled, products
+from evoalign.kernels import compiled, population_cpu as population, products
 compiled.LIBRARY, compiled.SOURCE = map(pathlib.Path, sys.argv[1:3])
 if not compiled.available("cpu"):
     sys.exit("no library")
@@ -245,6 +245,20 @@ for dtype in (torch.float32, torch.bfloat16):
     products.move(mean, served, None, left, right, 19, 0.1, 0.0)
     for tensor in (out, served, mean):
         sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+x, a, b, qkv, gates = (noise.normals((9, 9), shape, 0, [k])[0] for k, shape in enumerate(
+    ((7, 83), (2, 1, 3, 83), (2, 1, 83, 3), (7, 5 * 22), (7, 2 * 83))))
+owners, table = torch.tensor([0, 1, -1, 1, 0, 0, 1], dtype=torch.int32), noise.normals((9, 9), (9, 16), 0, [5])[0]
+dots = noise.normals((9, 9), (7, 3, 3), 0, [6])[0]
+heads = [part.contiguous() for part in noise.normals((9, 9), (2, 1, 110, 3), 0, [7])[0].split([66, 22, 22], dim=2)]
+owed = population.Dot(x, a, b)
+said = [*population.norm(x.clone(), x.clone(), x[0], 1e-6, owners, rank=3, into_a=[a, a], source=owed)]
+population.rotate(qkv, torch.arange(7), table, dots, heads, owners, heads=3, kv_heads=1, head_dim=22, rank=3,
+                  q_norm=x[0, :22].clone(), k_norm=x[1, :22].clone())
+said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, owners, rank=3)
+population.add(gates, x, [a, a], [b, b], owners, rank=3)
+for tensor in (*said, qkv, gates):
+    assert tensor.isfinite().all()
+    sha.update(tensor.numpy().tobytes())
 sha.update(str(compiled.tensor_sum(mean, (37, 300), [(0, 37), (0, 300)])).encode())
 print(sha.hexdigest())
 """

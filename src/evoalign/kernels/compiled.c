@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of evoalign on a CPU: noise, moves of the mean, sums of products, the hash. `evoalign/noise.py`,
-// `spaces/` and `engines/hash.py` have the same in plain torch, with the same bits: every number is computed by itself,
-// in single precision, in one order, so neither vector width nor the number of threads shows in it. No product is fused
-// with a sum (-ffp-contract=off).
+// The numbers of evoalign on a CPU: noise, moves of the mean, sums of products, the hash; and what members of a
+// population add to a layer. Every number is computed by itself, in single precision, in one order, so neither vector
+// width nor the number of threads shows in it. No product is fused with a sum (-ffp-contract=off). `evoalign/noise.py`,
+// `spaces/` and `engines/hash.py` have the former in plain torch, with the same bits; `kernels/reference.py` has the
+// layer's, with others.
 //
 // A part of a tensor is `runs` rows of `length` consecutive elements; row r begins at element `base + r * pitch` of the
 // whole tensor. Strides are counted in numbers.
@@ -21,9 +22,13 @@ _Static_assert(FLT_EVAL_METHOD == 0, "each operation on floats has to be rounded
 #define COLUMNS 256 // of a matrix, whose part of the right factors stays in the first cache
 #define ROWS 4
 
+#define LANES 16 // sums of a row, side by side
+#define TERMS 16 // the highest rank
+
 typedef int64_t i64;
 typedef uint64_t u64;
 typedef uint32_t u32;
+typedef int32_t i32;
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -221,4 +226,153 @@ CLONES u64 evoalign_sum(const float *tensor, i64 row, i64 column, i64 base, i64 
     }
   }
   return total;
+}
+
+// --- what members add to a layer: see evoalign/kernels/population.py ---
+//
+// Rows `first` to `last` of T; all is contiguous. `members` has a row's slot, or -1, whose row is the plain function's.
+// Factors are `a` [S, padded, K] and `b` [S, N, padded], of which the first `rank` count.
+
+static inline __attribute__((always_inline)) float dot(const float *x, const float *y, i64 count) {
+  float sum[LANES] = {0};
+  i64 i = 0;
+  for (; i + LANES <= count; i += LANES)
+    for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
+  for (int j = 0; i + j < count; j++) sum[j] += x[i + j] * y[i + j];
+  for (int half = LANES / 2; half; half /= 2)
+    for (int j = 0; j < half; j++) sum[j] += sum[j + half];
+  return sum[0];
+}
+
+// The dots of a row with a slot's A, for each rank.
+static inline __attribute__((always_inline)) void shrink(const float *x, const float *a, i64 slot, i64 count, i64 rank,
+                                                         i64 padded, float *dots) {
+  for (i64 r = 0; r < rank; r++) dots[r] = dot(x, a + (slot * padded + r) * count, count);
+}
+
+// y += scaling * dots B^T, for `count` numbers of N from `from` on.
+static inline __attribute__((always_inline)) void expand(float *y, const float *dots, const float *b, i64 slot, i64 n,
+                                                         i64 from, i64 count, i64 rank, i64 padded, float scaling) {
+  const float *row = b + (slot * n + from) * padded;
+  for (i64 r = 0; r < rank; r++) {
+    float scaled = dots[r] * scaling;
+    if (padded == 1)
+      for (i64 j = 0; j < count; j++) y[j] += scaled * row[j];
+    else
+      for (i64 j = 0; j < count; j++) y[j] += scaled * row[j * padded + r];
+  }
+}
+
+static inline __attribute__((always_inline)) void normalize(const float *x, const float *weight, float eps, i64 count,
+                                                            float *out) {
+  float by = 1.0f / __builtin_sqrtf(dot(x, x, count) / (float)count + eps);
+  for (i64 j = 0; j < count; j++) out[j] = x[j] * by * weight[j];
+}
+
+CLONES void evoalign_add(float *y, i64 pitch, const float *x, const float *a, const float *b, const i32 *members,
+                         i64 rank, i64 padded, float scaling, i64 inner, i64 n, i64 first, i64 last) {
+  float dots[TERMS];
+  for (i64 t = first; t < last; t++) {
+    if (members[t] < 0) continue;
+    shrink(x + t * inner, a, members[t], inner, rank, padded, dots);
+    expand(y + t * pitch, dots, b, members[t], n, 0, n, rank, padded, scaling);
+  }
+}
+
+// What the projection owes is of the dots `given` [T, parts, rank], or of its input `x` and `a`; nothing without `b`.
+CLONES void evoalign_norm(float *hidden, float *residual, const float *weight, float eps, const i32 *members, i64 rank,
+                          i64 padded, float scaling, i64 width, const float *x, const float *a, i64 inner,
+                          const float *given, i64 parts, const float *b, const float *a0, const float *a1,
+                          const float *a2, i64 layers, float *out, float *dots, i64 first, i64 last) {
+  const float *into[3] = {a0, a1, a2};
+  for (i64 t = first; t < last; t++) {
+    i64 slot = members[t];
+    float *total = hidden + t * width, *normed = out + t * width;
+    if (residual) {
+      float *other = residual + t * width;
+      for (i64 j = 0; j < width; j++) other[j] += total[j];
+      total = other;
+    }
+    if (b && slot >= 0) {
+      float taken[TERMS] = {0};
+      if (x)
+        shrink(x + t * inner, a, slot, inner, rank, padded, taken);
+      else
+        for (i64 p = 0; p < parts; p++)
+          for (i64 r = 0; r < rank; r++) taken[r] += given[(t * parts + p) * rank + r];
+      expand(total, taken, b, slot, width, 0, width, rank, padded, scaling);
+    }
+    normalize(total, weight, eps, width, normed);
+    for (i64 l = 0; l < layers; l++) {
+      float *found = dots + (t * layers + l) * rank;
+      for (i64 r = 0; r < rank; r++) found[r] = 0;
+      if (slot >= 0) shrink(normed, into[l], slot, width, rank, padded, found);
+    }
+  }
+}
+
+CLONES void evoalign_rotate(float *qkv, const i64 *positions, const float *cos_sin, i64 rotary, const float *dots,
+                            const float *b0, const float *b1, const float *b2, const i32 *members, i64 rank,
+                            i64 padded, float scaling, i64 heads, i64 shared, i64 size, const float *q_norm,
+                            const float *k_norm, float eps, i64 first, i64 last) {
+  const float *b[3] = {b0, b1, b2};
+  i64 widths[3] = {heads * size, shared * size, shared * size}, half = rotary / 2;
+  for (i64 t = first; t < last; t++) {
+    float *head = qkv + t * (heads + 2 * shared) * size, *part = head;
+    for (int i = 0; i < 3; part += widths[i++])
+      if (members[t] >= 0)
+        expand(part, dots + (t * 3 + i) * rank, b[i], members[t], widths[i], 0, widths[i], rank, padded, scaling);
+    const float *cosine = cos_sin + positions[t] * rotary, *sine = cosine + half;
+    for (i64 h = 0; h < heads + shared; h++, head += size) {
+      const float *weight = h < heads ? q_norm : k_norm;
+      if (weight) normalize(head, weight, eps, size, head);
+      for (i64 j = 0; j < half; j++) {
+        float one = head[j], other = head[j + half];
+        head[j] = one * cosine[j] - other * sine[j];
+        head[j + half] = other * cosine[j] + one * sine[j];
+      }
+    }
+  }
+}
+
+// e^x to two units in the last place, between e^-87 and e^88; of what is no number, none (Cephes' expf).
+static inline __attribute__((always_inline)) float power(float x) {
+  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+  float shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f; // rounded to a whole number
+  float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, p = 1.9875691500e-4f, scale;
+  p = p * rest + 1.3981999507e-3f;
+  p = p * rest + 8.3334519073e-3f;
+  p = p * rest + 4.1665795894e-2f;
+  p = p * rest + 1.6666665459e-1f;
+  p = p * rest + 5.0000001201e-1f;
+  p = p * (rest * rest) + rest + 1.0f;
+  u32 bits;
+  memcpy(&bits, &shifted, 4);
+  bits = (bits + 127u) << 23;
+  memcpy(&scale, &bits, 4);
+  return p * scale;
+}
+
+CLONES void evoalign_gate(const float *gate_up, const float *dots, const float *b0, const float *b1,
+                          const float *down_a, const i32 *members, i64 rank, i64 padded, float scaling, i64 inner,
+                          float *out, float *parts, i64 first, i64 last) {
+  float left[COLUMNS], right[COLUMNS];
+  for (i64 t = first; t < last; t++) {
+    i64 slot = members[t];
+    const float *row = gate_up + t * 2 * inner, *given = dots + t * 2 * rank;
+    for (i64 c = 0; c < inner; c += COLUMNS) {
+      i64 count = inner - c < COLUMNS ? inner - c : COLUMNS;
+      memcpy(left, row + c, (size_t)count * 4);
+      memcpy(right, row + inner + c, (size_t)count * 4);
+      if (slot >= 0) {
+        expand(left, given, b0, slot, inner, c, count, rank, padded, scaling);
+        expand(right, given + rank, b1, slot, inner, c, count, rank, padded, scaling);
+      }
+      for (i64 j = 0; j < count; j++) out[t * inner + c + j] = left[j] / (1.0f + power(-left[j])) * right[j];
+    }
+    if (down_a) {
+      for (i64 r = 0; r < rank; r++) parts[t * rank + r] = 0;
+      if (slot >= 0) shrink(out + t * inner, down_a, slot, inner, rank, padded, parts + t * rank);
+    }
+  }
 }

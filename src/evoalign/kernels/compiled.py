@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of a CPU from compiled C (`compiled.c`), bit for bit those of plain torch, which stands in for it.
 
+What members add to a layer (`rows`) alone has other last bits than its stand-in.
+
 The library is built where evoalign is installed, if there is a C compiler (`hatch_build.py`), and lies beside this
 file. EVOALIGN_COMPILED=0 leaves it out. Work is shared by `torch.get_num_threads()` threads; what each number comes
 to does not depend on them.
@@ -27,11 +29,24 @@ _PIECE = 1 << 18
 """Numbers times members that a thread is worth starting for."""
 _CHUNK = 256
 """Normals that the library draws at once."""
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+_LAYER = {
+    "add": "pippppiifii",
+    "norm": "pppfpiifippipippppipp",
+    "rotate": "pppipppppiifiiippf",
+    "gate": "ppppppiifipp",
+}
+"""What members add to a layer: pointers, numbers and fractions of each function, before the first and the last row."""
 
 
 def available(device: torch.device | str) -> bool:
     """Whether these run there."""
-    return torch.device(device).type == "cpu" and os.environ.get("EVOALIGN_COMPILED") != "0" and _library() is not None
+    return torch.device(device).type == "cpu" and here()
+
+
+def here() -> bool:
+    """Whether there is a library, and it is to be used."""
+    return os.environ.get("EVOALIGN_COMPILED") != "0" and _library() is not None
 
 
 @cache
@@ -55,6 +70,9 @@ def _declared(library: Any) -> Any:
     library.evoalign_sum.argtypes = (pointer, *[number] * 6)
     library.evoalign_scaled.restype = library.evoalign_dense.restype = library.evoalign_product.restype = None
     library.evoalign_sum.restype = ctypes.c_uint64
+    for name, kinds in _LAYER.items():
+        getattr(library, f"evoalign_{name}").argtypes = [_KINDS[kind] for kind in kinds + "ii"]
+        getattr(library, f"evoalign_{name}").restype = None
     return library
 
 
@@ -242,6 +260,21 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tupl
 
         total += sum(_share(add, part, 1))
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def rows(name: str, count: int, cost: int, *given: torch.Tensor | float | None) -> None:
+    """One function of `_LAYER` over so many rows, each of a cost in numbers. Tensors have to be as C reads them."""
+    function = getattr(_library(), f"evoalign_{name}")
+    words = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given]
+
+    def do(first: int, last: int, held: object = given) -> None:
+        """`held` lives as long as a thread that writes to it."""
+        function(*words, first, last)
+
+    if count * cost < 2 * _PIECE:
+        do(0, count)
+    else:
+        _run(do, list(_pieces(count, cost, 1)))
 
 
 def _mean(
