@@ -18,6 +18,7 @@ import torch
 from evoalign import engines, optimizer, spaces, tokens
 from evoalign.config import Config, from_dict
 from evoalign.engines import Engine
+from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
 from evoalign.spaces import Space
 from evoalign.tokens import Tokens
@@ -145,6 +146,14 @@ def make_config(path: str | Path = "tiny", space: str = "lora", /, **tree: Any) 
     if "noise_multiplier" in sections["es"]:
         sections["es"].pop("sigma", None)
     return from_dict(sections)
+
+
+class ByLibrary(TransformersEngine):
+    """The library decodes, into whose layers adapters are put: what tests replace of that shows."""
+
+    def __init__(self, config: Config, tokens: Tokens) -> None:
+        engine = config.engine.model_copy(update={"decoder": "library"})
+        super().__init__(config.model_copy(update={"engine": engine}), tokens)
 
 
 class Bench:

@@ -19,7 +19,7 @@ from evoalign.engines.transformers import TransformersEngine
 from evoalign.errors import CanaryError, ModelError, NotFiniteError
 from evoalign.testing import engines as contract
 from evoalign.types import MEAN, Layout, Member, Plan, Request, Rollout, Sampling, Update
-from families import Bench, build, make_config
+from families import Bench, ByLibrary, build, make_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -138,7 +138,7 @@ def test_its_noise_is_of_no_generation_of_a_run_and_new_each_time(folder: Path) 
 # --- broken engines ---
 
 
-class Ignores(TransformersEngine):
+class Ignores(ByLibrary):
     """Members' adapters or weights never arrive."""
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
@@ -148,7 +148,7 @@ class Ignores(TransformersEngine):
         return
 
 
-class OneForAll(TransformersEngine):
+class OneForAll(ByLibrary):
     """Every member is the first one."""
 
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
@@ -158,7 +158,7 @@ class OneForAll(TransformersEngine):
         super()._serve(plan, None if member is None else plan.members[0])
 
 
-class IgnoresSigns(TransformersEngine):
+class IgnoresSigns(ByLibrary):
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         super()._put_adapters(plan, [dataclasses.replace(m, sign=abs(m.sign)) for m in members])
 
@@ -166,7 +166,7 @@ class IgnoresSigns(TransformersEngine):
         super()._serve(plan, member and dataclasses.replace(member, sign=abs(member.sign)))
 
 
-class LeavesTheLast(TransformersEngine):
+class LeavesTheLast(ByLibrary):
     """The mean is answered with the weights of the last member."""
 
     last: tuple[Plan, Member] | None = None

@@ -19,7 +19,8 @@ SPACES = {
 def config(folder, variant, dtype="float32", **more):
     tree = {
         "seed": 5, "space": variant.partition(",")[0], "model": {"name": str(folder), "dtype": dtype},
-        "engine": {"device": "cpu"}, "es": {"sigma": 0.05, "learning_rate": 0.02}, **SPACES[variant], **more,
+        "engine": {"device": "cpu", "decoder": "library"},
+        "es": {"sigma": 0.05, "learning_rate": 0.02}, **SPACES[variant], **more,
     }  # fmt: skip
     return from_dict(tree)
 
@@ -42,7 +43,10 @@ def test_all_of_it_on_the_shipped_model(variant):
 
 @pytest.mark.slow
 def test_small_chunks_keep_the_contract(random_qwen2):
-    contract.check_engine(TransformersEngine, config(random_qwen2, "lowrank", engine={"device": "cpu", "max_rows": 2}))
+    contract.check_engine(
+        TransformersEngine,
+        config(random_qwen2, "lowrank", engine={"device": "cpu", "decoder": "library", "max_rows": 2}),
+    )
 
 
 @pytest.mark.first("lora-", "full-", others="long")

@@ -40,7 +40,8 @@ def forwards(bench: Bench) -> Iterator[list[tuple[int, int]]]:
 
 
 def small(folder: Path, space: str = "lora", **tree: Any) -> Any:
-    return make_config(folder, space, es={"population_size": 6}, **tree)
+    engine = {"name": "transformers", "decoder": "library", **tree.pop("engine", {})}
+    return make_config(folder, space, es={"population_size": 6}, engine=engine, **tree)
 
 
 # --- the work done --------------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def test_no_stop_token_means_full_length(folder: Path) -> None:
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 18, 1000])
 @pytest.mark.parametrize("space", SPACES)
 def test_every_member_answers_every_request_once(space: str, max_rows: int, folder: Path) -> None:
-    config = small(folder, space, engine={"name": "transformers", "max_rows": max_rows})
+    config = small(folder, space, engine={"max_rows": max_rows})
     with Bench(config, stop_ids=MANY_STOPS) as bench, forwards(bench) as seen:
         cells = bench.ask(bench.plan(), requests(PROMPTS["apart"], Sampling(5)))
         assert set(cells) == {(m, p) for m in range(6) for p in range(3)}
@@ -231,7 +232,7 @@ def test_every_member_answers_every_request_once(space: str, max_rows: int, fold
 
 @pytest.mark.parametrize("space", SPACES)
 def test_a_little_memory_makes_small_chunks(space: str, folder: Path) -> None:
-    config = small(folder, space, engine={"name": "transformers", "memory_gib": 5e-5})
+    config = small(folder, space, engine={"memory_gib": 5e-5})
     with Bench(config) as bench, forwards(bench) as seen:
         bench.ask(bench.plan(), requests(PROMPTS["apart"], Sampling(5)))
         assert 1 <= max(rows for rows, _ in seen) < 6
@@ -242,7 +243,7 @@ def test_members_in_chunks_are_the_members_in_one_batch(space: str, folder: Path
     """Texts may differ with the shape of a batch; the log-probabilities of a first token hardly do."""
     firsts = []
     for max_rows in (1000, 7, 2):
-        config = small(folder, space, engine={"name": "transformers", "max_rows": max_rows})
+        config = small(folder, space, engine={"max_rows": max_rows})
         with Bench(config, stop_ids=[]) as bench:
             cells = bench.ask(bench.plan(), requests(PROMPTS["shared"], Sampling(1), logprobs=True))
             firsts.append(torch.tensor([cells[key].logprobs for key in sorted(cells)]))
@@ -255,7 +256,7 @@ def test_members_in_chunks_are_the_members_in_one_batch(space: str, folder: Path
 def test_a_deterministic_rollout_repeats_bit_for_bit(space: str, folder: Path) -> None:
     answers: list[list[Rollout]] = []
     for _ in range(2):
-        config = small(folder, space, deterministic=True, engine={"name": "transformers", "max_rows": 8})
+        config = small(folder, space, deterministic=True, engine={"max_rows": 8})
         with Bench(config, stop_ids=MANY_STOPS) as bench:
             bench.move()
             asked = requests(PROMPTS["shared"], Sampling(20, 1.0), logprobs=True)

@@ -18,13 +18,13 @@ import torch
 from calling import caller
 from doctored import DATA, config, of, statuses
 from evoalign import engines, preflight
-from evoalign.engines.transformers import TransformersEngine
 from evoalign.models import tiny
 from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
 from evoalign.version import install
+from families import ByLibrary
 from killing import VALIDATION
 
 pytestmark = pytest.mark.usefixtures("short_pieces")
@@ -53,7 +53,7 @@ def task_of(tmp_path: Path, reward: str) -> dict[str, Any]:
 # --- the adapter ---
 
 
-class Ignores(TransformersEngine):
+class Ignores(ByLibrary):
     def _put_adapters(self, plan: Plan, members: Sequence[Member]) -> None:
         return
 

@@ -16,7 +16,7 @@ import evoalign
 from evoalign import cli
 from evoalign.config import from_dict
 from evoalign.errors import MachineError, ResumeError
-from evoalign.kernels import products
+from evoalign.kernels import compiled, products
 from evoalign.rundir import journal
 from evoalign.spaces.base import Space
 from evoalign.spaces.lowrank import LowRank
@@ -71,7 +71,8 @@ def test_the_header_names_the_sum_and_the_machine(run):
     header = journal.read(run / "journal.jsonl").header
     assert header.summation == header.sums == "ordered"
     capability = torch.backends.cpu.get_cpu_capability()
-    assert header.machine == {"capability": capability, "threads": "1"}
+    static = {"library": "static decoder"} if compiled.here() else {}
+    assert header.machine == {"capability": capability, "threads": "1", **static}
     assert header.versions["torch"] == importlib.metadata.version("torch")
 
 

@@ -28,6 +28,7 @@ from evoalign.engines.transformers.decode import Completion, Decoder
 from evoalign.engines.transformers.settings import DEFAULT_MEMORY_GIB, TransformersConfig
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, DataError, ModelError
+from evoalign.kernels import compiled
 from evoalign.models.empty import check_layers
 from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
@@ -80,7 +81,7 @@ class TransformersEngine(KeepsMean):
         )
         self._static: StaticDecoder | None = None
         self._why_library = ""
-        if model is None and (config.engine.decoder == "static" or (config.engine.decoder == "auto" and not on_cpu)):
+        if model is None and config.engine.decoder != "library":
             self._use_static(self._obstacle())
         self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # which may be views by now
         self._adapters: Adapters | None = None
@@ -90,6 +91,11 @@ class TransformersEngine(KeepsMean):
         """Why steps over fixed memory are not for this model here, in words; empty where they are."""
         if self.device.type == "cuda" and not kernels.available(self.device):
             return "Triton is not installed"
+        if self._settings.decoder == "auto" and self.device.type == "cpu":  # else it is the slower one
+            if not compiled.here():
+                return "evoalign was installed without a C compiler"
+            if self.model.dtype != torch.float32:
+                return f"on a CPU it is for float32, and the model's dtype is {self.model.dtype}"
         return obstacle(self.model)
 
     def _use_static(self, why_not: str) -> None:

@@ -33,8 +33,9 @@ class TransformersConfig(EngineSettings):
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     decoder: Literal["auto", "library", "static"] = "auto"
     """How tokens are decoded: `library`, any model, by the library's forward; `static`, models of the Llama, Qwen2 and
-    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs. auto: so on a GPU where it can.
-    A model that is being trained is decoded by the library."""
+    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs. auto: `static` where it can be
+    on a GPU, and on a CPU in float32 if evoalign was installed with a C compiler. A model that is being trained is
+    decoded by the library."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads; None leaves torch's own choice."""
 
@@ -57,12 +58,14 @@ class TransformersConfig(EngineSettings):
     ) -> float:
         from evoalign.engines.specs import on_gpu
         from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
+        from evoalign.kernels import compiled
         from evoalign.models.empty import model_config
 
         drawn, model = (config.sampling, config.evaluation), model_config(config.model)
         footprint = Footprint.of_shapes(model, [(spec.name, spec.shape) for spec in specs], dtype.itemsize)
         most, greedy = max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
-        fits = on_gpu(config) and model.model_type in STATIC_TYPES
+        fits = on_gpu(config) or (dtype.itemsize == 4 and compiled.here())
+        fits = fits and model.model_type in STATIC_TYPES
         fixed = self.decoder == "static" or (self.decoder == "auto" and fits)
         tokens, written = (columns(prompt + most), WRITTEN * most) if fixed else (prompt + most, 0)
         each = footprint.row(tokens, greedy=greedy) + written + footprint.prefill(prompt, prompt)

@@ -21,6 +21,7 @@ from evoalign.config import Config
 from evoalign.engines.base import check_members, pairs_of
 from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
+from evoalign.engines.vllm import insides
 from evoalign.engines.vllm import start as starting
 from evoalign.engines.vllm.adapters import KERNEL_RANK, rank, room, settings, slots
 from evoalign.engines.vllm.asking import Asking, Said
@@ -252,7 +253,7 @@ class VllmEngine:
         gc.collect()
         cleanup_dist_env_and_memory()
         # The memory of CUDA graphs went with the graphs; a next engine in this process would begin its own in it.
-        type(current_platform)._global_graph_pool = None  # pyright: ignore[reportPrivateUsage]
+        insides.replace(type(current_platform), "_global_graph_pool", None)
 
     def rpc(self, method: str, *arguments: object) -> list[Any]:
         """What each worker returns. Raises EvoalignError where one fails."""

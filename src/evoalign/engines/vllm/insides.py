@@ -207,10 +207,11 @@ def replace(owner: Any, name: str, new: Any) -> None:
     old = getattr(owner, name, missing)
     if old is missing:
         raise EngineError(_refusal(f"has no {kind}.{name}"))
-    taken = [p.name for p in inspect.signature(new).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    found = _signature(old)
-    if not _fits(found, taken):
-        raise EngineError(_refusal(f"has {kind}.{name}{found}, which does not take {_words(taken)}"))
+    if callable(new):
+        taken = [p.name for p in inspect.signature(new).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        found = _signature(old)
+        if not _fits(found, taken):
+            raise EngineError(_refusal(f"has {kind}.{name}{found}, which does not take {_words(taken)}"))
     setattr(owner, name, new)
 
 
