@@ -38,8 +38,6 @@ SLOTS = {"in no order": [6, 0, 3, 8, 1, 2, 7], "the first": [0, 1, 2, 3, 4, 5, 6
 @pytest.mark.parametrize("order", SLOTS)
 @pytest.mark.first("4-2-16", "in no order-ragged", others="slow")
 def test_rows_attend_to_their_own_past_and_no_further(order, positions, heads, shared, width, dtype, decode):
-    if decode is attention_cpu.decode and dtype != torch.float32:
-        pytest.skip("it is of float32 alone")
     draw = torch.Generator().manual_seed(heads)
     positions = torch.tensor(positions)
     slots, room = torch.tensor(SLOTS[order]), 131
@@ -69,10 +67,45 @@ def test_a_row_has_the_same_bits_beside_other_rows(decode):
     for row in range(4):
         one = slice(row, row + 1)
         alone = decode(qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25)
-        if decode is attention.decode:
-            assert torch.equal(alone[0], whole[row])
-        else:  # a library's product of another shape
+        if decode is attention.in_torch:  # a library's product of another shape
             assert torch.allclose(alone[0], whole[row], atol=1e-6)
+        else:
+            assert torch.equal(alone[0], whole[row])
+
+
+def test_a_long_past_and_wild_scores_on_a_cpu():
+    """More columns than C sees at once, the highest score early and late; threads change no bit."""
+    draw = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(5, 2, 900, 40, generator=draw) for _ in range(2))
+    qkv, slots, positions = (
+        torch.randn(5, 8 * 40, generator=draw),
+        torch.arange(5),
+        torch.tensor([899, 255, 256, 511, 0]),
+    )
+    keys[0, 0, 3] *= 300
+    keys[0, 1, 700] *= 300
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(attention_cpu.decode(qkv, keys, values, slots, positions, heads=4, scale=0.2))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    wanted = exact(qkv, keys, values, slots, positions, 4, 0.2)
+    assert (found[0].double() - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_a_cpu_without_the_library_and_heads_too_wide_are_plain_torchs(monkeypatch):
+    for width, library in ((16, "0"), (600, "1")):
+        monkeypatch.setenv("EVOALIGN_COMPILED", library)
+        given = torch.randn(2, 8 * width), torch.randn(3, 2, 30, width), torch.randn(3, 2, 30, width)
+        slots, positions = torch.tensor([2, 0]), torch.tensor([7, 29])
+        found, wanted = (
+            form(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25)
+            for form in (attention_cpu.decode, attention.in_torch)
+        )
+        assert torch.equal(found, wanted)
 
 
 def test_a_cpu_takes_its_own_form(monkeypatch):

@@ -24,6 +24,7 @@ _Static_assert(FLT_EVAL_METHOD == 0, "each operation on floats has to be rounded
 
 #define LANES 16 // sums of a row, side by side
 #define TERMS 16 // the highest rank
+#define HEAD 512 // the widest head
 
 typedef int64_t i64;
 typedef uint64_t u64;
@@ -373,6 +374,46 @@ CLONES void evoalign_gate(const float *gate_up, const float *dots, const float *
     if (down_a) {
       for (i64 r = 0; r < rank; r++) parts[t * rank + r] = 0;
       if (slot >= 0) shrink(out + t * inner, down_a, slot, inner, rank, padded, parts + t * rank);
+    }
+  }
+}
+
+// Attention of one token a row over its own past, after the token's keys and values are put there: see attention.py.
+// The softmax goes on from block to block of columns.
+CLONES void evoalign_decode(const float *qkv, float *keys, float *values, const i64 *slots, const i64 *positions,
+                            i64 heads, i64 shared, i64 room, i64 size, float scale, float *out, i64 first, i64 last) {
+  float query[HEAD], total[HEAD], scores[COLUMNS];
+  for (i64 t = first; t < last; t++) {
+    const float *q = qkv + t * (heads + 2 * shared) * size, *own = q + heads * size;
+    i64 seen = positions[t] + 1;
+    for (i64 h = 0; h < shared; h++) {
+      i64 place = ((slots[t] * shared + h) * room + positions[t]) * size;
+      memcpy(keys + place, own + h * size, (size_t)size * 4);
+      memcpy(values + place, own + (shared + h) * size, (size_t)size * 4);
+    }
+    for (i64 h = 0; h < heads; h++) {
+      i64 past = (slots[t] * shared + h / (heads / shared)) * room * size;
+      float highest = -FLT_MAX, weight = 0;
+      for (i64 d = 0; d < size; d++) query[d] = q[h * size + d] * scale;
+      memset(total, 0, (size_t)size * 4);
+      for (i64 c = 0; c < seen; c += COLUMNS) {
+        const float *k = keys + past + c * size, *v = values + past + c * size;
+        i64 count = seen - c < COLUMNS ? seen - c : COLUMNS;
+        float before = highest;
+        for (i64 j = 0; j < count; j++) {
+          scores[j] = dot(query, k + j * size, size);
+          highest = scores[j] > highest ? scores[j] : highest;
+        }
+        float kept = power(before - highest);
+        weight *= kept;
+        for (i64 d = 0; d < size; d++) total[d] *= kept;
+        for (i64 j = 0; j < count; j++) scores[j] = power(scores[j] - highest);
+        for (i64 j = 0; j < count; j++) {
+          weight += scores[j];
+          for (i64 d = 0; d < size; d++) total[d] += scores[j] * v[j * size + d];
+        }
+      }
+      for (i64 d = 0; d < size; d++) out[(t * heads + h) * size + d] = total[d] / weight;
     }
   }
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of a CPU from compiled C (`compiled.c`), bit for bit those of plain torch, which stands in for it.
 
-What members add to a layer (`rows`) alone has other last bits than its stand-in.
+Steps of a model's layer (`rows`) alone have other last bits than what stands in for them.
 
 The library is built where evoalign is installed, if there is a C compiler (`hatch_build.py`), and lies beside this
 file. EVOALIGN_COMPILED=0 leaves it out. Work is shared by `torch.get_num_threads()` threads; what each number comes
@@ -35,8 +35,9 @@ _LAYER = {
     "norm": "pppfpiifippipippppipp",
     "rotate": "pppipppppiifiiippf",
     "gate": "ppppppiifipp",
+    "decode": "pppppiiiifp",
 }
-"""What members add to a layer: pointers, numbers and fractions of each function, before the first and the last row."""
+"""Steps of a layer, row by row: pointers, numbers and fractions of each function, before the first and the last row."""
 
 
 def available(device: torch.device | str) -> bool:
