@@ -299,7 +299,10 @@ def test_joined_weights_are_the_models_own(folder: Path) -> None:
             hashes.append(bench.engine.fingerprint())
             facts.append(bench.facts)
     assert hashes[0] == hashes[1] and facts[0].model_hash == facts[1].model_hash
-    assert [f.note for f in facts] == ["", "steps over fixed memory (decoder static)"]
+    assert [f.note for f in facts] == [
+        "the library decodes, for engine.decoder says so",
+        "steps over fixed memory (decoder static)",
+    ]
     assert [f.library for f in facts] == ["", "static decoder"], "the journal says which"
 
 

@@ -191,6 +191,8 @@ class TransformersEngine(KeepsMean):
     def _note(self) -> str:
         if self._static is not None:
             return "steps over fixed memory (decoder static)"
+        if self._settings.decoder == "library":
+            return "the library decodes, for engine.decoder says so"
         return f"the library decodes, for the static decoder cannot: {self._why_library}" if self._why_library else ""
 
     def _chunk(self, requests: Sequence[Request], members: int) -> _Chunk:
