@@ -158,6 +158,7 @@ def config_of(space: str) -> Config:
     """The tiny model, greedily, with a population in this space."""
     return from_dict({
         "output_dir": "unused", "space": space, "task": {"name": "conciseness"}, "model": {"name": "tiny"},
+        "engine": {"decoder": "library"},  # of which torch counts the operations
         "lora": {"rank": 4}, "lowrank": {"rank": 4}, "evaluation": {"max_tokens": 16},
         "es": {"num_generations": 1, "population_size": 4, "learning_rate": 0.01, "sigma": 0.02},
     })  # fmt: skip

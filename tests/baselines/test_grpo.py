@@ -297,7 +297,6 @@ def test_trained_in_mixed_precision_it_is_measured_as_it_is_served(tune: str, tm
         tmp_path / "run", grpo={**MIXED, "tune": tune, "learning_rate": {"full": 1e-3, "lora": 0.1}[tune]},
         evaluation={"max_tokens": 24, "every": 1, "temperature": 2.0, "samples": 4}, checkpoint={"keep_last": 2},
         checks={"kl_every": 1, "kl_prompts": 4, "kl_tokens": 100},
-        engine={"decoder": "library"},  # which decodes a model that is being trained
     )  # fmt: skip
     found = evoalign.grpo(tree, console=Console(file=io.StringIO()))
     es = {"num_generations": 1, "population_size": 2, "sigma": 0.01, "learning_rate": 0.01}

@@ -18,6 +18,7 @@ from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprin
 from evoalign.engines.transformers.reading import Reader
 from evoalign.engines.transformers.static import StaticDecoder
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
+from evoalign.kernels import compiled
 from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
 from families import PROMPTS, VOCABULARY, Bench, build, ids, make_config, requests
 
@@ -323,20 +324,39 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_dry_run_counts_the_memory_that_is_fixed(folder: Path) -> None:
     """And knows by the configuration which models have it."""
     assert set(STATIC_TYPES) == {cls.config_class.model_type for cls in blocks._MODELS}
-    found = []
-    for decoder in ("library", "static"):
-        config = make_config(
-            folder, "lowrank", engine={"decoder": decoder, "memory_gib": 1}, sampling={"max_tokens": 20}
-        )
-        with Bench(config) as bench:
-            specs = bench.engine.specs()
-            found.append(config.engine.batch_bytes(config, specs, torch.float32, 10, 30))
-            cache = Footprint.of(bench.model).cache
+    config = make_config(folder, "lowrank", engine={"memory_gib": 1, "device": "cpu"}, sampling={"max_tokens": 20})
+    with Bench(config) as bench:
+        specs, own = bench.engine.specs(), Footprint.of(bench.model)
+
+    def said(decoder: str, dtype: torch.dtype) -> float:
+        engine = config.engine.model_copy(update={"decoder": decoder})
+        return engine.batch_bytes(config.model_copy(update={"engine": engine}), specs, dtype, 10, 30)
+
     most = max(config.sampling.max_tokens, config.evaluation.max_tokens)
-    assert found[1] - found[0] == 10 * (cache * (columns(30 + most) - 30 - most) + WRITTEN * most)
+    more = 10 * (own.cache * (columns(30 + most) - 30 - most) + WRITTEN * most - own.prefill(30, 30)) + own.least(30)
+    assert said("static", torch.float32) - said("library", torch.float32) == more
+    on_a_cpu = "static" if compiled.here() else "library"
+    assert said("auto", torch.float32) == said(on_a_cpu, torch.float32) != said("auto", torch.bfloat16)
+    assert said("auto", torch.bfloat16) == said("library", torch.bfloat16) != said("static", torch.bfloat16)
 
 
 def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:
     sizes = [size_for(rows, 1 << 20) for rows in range(1, 4097)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536, 1 << 20) == 1536 and size_for(950, 960) == 960
+
+
+@pytest.mark.parametrize(
+    ("dtype", "library", "says"),
+    [
+        ("float32", "1", "steps over fixed memory (decoder static)"),
+        ("float32", "0", "cannot: evoalign has no compiled numbers here"),
+        ("bfloat16", "1", "cannot: on a CPU it is for float32, and the model's dtype is torch.bfloat16"),
+    ],
+)
+def test_what_auto_takes_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str) -> None:
+    monkeypatch.setenv("EVOALIGN_COMPILED", library)
+    if library == "1" and not compiled.here():
+        pytest.skip("no C compiler made the library")
+    with Bench(make_config("tiny", model={"dtype": dtype}, engine={"device": "cpu"})) as bench:
+        assert says in bench.facts.note and (bench.facts.library == "static decoder") == says.startswith("steps")

@@ -2,6 +2,7 @@
 """A journal on another machine: what it says of the one it was made on, and what replay says where bits differ."""
 
 import importlib.metadata
+import io
 import json
 import os
 import subprocess
@@ -239,3 +240,14 @@ def test_other_instructions_come_to_the_same_weights(run, settings):
     command = [sys.executable, "-c", program, str(run / "journal.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings})
     assert done.stdout.strip() == journal.read(run / "journal.jsonl").generations[-1].weights_hash, done.stderr
+
+
+@pytest.mark.skipif(not compiled.here(), reason="no C compiler made the library")
+def test_a_run_that_goes_on_by_another_decoder_says_so(tmp_path, monkeypatch):
+    """As where it was begun on a machine with a C compiler, and not where it was not."""
+    for number, (library, warned) in enumerate((("1", False), ("1", False), ("0", True)), 1):
+        monkeypatch.setenv("EVOALIGN_COMPILED", library)
+        told = Console(file=io.StringIO(), width=400)
+        evoalign.train(config(tmp_path / "run", generations=number), console=told, resume=number > 1)
+        said = told.file.getvalue()
+        assert ("warning: static decoder answered so far, and the usual library does now" in said) == warned, said

@@ -336,9 +336,9 @@ CLONES void evoalign_rotate(float *qkv, const i64 *positions, const float *cos_s
   }
 }
 
-// e^x to two units in the last place, between e^-87 and e^88; of what is no number, none (Cephes' expf).
-static inline __attribute__((always_inline)) float power(float x) {
-  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+// e^x to two units in the last place from e^-87 on, and infinite beyond e^88; of what is no number, none (Cephes' expf).
+static inline __attribute__((always_inline)) float power(float given) {
+  float x = given < -87.0f ? -87.0f : given > 88.0f ? 88.0f : given;
   float shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f; // rounded to a whole number
   float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f, p = 1.9875691500e-4f, scale;
   p = p * rest + 1.3981999507e-3f;
@@ -351,7 +351,7 @@ static inline __attribute__((always_inline)) float power(float x) {
   memcpy(&bits, &shifted, 4);
   bits = (bits + 127u) << 23;
   memcpy(&scale, &bits, 4);
-  return p * scale;
+  return given > 88.0f ? __builtin_inff() : p * scale;
 }
 
 CLONES void evoalign_gate(const float *gate_up, const float *dots, const float *b0, const float *b1,

@@ -18,12 +18,16 @@ from evoalign.kernels.reference import Dot, Partial
 __all__ = ["Dot", "Partial", "add", "gate", "norm", "rotate"]
 
 
-def _takes(members: torch.Tensor, factors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> bool:
+MAX_RANK = 16
+"""For which C has room."""
+
+
+def _takes(members: torch.Tensor, rank: int, factors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> bool:
     """Whether C can read all of it."""
     for tensor in (*factors, *others):  # a generator would take as long as what is asked for
         if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
             return False
-    return members.dtype == torch.int32 and members.is_contiguous() and compiled.here()
+    return members.dtype == torch.int32 and members.is_contiguous() and rank <= MAX_RANK and compiled.here()
 
 
 def add(
@@ -38,7 +42,7 @@ def add(
     fixed: bool = False,
 ) -> None:
     """See `population.add`."""
-    if not _takes(members, (*a, *b), y, x):
+    if not _takes(members, rank, (*a, *b), y, x):
         reference.add(y, x, a, b, members, rank=rank, scaling=scaling, fixed=fixed)
         return
     start = 0
@@ -69,7 +73,7 @@ def norm(
         x, a, b = source.x, source.a, source.b
     elif source is not None and source.dots.shape[1]:
         given, b = source.dots, source.b
-    if not _takes(members, into_a, hidden, residual, weight, x, a, given, b):
+    if not _takes(members, rank, into_a, hidden, residual, weight, x, a, given, b):
         return reference.norm(
             hidden, residual, weight, eps, members,
             rank=rank, scaling=scaling, fixed=fixed, into_a=into_a, source=source,
@@ -103,7 +107,7 @@ def rotate(
     eps: float = 1e-6,
 ) -> None:
     """See `population.rotate`."""
-    if not _takes(members, b, qkv, cos_sin, dots, q_norm, k_norm) or positions.dtype != torch.int64:
+    if not _takes(members, rank, b, qkv, cos_sin, dots, q_norm, k_norm) or positions.dtype != torch.int64:
         reference.rotate(
             qkv, positions, cos_sin, dots, b, members, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             rank=rank, scaling=scaling, q_norm=q_norm, k_norm=k_norm, eps=eps,
@@ -127,7 +131,7 @@ def gate(
     fixed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `population.gate`; the dots come in one part."""
-    if not _takes(members, b, gate_up, dots, down_a):
+    if not _takes(members, rank, b, gate_up, dots, down_a):
         return reference.gate(gate_up, dots, b, down_a, members, rank=rank, scaling=scaling, fixed=fixed)
     count, inner = len(gate_up), gate_up.shape[1] // 2
     out, parts = gate_up.new_empty(count, inner), gate_up.new_empty(count, 0 if down_a is None else 1, rank)

@@ -25,7 +25,9 @@ def check_versions() -> Finding:
     how = "install evoalign again where there is a C compiler; without, noise and updates on a CPU are slow"
     if os.environ.get("EVOALIGN_COMPILED") == "0":
         how = "switched off by EVOALIGN_COMPILED=0"
-    return Finding("versions", "ok", f"{found}; no compiled numbers, but torch's, which are the same: {how}")
+    return Finding(
+        "versions", "ok", f"{found}; no compiled numbers, but torch's, whose noise and updates are the same: {how}"
+    )
 
 
 def check_accelerators() -> Finding:

@@ -193,6 +193,13 @@ class _EvolutionStrategies:
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
         saving.check_scorer(session.run, self.task, header.scorer_digest)
+        ways = (header.machine or {}).get("library", ""), self.parts.facts.library
+        if header.machine is not None and ways[0] != ways[1]:
+            before, now = (way or "the usual library" for way in ways)
+            session.tell(
+                f"warning: {before} answered so far, and {now} does now: scores may differ in their last bits from "
+                "here on"
+            )
         if header.sums != "ordered" and saving.machine_differs(header):
             session.tell(
                 f"warning: {saving.elsewhere(header)}; updates from here on may have other bits than there, and the "

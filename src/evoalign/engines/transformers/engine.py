@@ -93,7 +93,7 @@ class TransformersEngine(KeepsMean):
             return "Triton is not installed"
         if self._settings.decoder == "auto" and self.device.type == "cpu":  # else it is the slower one
             if not compiled.here():
-                return "evoalign was installed without a C compiler"
+                return "evoalign has no compiled numbers here (evoalign doctor says why)"
             if self.model.dtype != torch.float32:
                 return f"on a CPU it is for float32, and the model's dtype is {self.model.dtype}"
         return obstacle(self.model)

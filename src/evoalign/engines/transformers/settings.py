@@ -49,6 +49,10 @@ class TransformersConfig(EngineSettings):
     def where(self) -> str:
         return self.device
 
+    def in_process(self) -> EngineSettings:
+        """A model that is being trained is decoded by the library, and so is what is compared with it."""
+        return self.model_copy(update={"decoder": "library"})
+
     def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
         note = "; unset, half the free memory of a GPU that is not deterministic"
         return Held((self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30, setting="engine.memory_gib", note=note)
@@ -67,9 +71,12 @@ class TransformersConfig(EngineSettings):
         fits = on_gpu(config) or (dtype.itemsize == 4 and compiled.here())
         fits = fits and model.model_type in STATIC_TYPES
         fixed = self.decoder == "static" or (self.decoder == "auto" and fits)
+        rows = min(rows, self.max_rows or rows)
         tokens, written = (columns(prompt + most), WRITTEN * most) if fixed else (prompt + most, 0)
-        each = footprint.row(tokens, greedy=greedy) + written + footprint.prefill(prompt, prompt)
-        wanted = float(min(rows, self.max_rows or rows) * each)
+        deterministic = not on_gpu(config) if config.deterministic is None else config.deterministic
+        # The static decoder reads few prompts at a time, and as many as there is room for unless it has to repeat.
+        reading = footprint.least(prompt) if fixed and deterministic else rows * footprint.prefill(prompt, prompt)
+        wanted = float(rows * (footprint.row(tokens, greedy=greedy) + written) + reading)
         if self.memory_gib is None and on_gpu(config) and not config.deterministic:
             return wanted
         return min(wanted, (self.memory_gib or DEFAULT_MEMORY_GIB) * 2**30)

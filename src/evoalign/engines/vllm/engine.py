@@ -248,12 +248,13 @@ class VllmEngine:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
 
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
-        # The memory of CUDA graphs went with the graphs; a next engine in this process would begin its own in it.
-        insides.replace(type(current_platform), "_global_graph_pool", None)
+        try:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+        finally:  # the memory of CUDA graphs went with them; a next engine in this process would begin its own in it
+            insides.replace(type(current_platform), "_global_graph_pool", None)
 
     def rpc(self, method: str, *arguments: object) -> list[Any]:
         """What each worker returns. Raises EvoalignError where one fails."""
