@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evoalign.kernels import attention, attention_cpu
+from evoalign.kernels import attention, attention_cpu, compiled
 
 # `decode` chooses the kernel, since these tests run in the interpreter.
 forms = pytest.mark.parametrize(
@@ -73,8 +73,10 @@ def test_a_row_has_the_same_bits_beside_other_rows(decode):
             assert torch.equal(alone[0], whole[row])
 
 
-def test_a_long_past_and_wild_scores_on_a_cpu():
+def test_a_long_past_and_wild_scores_on_a_cpu(monkeypatch):
     """More columns than C sees at once, the highest score early and late; threads change no bit."""
+    for size in ("_SHARED", "_PIECE"):
+        monkeypatch.setattr(compiled, size, 1)
     draw = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(5, 2, 900, 40, generator=draw) for _ in range(2))
     qkv, slots, positions = (

@@ -115,8 +115,9 @@ def test_members_that_change_in_place_are_seen() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def test_threads_change_no_bit() -> None:
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many rows as are worth two of them."""
+    monkeypatch.setattr(compiled, "_SHARED", 0)
     draw, members = Draw(2, 2, torch.float32), torch.arange(300, dtype=torch.int32) % 4 - 1
     gate_up, dots, b, down = draw.normal(300, 2 * 1000), draw.dots(300, 2), draw.b(1000), draw.a(1000)
     found, before = [], torch.get_num_threads()

@@ -27,6 +27,8 @@ LIBRARY, SOURCE = Path(__file__).with_name("_compiled.so"), Path(__file__).with_
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PIECE = 1 << 18
 """Numbers times members that a thread is worth starting for."""
+_SHARED = 64 * _PIECE
+"""Of steps of a layer, which come between torch's products: its threads, which wait busily, would hold up ours."""
 _CHUNK = 256
 """Normals that the library draws at once."""
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
@@ -272,7 +274,7 @@ def rows(name: str, count: int, cost: int, *given: torch.Tensor | float | None) 
         """`held` lives as long as a thread that writes to it."""
         function(*words, first, last)
 
-    if count * cost < 2 * _PIECE:
+    if count * cost < _SHARED:
         do(0, count)
     else:
         _run(do, list(_pieces(count, cost, 1)))
