@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evoalign.kernels import attention, attention_cpu, compiled
+from evoalign.kernels import attention, compiled
 
 # `decode` chooses the kernel, since these tests run in the interpreter.
 forms = pytest.mark.parametrize(
-    "decode", [attention.in_torch, attention_cpu.decode, attention.decode], ids=["torch", "cpu", "triton"]
+    "decode", [attention.in_torch, attention.in_c, attention.decode], ids=["torch", "cpu", "triton"]
 )
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -90,7 +90,7 @@ def test_a_long_past_and_wild_scores_on_a_cpu(monkeypatch):
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found.append(attention_cpu.decode(qkv, keys, values, slots, positions, heads=4, scale=0.2))
+            found.append(attention.in_c(qkv, keys, values, slots, positions, heads=4, scale=0.2))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
@@ -105,7 +105,7 @@ def test_a_cpu_without_the_library_and_heads_too_wide_are_plain_torchs(monkeypat
         slots, positions = torch.tensor([2, 0]), torch.tensor([7, 29])
         found, wanted = (
             form(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25)
-            for form in (attention_cpu.decode, attention.in_torch)
+            for form in (attention.in_c, attention.in_torch)
         )
         assert torch.equal(found, wanted)
 
@@ -114,7 +114,7 @@ def test_a_cpu_takes_its_own_form(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     keys, values, qkv = torch.randn(4, 2, 70, 16), torch.randn(4, 2, 70, 16), torch.randn(3, 8 * 16)
     slots, positions = torch.tensor([0, 1, 3]), torch.tensor([69, 3, 64])
-    for dtype, form in ((torch.float32, attention_cpu.decode), (torch.bfloat16, attention.in_torch)):
+    for dtype, form in ((torch.float32, attention.in_c), (torch.bfloat16, attention.in_torch)):
         given = [t.to(dtype) for t in (qkv, keys, values)]
         found = attention.decode(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25)
         assert torch.equal(found, form(*(t.clone() for t in given), slots, positions, heads=4, scale=0.25))

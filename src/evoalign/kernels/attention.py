@@ -11,6 +11,10 @@ from __future__ import annotations
 import torch
 
 from evoalign import kernels
+from evoalign.kernels import compiled
+
+WIDEST = 512
+"""Numbers of a head that C has room for."""
 
 
 def decode(
@@ -30,11 +34,32 @@ def decode(
     """
     if kernels.available(qkv.device):
         from evoalign.kernels.attention_triton import decode as form
-    elif qkv.device.type == "cpu" and qkv.dtype == torch.float32:
-        from evoalign.kernels.attention_cpu import decode as form
     else:
-        form = in_torch
+        form = in_c if qkv.device.type == "cpu" else in_torch
     return form(qkv, keys, values, slots, positions, heads=heads, scale=scale)
+
+
+def in_c(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    heads: int,
+    scale: float,
+) -> torch.Tensor:
+    """`decode` on a CPU: float32 in compiled C, the cache read where it lies; plain torch for what C cannot read."""
+    rows, (_, shared, room, width) = len(qkv), keys.shape
+    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (qkv, keys, values))
+    if not (plain and width <= WIDEST and compiled.here()):
+        return in_torch(qkv, keys, values, slots, positions, heads=heads, scale=scale)
+    out = qkv.new_empty(rows, heads * width)
+    compiled.rows(
+        "decode", rows, heads * width * room, qkv, keys, values, slots.contiguous(), positions.contiguous(), heads,
+        shared, room, width, scale, out,
+    )  # fmt: skip
+    return out
 
 
 def in_torch(
