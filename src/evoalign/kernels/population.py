@@ -15,8 +15,8 @@ in float32 and rounded with what they are added to. `fixed` takes the same tiles
 not depend on the rows beside it. Nothing here waits for the device, or allocates more than its results: a CUDA graph
 can hold it, and factors and members may change between its replays.
 
-Triton's kernels run where `kernels.available` says so, and compiled C on a CPU (`population_cpu`), which leaves to plain
-torch (`reference`) what it is not made for.
+Triton's kernels run where `kernels.available` says so, and compiled C on a CPU (`population_cpu`), which leaves to
+plain torch (`reference`) what it is not made for.
 """
 
 from __future__ import annotations
