@@ -154,10 +154,11 @@ def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monke
         return y
 
     wide = draw.normal(3, 120)[:, ::2]
-    many = Draw(17, 17, torch.float32)
-    for form in (population_cpu, reference):  # the highest rank is 16 in C
-        y = torch.zeros(3, 50)
-        form.add(y, x, [many.a(60)], [many.b(50)], members, rank=17)
+    many, sums = Draw(17, 17, torch.float32), (torch.zeros(3, 50), torch.zeros(3, 50))
+    wide_a, wide_b = many.a(60), many.b(50)
+    for form, y in zip((population_cpu, reference), sums, strict=True):  # C has room for rank 16
+        form.add(y, x, [wide_a], [wide_b], members, rank=17)
+    assert same(*sums)
     for other in (x.bfloat16(), wide):
         assert same(added(population_cpu, other), added(reference, other))
     assert not same(added(population_cpu, x), added(reference, x)), "the library is not there: nothing is tested"

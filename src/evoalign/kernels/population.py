@@ -29,9 +29,7 @@ import torch
 
 from evoalign import kernels
 from evoalign.kernels import population_cpu, reference
-from evoalign.kernels.reference import Dot, Partial
-
-MAX_RANK = 16
+from evoalign.kernels.reference import MAX_RANK, Dot, Partial
 
 __all__ = ["MAX_RANK", "Dot", "Partial", "add", "gate", "norm", "rotate", "warm_up"]
 

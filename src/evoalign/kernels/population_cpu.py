@@ -13,13 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from evoalign.kernels import compiled, reference
-from evoalign.kernels.reference import Dot, Partial
+from evoalign.kernels.reference import MAX_RANK, Dot, Partial
 
 __all__ = ["Dot", "Partial", "add", "gate", "norm", "rotate"]
-
-
-MAX_RANK = 16
-"""For which C has room."""
 
 
 def _takes(members: torch.Tensor, rank: int, factors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> bool:

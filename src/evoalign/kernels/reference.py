@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+MAX_RANK = 16
+"""The highest that the kernels take, and C (`TERMS`); these functions take any."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dot:

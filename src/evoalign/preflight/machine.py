@@ -22,7 +22,7 @@ def check_versions() -> Finding:
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     if compiled.available("cpu"):
         return Finding("versions", "ok", f"{found}; compiled numbers")
-    how = "install evoalign again where there is a C compiler; without, noise and updates on a CPU are slow"
+    how = "install evoalign again where there is a C compiler; without, noise, updates and decoding on a CPU are slower"
     if os.environ.get("EVOALIGN_COMPILED") == "0":
         how = "switched off by EVOALIGN_COMPILED=0"
     return Finding(
