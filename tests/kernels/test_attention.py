@@ -67,7 +67,8 @@ def test_a_row_has_the_same_bits_beside_other_rows(decode):
     for row in range(4):
         one = slice(row, row + 1)
         alone = decode(qkv[one], keys.clone(), values.clone(), slots[one], positions[one], heads=4, scale=0.25)
-        if decode is attention.in_torch:  # a library's product of another shape
+        if decode is attention.in_torch or (decode is attention.in_c and not compiled.here()):
+            # a library's product of another shape
             assert torch.allclose(alone[0], whole[row], atol=1e-6)
         else:
             assert torch.equal(alone[0], whole[row])
