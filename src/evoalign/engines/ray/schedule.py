@@ -92,14 +92,15 @@ class Schedule:
                 work.deal = None
 
     def _asked(self, plan: Plan, requests: Sequence[Request], size: int) -> Iterator[Asked]:
-        sent: dict[int, Any] = {}
+        last: Sequence[Request] | None = None
+        put: Any = None
         for part, asked in chunks_of(plan, requests, size):
-            if id(asked) not in sent:
+            if asked is not last:  # chunks of other members with the same requests follow each other
                 data = wire.asked_bytes(part, asked)
                 self.counts["sent_bytes"] += len(data)
-                sent[id(asked)] = self._ray.put(data)
+                last, put = asked, self._ray.put(data)
             members = wire.members_bytes(part.members)
-            yield Asked(part.members, pairs_of(part.members, asked), members, sent[id(asked)])
+            yield Asked(part.members, pairs_of(part.members, asked), members, put)
 
     def _believed(self, deal: Deal[Seat]) -> Iterator[Chunk[Seat]]:
         """Chunks as they are done; one that a replica alone answered that was wrong later comes again."""
