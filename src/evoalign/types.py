@@ -90,6 +90,7 @@ class Sampling:
 class Request:
     """One completion wanted of every member of a plan, or of the one that it names.
 
+    `index` identifies the request within a rollout: unique, in any order, beginning anywhere.
     `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers, whether
     they share a request or each have their own of the same seed.
     """
@@ -107,6 +108,7 @@ class Request:
 class Rollout:
     """One completion. `token_ids` includes the stop token where one was produced; `text` has no special tokens.
 
+    `request` is the `index` of its Request, never the position of that request in a list or a batch.
     `logprobs` holds, where asked for, the log-probability of each token of `token_ids` under the member's own
     untempered distribution.
     """

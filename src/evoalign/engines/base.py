@@ -27,6 +27,7 @@ class Answering(Protocol):
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One completion of each request for each member, or for the one that it names, in any order.
 
+        Each carries its request's own `index`, however the engine splits the requests into batches.
         A member whose adapter or weights are not there, such as `ABSENT`, is refused with ModelError and never
         answered by the base model. An engine over a server asks the server under the name that such a member would
         have, so that it is the server that is seen to refuse.

@@ -20,7 +20,7 @@ from evoalign import optimizer, spaces, tokens
 from evoalign.checks import canary
 from evoalign.config import Config
 from evoalign.engines import Engine, weights_hash
-from evoalign.engines.base import sampled_places
+from evoalign.engines.base import pairs_of, sampled_places
 from evoalign.errors import CanaryError
 from evoalign.models.experts import tensors_of
 from evoalign.spaces import Factors, Space
@@ -30,6 +30,8 @@ from evoalign.types import MEAN, MEAN_PLAN, Facts, Layout, Member, Plan, Request
 
 PROMPTS = ("Solve: 3 + 5 =", "Name a colour of the sky, in one word.", "Solve: 3 + 5 = 8. Solve: 9 - 2 =")
 TOKENS = 8
+MANY = 145
+"""Requests of one rollout that no engine answers in one piece: `ray` hands out at most 64 of the mean at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,35 @@ def check_rollouts(bench: Bench) -> None:
     assert got == want, f"asked for (member, request) {want}, got {got}"
     for rollout in rollouts:
         check_fields(bench, requests[rollout.request], rollout)
+
+
+def check_request_indices(bench: Bench) -> None:
+    """A rollout carries the index of its own request: indices begin anywhere, in any order, over several batches."""
+    short, members = Sampling(2), (*population(3), MEAN)
+    prompts = [dataclasses.replace(r, sampling=short) for r in bench.requests]
+    plan = bench.plan(members)
+    wanted = {MEAN_PLAN: _answers(bench, MEAN_PLAN, prompts), plan: _answers(bench, plan, prompts)}
+
+    def renumbered(count: int, asked: Sequence[Member | None]) -> list[Request]:
+        numbers = ((7 * i) % count for i in range(count))  # a permutation: no count has the factor 7
+        return [
+            dataclasses.replace(prompts[i % len(prompts)], index=1000 + number, member=asked[i % len(asked)])
+            for i, number in enumerate(numbers)
+        ]
+
+    rollouts = (
+        (plan, renumbered(10, [None])),
+        (MEAN_PLAN, renumbered(MANY, [None])),
+        (plan, renumbered(MANY, members)),
+    )
+    for where, requests in rollouts:
+        prompt_of = {r.index: i % len(prompts) for i, r in enumerate(requests)}
+        got = list(bench.engine.rollout(where, requests))
+        keys = sorted((r.member.index, r.request) for r in got)
+        want = sorted((m.index, r.index) for m, r in pairs_of(where.members, requests))
+        assert keys == want, f"{len(requests)} requests: asked for (member, index) {want}, got {keys}"
+        for rollout in got:
+            same_up_to_ties(bench, rollout, wanted[where][rollout.member.index, prompt_of[rollout.request]])
 
 
 def check_requests_of_one_member(bench: Bench) -> None:
@@ -313,6 +344,7 @@ CHECKS: tuple[Check, ...] = (
     check_specs,
     check_facts,
     check_rollouts,
+    check_request_indices,
     check_requests_of_one_member,
     check_stop_strings,
     check_mean_is_plain,
