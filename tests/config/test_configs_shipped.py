@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import evoalign
+from calling import caller
 from evoalign.baselines import planning
 from evoalign.baselines.settings import round_size
 from evoalign.config import Config, from_dict, load, to_yaml
@@ -23,6 +25,11 @@ from evoalign.engines.vllm.settings import VllmConfig
 REPOSITORY = Path(__file__).parents[2]
 EXPERIMENTS = sorted((REPOSITORY / "configs" / "experiments").glob("*.yaml"))
 SHIPPED = [*sorted((REPOSITORY / "configs").glob("*.yaml")), *EXPERIMENTS]
+QUICKSTARTS = [path for path in SHIPPED if path.stem.startswith("quickstart")]
+UNTRAINED = [
+    p for p in [*SHIPPED, *sorted((REPOSITORY / "configs" / "comparison").glob("*.yaml"))] if p not in QUICKSTARTS
+]
+"""Configs that no test trains: their models are too large, or their settings are those of a quickstart."""
 RUNNER = REPOSITORY / "scripts" / "experiments" / "run.sh"
 SIZES = ["0.5b", "1.5b", "3b", "7b"]
 LLAMAS = ["llama_1b", "llama_3b"]
@@ -35,6 +42,8 @@ SHAPES: dict[str, tuple[str, int, int, int, int, int, int]] = {
     "7b": ("qwen2", 3584, 18_944, 28, 28, 4, 152_064),
     "llama_1b": ("llama", 2048, 8192, 16, 32, 8, 128_256),
     "llama_3b": ("llama", 3072, 8192, 28, 24, 8, 128_256),
+    "0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 151_936),
+    "smollm2": ("llama", 576, 1536, 30, 9, 3, 49_152),
     "alpaca_7b": ("llama", 4096, 11_008, 32, 32, 32, 32_001),
 }
 """Of the published models: kind, width, inner width, layers, heads, heads of keys and values, vocabulary."""
@@ -95,6 +104,51 @@ def test_its_data_ships_with_the_repository(path: Path) -> None:
         if task.name == "safety" and name.startswith("hub:PKU-Alignment/PKU-SafeRLHF:"):
             continue  # 27,393 rows that are not ours to hand on
         assert (REPOSITORY / name).is_file(), f"{path.name} names {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda p: p.stem)
+def test_quickstart_trains(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as it is shipped, for 2 generations."""
+    monkeypatch.chdir(REPOSITORY)
+    length = "grpo.max_steps=2" if is_grpo(path) else "es.num_generations=2"
+    config = load([path], [length, f"output_dir={tmp_path / 'run'}"])
+    evoalign.grpo(config) if is_grpo(path) else evoalign.train(config)
+    rows = [json.loads(line)["generation"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = json.loads((tmp_path / "run" / "results" / "evaluation.json").read_text())
+    assert rows == [0, 1] and found["generation"] == 2
+    assert found["examples"] > 0 and {"reward", "right"} <= found["before"].keys() & found["after"].keys()
+
+
+def hub_row(split: str, number: int) -> dict[str, object]:
+    """A row of GSM8K and of PKU-SafeRLHF, with each pair of labels in turn."""
+    question, labels = f"Question {number} of {split}?", divmod(number % 4, 2)
+    return {
+        "question": question, "answer": f"It is {number}.\n#### {number}", "prompt": question,
+        "is_response_0_safe": bool(labels[0]), "is_response_1_safe": bool(labels[1]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", UNTRAINED, ids=lambda p: p.stem)
+def test_dry_run_accepts_config_with_empty_model(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a hub: the model has the shape that the config names and no weights; rows of a hub are made up."""
+    config, sets = load([path]), ["output_dir=run"]
+    if config.model.name != "tiny":
+        name = config.model.name.lower()
+        size = max((key for key in SHAPES if all(part in name for part in key.split("_"))), key=len)
+        sets.append(f"model.name={shape(tmp_path, size)}")
+    if config.task.train_data is None or config.task.train_data.startswith("hub:"):
+        for split, count in (("train", 480), ("test", 8)):
+            rows = "".join(f"{json.dumps(hub_row(split, i))}\n" for i in range(count))
+            (tmp_path / f"{split}.jsonl").write_text(rows)
+            sets.append(f"task.{split}_data={tmp_path / split}.jsonl")
+    monkeypatch.chdir(tmp_path)
+    command = "grpo" if is_grpo(path) else "train"
+    done = caller(monkeypatch, capsys)(command, path, "--dry-run", *(word for one in sets for word in ("--set", one)))
+    assert done.code == 0, done.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_output_directories_differ() -> None:
