@@ -503,7 +503,7 @@ def test_what_a_config_names_is_code_that_no_run_imports_unasked(questions: str,
 def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
     straight: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"names code of its own .*{HERE}:Adaptive"):
+    with pytest.raises(ConfigError, match=rf"task\.objective\.name .*{HERE}:Adaptive"):
         evoalign.evaluate(straight[0])
     asked = ["--set", f"task.rewards=[{HERE}:helpful,{HERE}:cost]", "--set", "evaluation.max_tokens=4"]
     words = ["evoalign", "eval", str(straight[0]), *asked]
@@ -511,7 +511,7 @@ def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code
-    assert f"({HERE}:Adaptive)" in " ".join(capsys.readouterr().err.split())
+    assert f"task.objective.name '{HERE}:Adaptive'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_population_is_asked_for_where_there_is_one(questions: str, tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ from evoalign.config import from_dict, load, to_yaml
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.rundir import journal
+from evoalign.rundir.method import load_own
 from evoalign.setup import serve
 from evoalign.sweeping.cells import Cell, make_run
 from evoalign.testing import engines as contract
 from evoalign.training import replay as replaying
-from evoalign.training import resolve
 from toy_engine import ToyEngine, ToySettings
 
 TOY = Path(__file__).parent / "toy_engine.py"
@@ -207,8 +207,8 @@ def test_a_run_does_not_say_which_engine_is_imported(hostile: dict[str, Any]) ->
     Path("run").mkdir()
     Path("run/config.yaml").write_text(to_yaml(from_dict(hostile)))
     Path("run/journal.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"names code of its own \(evil_engine:Engine\)"):
-        resolve.of_run(Path("run"))
+    with pytest.raises(ConfigError, match=r"engine\.name .evil_engine:Engine"):
+        load_own(Path("run"))
     assert not Path("owned").exists()
 
 

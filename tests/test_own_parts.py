@@ -76,8 +76,9 @@ def test_none_of_them_is_imported_because_a_run_says_so(run: Callable[..., Done]
         config = load(["mine.yaml"]).model_dump(mode="json")
         plain = {name: {} for name in ("engine", "space", "task", "tracking") if name != kept}
         Path("run/config.yaml").write_text(json.dumps({**config, **plain}))
-        refused = run("eval", "run")
-        assert refused.code == 2 and "which is not run unasked" in refused.err
+        refused = run(*(("train", "run", "--resume") if kept == "tracking" else ("eval", "run")))
+        place = "tracking.backends" if kept == "tracking" else f"{kept}.name"
+        assert refused.code == 2 and f"sets {place} '{tmp_path}" in refused.err
     assert not Path("owned").exists()
 
 

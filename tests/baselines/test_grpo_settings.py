@@ -14,11 +14,12 @@ from calling import caller
 from evoalign.baselines.settings import SET, arguments, check, fields_of
 from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml
 from evoalign.config.grpo import OF_TRL, GrpoConfig
+from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.trl import ALLOWED, ASKED
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import config_hash, differences
+from evoalign.rundir.method import load_own
 from evoalign.sweeping.cells import make_cells
-from evoalign.training.resolve import of_run
 
 OLD = Path(__file__).parents[1] / "compatibility"
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))
@@ -166,11 +167,13 @@ def test_a_run_from_elsewhere_does_not_reach_out(
     (tmp_path / "manifest.json").write_text('{"method": "grpo"}')
     run = caller(monkeypatch, capsys)
     done = run("grpo", tmp_path, "--resume", "--dry-run")
-    assert done.code == 2 and f"sets grpo.trl.{name}, which is not done unasked" in done.err, done.err
-    assert f"evoalign grpo {tmp_path / 'config.yaml'} --resume" in done.err and done.err.count("\n") == 1
-    again = run("grpo", tmp_path / "config.yaml", "--resume", "--dry-run")
-    assert "unasked" not in again.err
-    of_run(tmp_path)  # it is read, as to evaluate it
+    assert done.code == 2 and f"grpo.trl.{name} " in done.err, done.err
+    own = tmp_path / "config.yaml"
+    assert f"--config {own}" in done.err and done.err.count("\n") == 1
+    assert run("grpo", own, "--resume", "--dry-run").err == done.err
+    again = run("grpo", tmp_path, "--resume", "--dry-run", "--config", own)
+    assert f"grpo.trl.{name} " not in again.err
+    load_own(tmp_path, skip=EVALUATION_SKIPS)  # an evaluation does not read the section
 
 
 def test_a_release_of_trl_without_what_is_built_on_is_named() -> None:

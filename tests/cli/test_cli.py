@@ -190,14 +190,15 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     for words in ([*next_ones[0], "--shuffles", "1"], *next_ones[1:]):
         assert run(*words).code == 0, "as it was printed"
     unasked = run("eval", "runs/my_task")
-    assert unasked.code == 2 and "names code of its own (reward.py:right, reward.py:brief)" in unasked.err
+    assert unasked.code == 2 and all(f"task.rewards 'reward.py:{name}'" in unasked.err for name in ("right", "brief"))
     assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
     scores = json.loads((folder / "out/scores.json").read_text())
     results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())
     assert scores["measures"] == results["after"]
     again = run("train", "config.yaml", *SMALL)
     assert again.code == 2 and again.err.count("\n") == 1 and "--overwrite" in again.err
-    wanted = f"evoalign train {folder / 'runs/my_task/config.yaml'} --resume"
+    made = folder / "runs/my_task"
+    wanted = f"evoalign train {made} --resume --config {made / 'config.yaml'}"
     assert f"resume it ({wanted})" in again.err, "the folder alone would be refused"
     named = run("train", "runs/my_task")
     assert named.code == 2 and "resume with: evoalign train runs/my_task/config.yaml --resume" in named.err

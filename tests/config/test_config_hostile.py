@@ -15,7 +15,7 @@ from evoalign.config import Config, from_dict, load
 from evoalign.config.source import DEEPEST, MOST_CHARACTERS, parse
 from evoalign.errors import ConfigError, shown
 from evoalign.rundir.directory import RunDir
-from evoalign.training.resolve import of_run
+from evoalign.rundir.method import load_own
 
 PLAIN = "es: {sigma: 0.1}\n"
 LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -76,7 +76,7 @@ def test_a_hostile_file_is_short_words(name: str, tmp_path: Path) -> None:
 def test_a_strangers_run_is_read_in_the_same_way(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(LISTS + PLAIN + "output_dir: *a8\n")
     with pytest.raises(ConfigError, match="has more than 50,000 values"):
-        of_run(tmp_path)
+        load_own(tmp_path)
 
 
 def test_anchors_and_merges_that_help_are_taken(tmp_path: Path) -> None:

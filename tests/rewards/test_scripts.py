@@ -153,10 +153,10 @@ def test_a_script_is_code_that_a_run_may_not_name(
     (run / "config.yaml").write_text(json.dumps(tree))
     (run / "manifest.json").write_text(json.dumps({"method": "es"}))
     (run / "journal.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=rf"names code of its own \({path}\), which is not run unasked"):
+    with pytest.raises(ConfigError, match=rf"task\.rewards '{path}'"):
         evoalign.evaluate(run)
     monkeypatch.setattr(sys, "argv", ["evoalign", "eval", str(run), "--set", "evaluation.max_tokens=1"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2 and f"names code of its own ({path})" in capsys.readouterr().err.replace("\n", "")
+    assert ended.value.code == 2 and "task.rewards" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

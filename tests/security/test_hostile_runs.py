@@ -67,7 +67,7 @@ def named(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.mark.parametrize("words", [[], ["-c", "mine.yaml"], ["-s", "evaluation.max_tokens=4"]], ids=str)
 def test_a_run_does_not_say_what_code_runs(words: list[str], named: str, run: Run, tmp_path: Path) -> None:
     done = run("eval", "run", *words)
-    assert done.code == 2 and "names code of its own (evil" in done.err and "--config run/config.yaml" in done.err
+    assert done.code == 2 and "'evil" in done.err and "--config run/config.yaml" in done.err
     assert not (tmp_path / "owned").exists()
 
 
@@ -76,7 +76,7 @@ def test_another_task_does_not_bring_the_space_of_a_run(run: Run, tmp_path: Path
     (tmp_path / "run/config.yaml").write_text(f"es: {{sigma: 0.01}}\n{CODE['space']}\n")
     (tmp_path / "run/journal.jsonl").touch()
     done = run("eval", "run", "--task", "conciseness")
-    assert done.code == 2 and "names code of its own (evil:Space)" in done.err
+    assert done.code == 2 and "space.name 'evil:Space'" in done.err
 
 
 @pytest.mark.parametrize("file", ["run/config.yaml", "./run/../run/config.yaml", "code.yaml"])
@@ -163,10 +163,10 @@ HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "two wrong settings": ("lora", {"config.seed": -1, "config.lora.rank": 0}, r"cannot be: seed: .*; lora\.rank: "),
     "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "home of nobody"),
     "a nul in a name": ("lora", {"config.model.name": "./a\0b"}, "no folder"),
-    "code": ("lora", {"config.space": {"name": "evil:Space"}}, "names code of its own"),
+    "code": ("lora", {"config.space": {"name": "evil:Space"}}, r"space\.name 'evil:Space'"),
     "control characters": ("lora", {"config.model.name": f"./{ESC}"}, "no folder"),
     "control characters in a setting": ("lora", {"config.task.name": "countdown", f"config.{ESC}": 1}, "unknown"),
-    "a line that breaks": ("lora", {"config.space": {"name": "a:b\n\x1b[1A"}}, "names code of its own"),
+    "a line that breaks": ("lora", {"config.space": {"name": "a:b\n\x1b[1A"}}, r"space\.name"),
 }
 
 

@@ -68,7 +68,7 @@ def test_runs_that_name_code_have_a_mean_over_seeds_by_one_config(
 ) -> None:
     run = caller(monkeypatch, capsys, columns=200)
     refused = run("eval", folder / "runs/0", folder / "runs/1")
-    assert refused.code == 2 and "names code of its own" in refused.err
+    assert refused.code == 2 and "task.rewards" in refused.err
     for given in (folder / "given.yaml", folder / "runs/0/config.yaml"):
         done = run("eval", folder / "runs", "--config", given, "--output", tmp_path / "all.json")
         assert done.code == 0, done.err

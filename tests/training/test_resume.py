@@ -322,10 +322,10 @@ def test_another_base_model_is_refused(copy: Path, random_qwen2: Path) -> None:
 def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy: Path) -> None:
     text = (copy / "config.yaml").read_text().replace("name: conciseness", "name: somewhere:Task")
     (copy / "config.yaml").write_text(text)
-    from evoalign.training.resolve import of_run
+    from evoalign.rundir.method import load_own
 
-    with pytest.raises(ConfigError, match="names code of its own"):
-        of_run(copy)
+    with pytest.raises(ConfigError, match=r"task\.name .somewhere:Task"):
+        load_own(copy)
 
 
 # --- what stays ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evoalign.cli.options import Debug, More, Sets, quiet
+from evoalign.cli.resolving import given
 
 if TYPE_CHECKING:
     from evoalign.preflight import Finding
@@ -23,7 +24,6 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Check this machine, and whether a config will train on it. Exit code 1 where something failed."""
-    from evoalign.config import load
     from evoalign.errors import ConfigError
 
     if config is None and (more or set_):
@@ -32,7 +32,7 @@ def doctor(
     from evoalign import preflight as checks
 
     try:
-        found = checks.findings(load([config, *(more or [])], set_ or []) if config is not None else None)
+        found = checks.findings(given(config, more or [], set_ or []) if config is not None else None)
     except ConfigError as error:
         found = [*checks.environment(), checks.refused(error)]
     line, code = checks.verdict(_show_findings(found))

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from evoalign.analysis.evaluations import Evaluations, Judged, SeedMean
-    from evoalign.config import Config
     from evoalign.statistics import Estimate
 
 
@@ -70,7 +69,7 @@ def evaluate(
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
     """None where a run's own config is used as it is."""
-    from evoalign.config import from_dict, load, parse_overrides
+    from evoalign.config import from_dict, load, outside, parse_overrides, read
     from evoalign.errors import ConfigError
 
     own = Path(target) / "config.yaml"
@@ -88,7 +87,8 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         if task is not None and task != ours.task.name:  # the run's data files are those of another task
             ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)
         if own.resolve() not in [file.resolve() for file in files]:
-            _refuse_code_of_run(own, ours, files, [*sets, *extra])
+            given, fix = read(files, [*sets, *extra]), f"give it as well: --config {own}"
+            outside.refuse(ours, own.parent, fix, given, outside.EVALUATION_SKIPS)
         return ours
     if files:
         return load(files, [*sets, *extra], needs_es=False)
@@ -100,29 +100,6 @@ def _is_run(path: Path) -> bool:
     from evoalign.rundir.method import method_of
 
     return method_of(path) is not None
-
-
-def _refuse_code_of_run(own: Path, config: Config, files: list[Path], sets: list[str]) -> None:
-    """Raise ConfigError where the run alone names code: a downloaded run may not say what is imported."""
-    from evoalign.config import code_of, read
-    from evoalign.errors import ConfigError
-
-    asked: dict[str, Any] = read(files, sets)
-    task = asked.get("task") or {}
-    named = {_name(asked.get("space")), _name(asked.get("engine")), _name(task.get("objective")), task.get("name")}
-    named.add(task.get("fitness"))
-    named |= {*task.get("rewards", []), *(asked.get("tracking") or {}).get("backends", [])}
-    code = [name for name in code_of(config) if name not in named]
-    if code:
-        raise ConfigError(
-            f"{own.parent} names code of its own ({', '.join(code)}), which is not run unasked; "
-            f"if you trust it, pass it with --config {own}"
-        )
-
-
-def _name(section: Any) -> Any:
-    """Of a section that may be written as its name alone."""
-    return section.get("name") if isinstance(section, dict) else section
 
 
 def _show(found: Judged) -> None:

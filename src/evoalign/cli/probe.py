@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evoalign.cli.options import Debug, More, Sets, console, numbers, quiet
+from evoalign.cli.resolving import given
 
 if TYPE_CHECKING:
     from evoalign.preflight.advice import ProbeResult
@@ -38,10 +39,9 @@ def probe(
     debug: Debug = False,
 ) -> None:
     """Measure before training how wide the noise should be, and recommend sigma and learning rate, or nothing."""
-    from evoalign.config import load
     from evoalign.errors import ConfigError
 
-    resolved, widths = load([config, *(more or [])], set_ or []), numbers(sigmas)
+    resolved, widths = given(config, more or [], set_ or []), numbers(sigmas)
     if write is not None and write.exists():
         raise ConfigError(f"--write {write}: exists already; name a new file, to lay over the config with --config")
     quiet()

@@ -26,46 +26,33 @@ def resolved(
     overwrite: bool,
 ) -> Config:
     """The checked config, its output_dir where the run is now. `every` sets evaluation.every. Raises ConfigError."""
-    from evoalign.config import load
-    from evoalign.rundir.method import COMMANDS
-
     sets = [*sets, *([f"evaluation.every={every}"] if every is not None else [])]
     if resume and overwrite:
         raise ConfigError("--resume resumes a run and --overwrite moves it aside: give one of them")
-    moved = _run_of(config) if resume else None
+    moved = run_of(config) if resume else None
     if moved is not None or config.is_dir():
         quiet()
         from evoalign.rundir.method import refuse_other, resume_command
 
         if moved is not None:
             refuse_other(moved, method)
-        elif not resume and _run_of(config):
+        elif not resume and run_of(config):
             raise ConfigError(f"{config} is a run directory; resume with: {resume_command(config)}")
-    if config.is_dir():
-        if resume and not (config / "config.yaml").is_file():
-            raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
-        if moved is not None:
-            _refuse_unasked(
-                config, f"give its config itself: evoalign {COMMANDS[method]} {config / 'config.yaml'} --resume"
-            )
-        config = config / "config.yaml" if resume else config
-    found = load([config, *more], sets)
-    if moved is not None and not any(text.startswith("output_dir=") for text in sets):
-        found = found.model_copy(update={"output_dir": str(moved)})
-    return found
+    if resume and config.is_dir() and not (config / "config.yaml").is_file():
+        raise ConfigError(f"{config} has no config.yaml; give the config that the run was made with")
+    return given(config, more, sets)
 
 
-def _refuse_unasked(run: Path, fix: str) -> None:
-    """Raise ConfigError where the config of a run that may come from anywhere names code, or TRL is to reach out."""
-    from evoalign.config.grpo import asked
-    from evoalign.training.resolve import of_run
+def given(config: Path, more: Sequence[Path], sets: Sequence[str]) -> Config:
+    """Load a config under others. One that came with a run does not lead out of it, see `load_own`."""
+    from evoalign.config import load
+    from evoalign.rundir.method import load_own
 
-    names = asked(of_run(run, fix).grpo)
-    if names:
-        raise ConfigError(f"{run} sets {', '.join(names)}, which is not done unasked; if you trust it, {fix}")
+    run = run_of(config)
+    return load([config, *more], sets) if run is None else load_own(run, more, sets)
 
 
-def _run_of(config: Path) -> Path | None:
+def run_of(config: Path) -> Path | None:
     """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
     from evoalign.rundir.method import is_run
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from evoalign.cli.options import Debug, More, Sets, integers, quiet
+from evoalign.cli.resolving import given, run_of
 
 Value = TypeVar("Value")
 Grid = Annotated[
@@ -44,6 +45,8 @@ def sweep(
     from evoalign.config import read
     from evoalign.errors import ConfigError
 
+    if run_of(config) is not None:
+        given(config, more or [], set_ or [])
     tree = read([config, *(more or [])], set_ or [])
     if method not in ("es", "grpo"):
         raise ConfigError(f"--method {method}: use es or grpo")

@@ -24,6 +24,8 @@ def listed(of: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | of)
 
 
+Word = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+"""The name of a choice that a library has: no option of a command line."""
 Place = Annotated[str, AfterValidator(_path)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Every = Annotated[int, Field(ge=0, le=10**9)]

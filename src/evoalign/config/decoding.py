@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, Field, model_validator
 
 from evoalign.config.base import Count, Every, Section, listed
+from evoalign.config.outside import INSIDE
 from evoalign.errors import shown
 
 
@@ -29,7 +30,7 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False), AfterValidator(_temperature)] = 0.0
     """0 is greedy."""
     top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
-    stop: Annotated[Stops, listed(Stops)] = Field(default_factory=list)
+    stop: Annotated[Stops, listed(Stops), INSIDE] = Field(default_factory=list)
     """Texts at which a completion ends, beside the model's own stop tokens; see `keep_stop`."""
     keep_stop: bool | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether the text of `stop` that ended a completion is part of it, as an answer's closing tag has to be that a

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, GetJsonSchemaHandler, Serializ
 from pydantic_core import PydanticCustomError
 
 from evoalign.config.base import Section, named
+from evoalign.config.outside import CODE
 from evoalign.errors import shown
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Held:
 class EngineSettings(Section):
     """Base of the sections of all engines; the defaults are those of an engine that holds little of its own."""
 
-    name: str
+    name: Annotated[str, CODE]
     path: ClassVar[str] = ""
     """Where the engine's class is, `module:Class`. Empty: `name` itself says so."""
     resources: ClassVar[frozenset[str]] = frozenset()

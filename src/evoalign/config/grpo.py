@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from evoalign.config.base import Count, Positive, Section, Share
+from evoalign.config.outside import Outside
 from evoalign.config.trl import ASKED, MOST, too_large
 from evoalign.errors import ConfigError, cut, shown
 
@@ -29,6 +30,9 @@ LATE = {
 """Values that TRL itself would check at the first step only."""
 
 
+OF_OTHERS = Outside("another machine, a file or code of others", keys=ASKED)
+
+
 def in_place(grpo: Mapping[str, Any]) -> dict[str, Any]:
     """The section with the fields of TRL under `trl`. Raises ConfigError for one that is given in both places."""
     old = {name: value for name, value in grpo.items() if name in OF_TRL}
@@ -45,11 +49,6 @@ def place_of(setting: str) -> str:
     """Where the config has a dotted setting: `grpo.loss_type` is `grpo.trl.loss_type`."""
     section, _, name = setting.partition(".")
     return f"grpo.trl.{name}" if section == "grpo" and name in OF_TRL else setting
-
-
-def asked(grpo: GrpoConfig) -> list[str]:
-    """The settings that a run from elsewhere may not bring along, see `evoalign.config.trl`."""
-    return [f"grpo.trl.{name}" for name, value in grpo.trl.items() if name in ASKED and value]
 
 
 def _of_trl(name: str, value: object) -> object:
@@ -112,7 +111,7 @@ class GrpoConfig(Section):
     off_policy: Literal["clip", "none"] = "clip"
     """With `rollouts: es`: `clip` takes the member's own probabilities for the old ones of PPO's clipped ratio, `none`
     takes the completions for the policy's own."""
-    trl: dict[str, Any] = Field(default_factory=dict)
+    trl: Annotated[dict[str, Any], OF_OTHERS] = Field(default_factory=dict)
     """Any other field of TRL's GRPOConfig that says how it trains, by its name there, such as `lr_scheduler_type`,
     `loss_type`, `use_vllm` or `deepspeed`; `evoalign.config.trl` has them all. Three have another default than TRL's:
     `optim: adamw_torch`, `gradient_checkpointing: false`, and `bf16`, which is true on a GPU with float32 weights."""

@@ -14,17 +14,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from evoalign.config import source
+from evoalign.config import outside, source
 from evoalign.config.base import named
 from evoalign.config.decoding import SamplingConfig
 from evoalign.config.engines import DEFAULT, ENGINES, EngineSettings, section_of
 from evoalign.config.es import NO_ES
 from evoalign.config.grpo import OF_TRL, in_place, place_of
+from evoalign.config.outside import CODE, SCRIPT, TRACKER
 from evoalign.config.reading import MissingError, read_bytes
 from evoalign.config.run import Config
 from evoalign.config.secrets import GONE, is_secret, redacted_pairs, refuse_secrets
 from evoalign.config.shipped import locate
-from evoalign.config.task import code_of_task
 from evoalign.errors import ConfigError, DataError, cut, shown
 
 MOST_ERRORS = 10
@@ -56,9 +56,9 @@ def read(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
 
 
 def code_of(config: Config) -> list[str]:
-    """The import paths and scripts that a config names: code that runs with it."""
-    parts = (config.space.name, config.engine.name, *config.tracking.backends)
-    return [*(name for name in parts if ":" in name), *code_of_task(config.task)]
+    """Return the import paths and scripts that a config names: code that runs with it."""
+    found = [(value, mark) for _, value, mark in outside.marked(config)]
+    return [str(value) for value, mark in found if mark in (CODE, SCRIPT) or (mark is TRACKER and ":" in str(value))]
 
 
 def parse_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
 from evoalign.config.base import Section
+from evoalign.config.outside import INSIDE, MODEL
 from evoalign.errors import ConfigError
 
 
@@ -19,9 +20,9 @@ class ModelConfig(Section):
     base, and the run starts from that.
     """
 
-    name: str = "tiny"
-    revision: str | None = None
-    base: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    name: Annotated[str, MODEL] = "tiny"
+    revision: Annotated[str | None, INSIDE] = None
+    base: Annotated[str | None, MODEL] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """Of an adapter, or a run that made one: where its base is, if not where its own files say."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, bfloat16 on a GPU."""

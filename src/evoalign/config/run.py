@@ -14,6 +14,7 @@ from evoalign.config.engines import DEFAULT, ENGINES, EngineConfig
 from evoalign.config.es import NO_ES, EsConfig
 from evoalign.config.grpo import GrpoConfig
 from evoalign.config.model import ModelConfig
+from evoalign.config.outside import INSIDE, TRACKER
 from evoalign.config.scorer import ScorerConfig
 from evoalign.config.spaces import (
     SECTIONS,
@@ -60,11 +61,11 @@ Trackers = list[Annotated[str, AfterValidator(_tracker)]]
 class TrackingConfig(Section):
     """Who else is told what metrics.jsonl records, and which completions are kept."""
 
-    backends: Annotated[Trackers, listed(Trackers)] = Field(default_factory=list)
+    backends: Annotated[Trackers, listed(Trackers), TRACKER] = Field(default_factory=list)
     """tensorboard, trackio, wandb, each of which needs the extra of its name; or one's own, `package.module:Class`. One
     alone needs no list."""
-    project: str = "evoalign"
-    name: str | None = None
+    project: Annotated[str, INSIDE] = "evoalign"
+    name: Annotated[str | None, INSIDE] = None
     """The run's name there; None is the last part of `output_dir`."""
     completions_every: Every = 10
     """Generations between parquet files with the completions of the best, median and worst member; 0: none."""
@@ -96,7 +97,7 @@ class Config(Section):
     """The whole of a run."""
 
     format_version: Literal[1] = FORMAT_VERSION
-    output_dir: Place = "runs/evoalign"
+    output_dir: Annotated[Place, INSIDE] = "runs/evoalign"  # that of a run is where the run is
     seed: Seed = 0
     deterministic: bool | None = None
     """None: true on the CPU, false on a GPU."""

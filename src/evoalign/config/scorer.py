@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from evoalign.config.base import Place, Section
+from evoalign.config.outside import ADDRESS, INSIDE, MODEL, SECRET
 from evoalign.errors import shown
 
 SAFE_RLHF = "BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{response}"
@@ -59,15 +60,15 @@ class ScorerConfig(Section):
 
     name: Literal["local", "service"]
     """`local`: `scorer.reward` and those up to `scorer.device` are read. `service`: `scorer.url` and those after it."""
-    reward: Place | None = None
+    reward: Annotated[Place | None, MODEL] = None
     """Folder or hub name of the model whose score is the reward."""
-    cost: Place | None = None
+    cost: Annotated[Place | None, MODEL] = None
     """Folder or hub name of the model whose score is the cost, where there is one: more is worse, above 0 is unsafe."""
-    reward_revision: Revision | None = Field(default=None, exclude_if=lambda value: value is None)
+    reward_revision: Annotated[Revision | None, INSIDE] = Field(default=None, exclude_if=lambda value: value is None)
     """Branch, tag or commit of a reward model of the hub; None: its newest. Written down only where it is set."""
-    cost_revision: Revision | None = Field(default=None, exclude_if=lambda value: value is None)
+    cost_revision: Annotated[Revision | None, INSIDE] = Field(default=None, exclude_if=lambda value: value is None)
     """The same of the cost model."""
-    template: Template = SAFE_RLHF
+    template: Annotated[Template, INSIDE] = SAFE_RLHF
     """How a pair becomes text: with `{prompt}` and `{response}` in it, to which the end token is added; the default is
     that of Safe RLHF. `chat` takes the scoring model's own chat template."""
     max_tokens: MaxTokens = 2048
@@ -77,11 +78,11 @@ class ScorerConfig(Section):
     """Pairs in one forward pass, of about the same length."""
     dtype: Dtype = "auto"
     """Of the models' weights. auto: float32 on the CPU, bfloat16 on a GPU. A linear score head is always in float32."""
-    device: Device = "auto"
+    device: Annotated[Device, INSIDE] = "auto"
     """auto: a GPU if there is one."""
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")] | None = None
+    url: Annotated[Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")] | None, ADDRESS] = None
     """Address of the service, such as http://127.0.0.1:8011."""
-    token_env: Variable | None = None
+    token_env: Annotated[Variable | None, SECRET] = None
     """Name of the environment variable that holds the service's token. It is not sent over plain http to another
     machine."""
     timeout: Seconds = 60.0

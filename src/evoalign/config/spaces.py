@@ -4,12 +4,13 @@ from settings alone, without torch, stands here beside its settings, and the cla
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from evoalign.config.base import Count, Layers, Modules, Positive, Section, Texts
 from evoalign.config.es import EsConfig
+from evoalign.config.outside import CODE, INSIDE
 from evoalign.errors import shown
 
 SPACES = {
@@ -24,7 +25,7 @@ class SpaceConfig(BaseModel):
     """Where the noise lives: a built-in name, or `package.module:Class` with settings of its own."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = "lora"
+    name: Annotated[str, CODE] = "lora"
 
     @model_validator(mode="after")
     def _known(self) -> SpaceConfig:
@@ -71,7 +72,7 @@ class LoraConfig(SpaceSection):
     rank: Count = 1
     alpha: Positive = 2.0
     target_layers: Layers | None = None
-    target_modules: Modules | None = None
+    target_modules: Annotated[Modules | None, INSIDE] = None
     """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
     evolve: Literal["b", "ab"] = "b"
     init_scale: Positive = 1.0
@@ -96,7 +97,7 @@ class LowrankConfig(SpaceSection):
 
     rank: Count = 1
     target_layers: Layers | None = None
-    target_modules: Modules | None = None
+    target_modules: Annotated[Modules | None, INSIDE] = None
     """Last parts of module names, such as q_proj; None takes every linear matrix of the layers."""
 
     def refusal(self, es: EsConfig) -> str | None:
@@ -107,7 +108,7 @@ class FullConfig(SpaceSection):
     """Dense Gaussian noise on all tensors (Qiu et al., arXiv 2509.24372)."""
 
     took_library_sums = False
-    exclude: Texts | None = None
+    exclude: Annotated[Texts | None, INSIDE] = None
     """Tensors whose name contains one of these stay as they are. None: norm weights, where served in half precision."""
 
     def refusal(self, es: EsConfig) -> str | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from evoalign.config.base import Count, Gib, Place, Section, Texts, named
+from evoalign.config.outside import CODE, DATA, INSIDE, SCRIPT
 from evoalign.errors import shown
 
 Weight = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
@@ -17,7 +18,7 @@ class ObjectiveConfig(BaseModel):
     """How rewards become scores: `weighted_sum`, or `package.module:Class` or `file.py:Class` and its own settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
+    name: Annotated[str, CODE]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -47,19 +48,19 @@ class TaskConfig(Section):
     """What is asked and what counts as good. `name` may be `package.module:Class`, with settings of its own."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = "conciseness"
-    train_data: Place | None = None
-    test_data: Place | None = None
+    name: Annotated[str, CODE] = "conciseness"
+    train_data: Annotated[Place | None, DATA] = None
+    test_data: Annotated[Place | None, DATA] = None
     """A JSON, JSONL, CSV, TSV or parquet file, a folder of such files or of `save_to_disk` (`FOLDER:SPLIT`), or a hub
     data set as `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`."""
-    columns: dict[str, str] = Field(default_factory=dict, exclude_if=lambda value: not value)
+    columns: Annotated[dict[str, str], INSIDE] = Field(default_factory=dict, exclude_if=lambda value: not value)
     """Columns under other names: with `{prompt: question}` the file's `question` is the task's `prompt`. Written down
     only where it is set."""
     split: Literal["seeded", "first_last"] = "seeded"
     """How one file is split when there is no `test_data`: a seeded 80/20, or first `train_size`, last `test_size`."""
     train_size: Count | None = None
     test_size: Count | None = None
-    validation_data: Place | None = Field(default=None, exclude_if=lambda value: value is None)
+    validation_data: Annotated[Place | None, DATA] = Field(default=None, exclude_if=lambda value: value is None)
     """Examples to choose by: a file or a hub data set as for `test_data`. What is chosen, such as the best mean on the
     way or the settings of a search, is chosen on these and never on the test split. Written
     down only where it is set."""
@@ -70,7 +71,9 @@ class TaskConfig(Section):
     """The form of the prompt; None is the task's own default. `chat_opened` (`countdown`) is `chat` with the beginning
     of the answer, `conversation` (`safety`) a text with the words USER and ASSISTANT. `raw` has no messages, and so no
     `system_prompt`."""
-    system_prompt: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    system_prompt: Annotated[str | None, INSIDE] = Field(
+        default=None, min_length=1, exclude_if=lambda value: value is None
+    )
     """The system message of chat prompts that have none of their own. Written down only where it is set."""
     batch_size: Count | None = None
     """Training examples a generation; None takes all of them."""
@@ -82,11 +85,11 @@ class TaskConfig(Section):
     grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
     """For `countdown`: how an answer may be written. `strict` is what the published graders read; `lenient` reads other
     signs, LaTeX, markdown and a result after `=`, too. Written down only where it is lenient."""
-    rewards: Texts = Field(default_factory=list)
+    rewards: Annotated[Texts, SCRIPT] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions, and paths of
     scripts: executable files that read JSON lines and print numbers. One alone needs no list."""
     reward_weights: list[Weight] | None = None
-    gold: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    gold: Annotated[str | None, INSIDE] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """For `custom`: the column that has a right answer, by which a reward that wrong answers earn is told; it scores
     nothing. Written down only where it is set."""
     objective: Annotated[
@@ -95,7 +98,7 @@ class TaskConfig(Section):
     """None is the task's own, which is the weighted sum. Written down only where it is set: a run without one has the
     config, and so the journal, that it always had."""
 
-    fitness: str | None = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
+    fitness: Annotated[str | None, SCRIPT] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """An import path `package.module:function` or `file.py:function`: one number for all that a member answered in a
     generation, which takes the place of the mean of its rewards. Written down only where it is set."""
 
@@ -133,13 +136,6 @@ class TaskConfig(Section):
         if self.fitness is not None and ":" not in self.fitness:
             raise ValueError(f"task.fitness {shown(self.fitness)}: write package.module:function or file.py:function")
         return self
-
-
-def code_of_task(task: TaskConfig) -> list[str]:
-    """What of the user's own a task runs: import paths, and the scripts among its rewards, which have no colon."""
-    objective = [] if task.objective is None else [task.objective.name]
-    named = (task.name, *objective, *([] if task.fitness is None else [task.fitness]))
-    return [*task.rewards, *(name for name in named if ":" in name)]
 
 
 class GraderConfig(Section):

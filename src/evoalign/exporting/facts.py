@@ -8,8 +8,8 @@ from typing import Any
 
 from evoalign.checks import placebo_file
 from evoalign.config import Config, ModelConfig, reading
+from evoalign.config.outside import CODE, SCRIPT, marked
 from evoalign.config.shipped import locate
-from evoalign.config.task import code_of_task
 from evoalign.errors import DataError, EvoalignError
 from evoalign.exporting import card
 from evoalign.exporting.excerpts import FIGURE, Sample
@@ -115,7 +115,8 @@ def _task_of(config: Config) -> tuple[tuple[int, int, int] | None, bool, str | N
     after which system message."""
     chosen = config.task
     known = None, chosen.prompt != "raw", chosen.system_prompt
-    if code_of_task(chosen) or any((file or "").startswith(HUB) for file in chosen.files):
+    names_code = any(mark in (CODE, SCRIPT) for _, _, mark in marked(chosen))
+    if names_code or any((file or "").startswith(HUB) for file in chosen.files):
         return known
     try:
         task, data = task_and_data(config, None, None)

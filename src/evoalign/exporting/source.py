@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign.config import Config, ModelConfig, load, reading
+from evoalign.config import Config, ModelConfig, load, outside, reading
 from evoalign.errors import CheckpointError, ConfigError, ModelError
 from evoalign.models.origin import elsewhere
 from evoalign.rundir import checkpoint, files, journal
@@ -85,6 +85,8 @@ def opened(
             pass
     own, manifest = load([run / "config.yaml"]), read_json(run / "manifest.json") or {}
     base = own.model if model is None else elsewhere(own.model, model)
+    if model is None:
+        outside.refuse(own, run, "say where its model is with --model", skip=(*outside.REPLAY_SKIPS, "space"))
     if member is not None:
         with files.scratch(scratch(to)) as temporary:
             yield _member(run, own, base, temporary / "member", generation, member, model, manifest)

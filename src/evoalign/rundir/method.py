@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from evoalign.config import Config, code_of, load
-from evoalign.config.grpo import asked
+from evoalign.config import Config, load, outside, read
 from evoalign.config.reading import read_object
 from evoalign.errors import ConfigError, DataError, ResumeError
 
@@ -36,28 +36,40 @@ def method_of(path: Path) -> Method | None:
 
 def resume_command(path: Path, method: Method | None = None) -> str:
     """The command that resumes the run in a directory, whatever made it."""
-    return f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(_named_by(path)))} --resume"
+    words = f"evoalign {COMMANDS[method or method_of(path) or 'es']} {shlex.quote(str(path))} --resume"
+    try:
+        return words + own_option(path, load(path / "config.yaml", needs_es=False))
+    except ConfigError:  # missing or damaged, which the command itself reports best
+        return words
 
 
 def placebo_command(path: Path, config: Config, given: str | None = None) -> str:
-    """The command, or of a run that was `given` a Python object the call, that measures a run's placebos.
-
-    A run by itself does not say what is imported; its config does where it is named.
-    """
+    """The command, or of a run that was `given` a Python object the call, that measures a run's placebos."""
     if given is not None:
         return f"evoalign.placebo({str(path)!r}, {given}=...)"
-    own = f" --config {shlex.quote(str(path / 'config.yaml'))}" if code_of(config) else ""
+    own = own_option(path, config, outside.EVALUATION_SKIPS)
     return f"evoalign placebo {shlex.quote(str(path))}{own}"
 
 
-def _named_by(path: Path) -> Path:
-    """A run directory, or the config in it where that names code or reaches out, which is not done of a directory."""
-    own = path / "config.yaml"
-    try:
-        config = load(own, needs_es=False)
-    except ConfigError:  # missing or damaged, which the command itself says best
-        return path
-    return own if code_of(config) or asked(config.grpo) else path
+def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
+    """Return the option that a command about a run needs where its config leads out of it, see `load_own`."""
+    leads = any(place.partition(".")[0] not in skip for place, _, _ in outside.marked(config))
+    return f" --config {shlex.quote(str(path / 'config.yaml'))}" if leads else ""
+
+
+def load_own(
+    run: Path, files: Sequence[Path] = (), overrides: Sequence[str] = (), *, fix: str = "", skip: Sequence[str] = ()
+) -> Config:
+    """Load the config that a run left, under the files and overrides that the user gives.
+
+    Its `output_dir` is where the run is, unless the user gives one. Raises ConfigError for a setting that leads out of
+    the run and that the user does not give (see `evoalign.config.outside`): a downloaded run is not trusted with those.
+    """
+    own = run / "config.yaml"
+    config, given = load([own, *files], overrides), read(files, overrides)
+    if own.resolve() not in [file.resolve() for file in files]:
+        outside.refuse(config, run, fix or f"give it as well: --config {shlex.quote(str(own))}", given, skip)
+    return config if "output_dir" in given else config.model_copy(update={"output_dir": str(run)})
 
 
 def refuse_other(path: Path, method: Method) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evoalign import spaces, tokens
 from evoalign.checks.placebo import Placebos
-from evoalign.config import Config, code_of
+from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
 from evoalign.cost.share import share_lines
 from evoalign.errors import EvoalignError
@@ -19,7 +19,7 @@ from evoalign.models import origin
 from evoalign.rollouts import lengths_of
 from evoalign.rundir import checkpoint
 from evoalign.rundir.directory import REPORT, RunDir
-from evoalign.rundir.method import Method, method_of, placebo_command
+from evoalign.rundir.method import Method, method_of, own_option, placebo_command
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Task
 from evoalign.tasks.grading import kept_here
@@ -141,9 +141,8 @@ def _best(run: RunDir, saved: Path, config: Config) -> dict[str, str]:
 
 def commands(run: RunDir, config: Config, task: Task, method: Method, given: str | None, placebos: int) -> list[str]:
     """Three, and those of the task whose files are there, each with what it is for."""
-    path, code = shlex.quote(str(shown(run.path))), code_of(config)
-    # A run does not say what is imported; a config that is named does.
-    own = f" --config {shlex.quote(str(shown(run.config)))}" if code else ""
+    path = shlex.quote(str(shown(run.path)))
+    own = own_option(shown(run.path), config, outside.EVALUATION_SKIPS)
     sampled = " --samples 4 --temperature 0.7" if config.evaluation.temperature == 0 else " --split train"
     placebo = placebo_command(shown(run.path), config).removeprefix("evoalign ")
     signal = {placebo: "how much of the gain is signal: the same noise, shuffled coefficients"}

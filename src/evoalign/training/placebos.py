@@ -18,6 +18,7 @@ from evoalign.checks.distance import moved, start_of
 from evoalign.checks.drift import expected_distance
 from evoalign.checks.placebo import Distances, Placebos, Whole, split
 from evoalign.config import Config, from_dict, load
+from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import MissingError, read_object
 from evoalign.cost.budget import Cost, Meter
 from evoalign.cost.estimate import placebos_in_a_tenth
@@ -30,6 +31,7 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log, Recorded
+from evoalign.rundir.method import load_own
 from evoalign.rundir.sealing import EVALUATION
 from evoalign.setup import ConfigLike, Parts, Rewards, Served, as_config, assemble, task_and_data
 from evoalign.tasks import Data, Task
@@ -380,10 +382,10 @@ def _off_task(config: ConfigLike) -> Generator[_OffTask]:
 def _config(path: Path, log: Log, config: ConfigLike | None, model: str | None, *, given: bool) -> Config:
     """What a run was made with, and evaluated by: the engine among it. Raises ConfigError, ResumeError."""
     if config is None and not path.is_dir():
-        return config_of(log, model)
+        return config_of(log, model, EVALUATION_SKIPS)
     if not given:
         resolve.refuse_lost_task(path)
-    found = resolve.of_run(path) if config is None else as_config(config)
+    found = load_own(path, skip=EVALUATION_SKIPS) if config is None else as_config(config)
     odd, _ = differences(found, from_dict(log.header.config))
     if odd:
         raise ResumeError(f"{path} was made with other settings: {'; '.join(odd)}")

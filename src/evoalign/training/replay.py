@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from evoalign.config import Config, from_dict
+from evoalign.config import Config, from_dict, outside
+from evoalign.config.outside import REPLAY_SKIPS
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
 from evoalign.rundir import checkpoint, journal
@@ -179,10 +180,11 @@ def _engine(header: Header) -> dict[str, Any]:
     return {"device": "cpu"} | ({"threads": int(threads)} if threads.isdecimal() else {})
 
 
-def config_of(log: Log, model: str | None = None) -> Config:
-    """The config that a journal was made with, as far as it decides the weights. Raises ConfigError, JournalError.
+def config_of(log: Log, model: str | None = None, skip: Sequence[str] = REPLAY_SKIPS) -> Config:
+    """Return the config that a journal was made with, as far as it decides the weights.
 
-    A journal may come from anywhere, so it does not say what is imported.
+    A journal may come from anywhere: raises ConfigError for a setting that leads out of it (`evoalign.config.outside`)
+    and is in none of the sections `skip`. Raises JournalError for a config that cannot be.
     """
     try:
         tree = from_dict(log.header.config).model_dump()
@@ -193,9 +195,7 @@ def config_of(log: Log, model: str | None = None) -> Config:
     tree["model"] |= {"dtype": log.header.dtype}
     tree["engine"] = _engine(log.header)
     config = from_dict(tree)
-    if config.space.names_code:
-        raise ConfigError(
-            f"{log.path} names code of its own (space.name {config.space.name}), which is not run unasked; resume with "
-            "the run itself: evoalign train CONFIG --resume"
-        )
+    named = {} if model is None else {"model": {"name": model}}
+    fix = "say where its model is with --model, or resume the run with its own config"
+    outside.refuse(config, log.path, fix, named, skip)
     return config

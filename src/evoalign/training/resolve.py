@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from evoalign import engines, evaluation, tokens
-from evoalign.config import Config, TaskConfig, code_of, from_dict, load
+from evoalign.config import Config, TaskConfig, from_dict, load
+from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import read_object
 from evoalign.engines import Engine
 from evoalign.errors import ConfigError, DataError, ModelError, plain
@@ -21,7 +22,7 @@ from evoalign.models.files import place
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import again_if_pruned, saved_folders
-from evoalign.rundir.method import MANIFEST, method_of
+from evoalign.rundir.method import MANIFEST, load_own, method_of
 from evoalign.setup import ConfigLike, Rewards, as_config, start, task_and_data
 from evoalign.tasks import Split, Task, with_sources
 from evoalign.tasks.data import parted_otherwise
@@ -159,25 +160,14 @@ def check_saved(run: Path, saved: Path, config: Config | None) -> Mark:
     return mark
 
 
-def of_run(path: Path, fix: str | None = None) -> Config:
-    """The config a run left. Raises ConfigError where it names code: a downloaded run may not say what is imported."""
-    own = load([path / "config.yaml"])
-    code = code_of(own)
-    if code:
-        fix = fix or f"pass it with --config {path / 'config.yaml'}"
-        raise ConfigError(
-            f"{path} names code of its own ({', '.join(code)}), which is not run unasked; if you trust it, {fix}"
-        )
-    return own
-
-
 def to_ask(run: Path, config: ConfigLike | None, split: Split = "test") -> Config:
     """The config that a run is asked with: its own, or `config` but for what the run was trained with.
 
-    Raises ConfigError where it names code and `config` is None, and for a split that may have rows of the training.
+    Raises ConfigError where it leads out of the run and `config` is None, and for a split that may have rows of the
+    training.
     """
     if config is None:
-        return of_run(run)
+        return load_own(run, skip=EVALUATION_SKIPS)
     given, made = as_config(config, needs_es=False), load([run / "config.yaml"])
     found = given.model_copy(update={name: getattr(made, name) for name in OF_TRAINING})
     check_parted(str(run), made.task, found.task, split)

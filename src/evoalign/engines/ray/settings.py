@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from evoalign.config.base import Count, Positive
 from evoalign.config.engines import DEFAULT, EngineSettings, Held, ReplicaConfig
+from evoalign.config.outside import ADDRESS
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ class RayConfig(EngineSettings):
     """The engine of each replica, with its own settings."""
     at_least: Count | None = None
     """Replicas with which a run begins where there is no room for all yet; the others join once there is. None: all."""
-    address: str | None = None
+    address: Annotated[str | None, ADDRESS] = None
     """An existing cluster, such as 10.0.0.1:6379 or auto. None: one of this run's own, on this host alone."""
     graders: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes of one CPU core each that score completions while others are decoded, wherever the cluster has room. 0:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from evoalign.config.base import Count, Place, Share
 from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.outside import ADDRESS, CERTIFICATES, FOLDER, INSIDE, PROGRAM, SECRET
 
 if TYPE_CHECKING:
     import torch
@@ -23,19 +24,19 @@ Seconds = Annotated[float, Field(ge=0.1, le=10**6, allow_inf_nan=False)]
 class ServerSettings(EngineSettings):
     """A server that runs already (`url`), or one that is started here and ends with this process."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")] | None = None
+    url: Annotated[Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/[^\s@]*)?$")] | None, ADDRESS] = None
     """Address of a server that runs already, such as http://127.0.0.1:30000; None: one is started on this machine."""
-    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    key_variable: Annotated[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None, SECRET] = None
     """Name of the environment variable that holds the server's key. One that is started here has a key of its own."""
-    ca_file: Place | None = None
+    ca_file: Annotated[Place | None, CERTIFICATES] = None
     """Certificates to check an https address by; None: the system's."""
-    python: Place | None = None
+    python: Annotated[Place | None, PROGRAM] = None
     """The Python of the environment in which the server is installed; None: this one."""
-    arguments: list[str] = Field(default_factory=list)
+    arguments: Annotated[list[str], PROGRAM] = Field(default_factory=list)
     """Further words of the command that starts the server, as its own documentation has them."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$"), INSIDE] = "auto"
     """What a server that is started here serves from; auto: a GPU if there is one."""
-    mean_device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    mean_device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$"), INSIDE] = "cpu"
     """Where this process keeps the float32 mean. That of `lora` is small; `lowrank` has one number a weight."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=4096)] = 1
     """GPUs over which each matrix is split."""
@@ -47,7 +48,7 @@ class ServerSettings(EngineSettings):
     """At most this many sequences in one batch; None leaves the server's own choice."""
     members: Count | None = None
     """Adapters on the device at once; None: the population. A larger population takes its turns."""
-    adapter_folder: Place | None = None
+    adapter_folder: Annotated[Place | None, FOLDER] = None
     """Where adapters are written for the server to read, a folder that both see; None: in memory, /dev/shm."""
     concurrency: Count = 256
     """HTTP requests in flight at once; each has up to `batch` prompts of one member."""

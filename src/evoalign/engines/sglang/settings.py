@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from evoalign.config.base import Count
+from evoalign.config.base import Count, Word
+from evoalign.config.outside import INSIDE
 from evoalign.engines.server.settings import ServerSettings
 
 
@@ -21,11 +22,11 @@ class SglangConfig(ServerSettings):
     """How adapters reach the server. `files`: in `adapter_folder`, which both see. `tensors`: within the request, with
     the checksum of each; the server unpickles them, so it has to trust this process. auto: files for a server that is
     started here or at an address of this machine, tensors for others, which take 14 times as long (rank 8, SmolLM2)."""
-    attention_backend: str | None = None
+    attention_backend: Annotated[Word | None, INSIDE] = None
     """One of SGLang's, such as triton or fa3; None leaves its own choice, on a CPU torch_native."""
-    sampling_backend: str | None = None
+    sampling_backend: Annotated[Word | None, INSIDE] = None
     """pytorch or flashinfer; None leaves SGLang's own choice, on a CPU pytorch."""
-    lora_backend: str | None = None
+    lora_backend: Annotated[Word | None, INSIDE] = None
     """csgmv or triton; None leaves SGLang's own choice, on a CPU torch_native."""
     max_total_tokens: Count | None = None
     """Tokens in the cache; None: what `memory_fraction` leaves, on a CPU 65,536."""

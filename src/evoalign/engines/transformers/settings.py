@@ -10,6 +10,7 @@ from pydantic import Field
 
 from evoalign.config.base import Count, Gib
 from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.outside import INSIDE
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ class TransformersConfig(EngineSettings):
     """The in-process engine, on the CPU or one GPU."""
 
     name: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
-    device: str = "auto"
+    device: Annotated[str, INSIDE] = "auto"
     """auto, cpu, cuda or cuda:K."""
     memory_gib: Gib | None = None
     """Room for the cache, the logits and the activations of one chunk of rows. None: 2; half the free memory on a GPU

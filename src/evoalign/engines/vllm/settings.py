@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from evoalign.config.base import Count, Gib
+from evoalign.config.base import Count, Gib, Word
 from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.outside import INSIDE
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ class VllmConfig(EngineSettings):
     """No CUDA graphs: a faster start and slower steps."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """vLLM's own seed, of dummy weights. None: the run's. Completions are seeded by prompt and sample."""
-    attention_backend: str | None = None
+    attention_backend: Annotated[Word | None, INSIDE] = None
     """One of vLLM's, such as FLASH_ATTN or TRITON_ATTN; None leaves vLLM's own choice."""
     population: Literal["auto", "deep", "generic", "stock"] = "auto"
     """How rows get their members' terms. `deep`: inside the kernels of norm, rotation and activation (Qwen2, Qwen3,

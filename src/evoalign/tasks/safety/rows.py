@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from evoalign.config import Section, TaskConfig
+from evoalign.config.outside import INSIDE
 from evoalign.errors import ConfigError, DataError
 from evoalign.rewards.functions import shown
 from evoalign.tasks import data
@@ -42,7 +43,7 @@ class Settings(Section):
     shares: dict[Group, Amount] | None = None
     """Training rows by their two safety labels: counts, or fractions that add up to 1, of `task.train_size` rows. Later
     configs and `--set` change single shares and keep the others; 0 takes one away."""
-    cut: list[Annotated[str, Field(min_length=1)]] | None = None
+    cut: Annotated[list[Annotated[str, Field(min_length=1)]] | None, INSIDE] = None
     """Texts at which a completion ends before it is scored. None: those of an invented next turn where the prompt is a
     `conversation`, else none; an empty list scores all that was said."""
 

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that lead out of a run: to code, a program, an address, a secret, a folder that is written to, or a hub.
+
+Whoever sends a run directory chooses the config in it. So each section marks its settings of this kind with `Outside`,
+and all other settings that hold free text with `INSIDE`. A command that takes a run follows a marked setting only where
+the user gives it, by `--config` or `--set`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from evoalign.errors import ConfigError, shown
+
+EVALUATION_SKIPS = ("tracking", "grpo")
+"""Sections that only training reads."""
+REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
+"""Sections that a replay, or an export, does not read: it has an engine of its own and scores nothing."""
+LOCAL = ("tiny", ".", "/", "~")
+"""Beginnings of a model's name that is no name of the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Mark of a setting that leads out of the run: `what` it leads to, and which values do.
+
+    `leads` gets the value, or each item of a list. Of a mapping, the `keys` lead out that have a true value.
+    """
+
+    what: str
+    leads: Callable[[Any], bool] = bool
+    keys: frozenset[str] = frozenset()
+
+    def items(self, place: str, value: object) -> Iterator[tuple[str, object]]:
+        """Yield the place and value of each part that leads out."""
+        if isinstance(value, Mapping):
+            named = cast("Mapping[str, object]", value)
+            yield from ((f"{place}.{key}", item) for key, item in named.items() if key in self.keys and item)
+            return
+        parts = cast("list[object]", value) if isinstance(value, list) else [value]
+        yield from ((place, part) for part in parts if part is not None and self.leads(part))
+
+
+class Inside:
+    """Mark of a setting that holds free text and leads nowhere: names of columns, modules, files that are read."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a model's name is one of the hub, and not a folder."""
+    return not name.startswith(LOCAL[1:]) and name != LOCAL[0] and name.count("/") <= 1 and not Path(name).is_dir()
+
+
+def _is_away(name: str, kind: str) -> bool:
+    """Return whether this machine's cache has nothing of a repository, so that it would be downloaded."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return not (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)).is_dir()
+
+
+INSIDE = Inside()
+SCRIPT = Outside("code that is run")
+CODE = Outside("code that is run", lambda name: ":" in name)
+PROGRAM = Outside("a program that is started, or its arguments")
+ADDRESS = Outside("an address that is connected to")
+CERTIFICATES = Outside("certificates that an address is trusted by")
+SECRET = Outside("an environment variable that is sent")
+FOLDER = Outside("a folder that is written to")
+TRACKER = Outside("a service that records are sent to, or code", lambda name: name != "tensorboard")
+MODEL = Outside("a model that is downloaded", lambda name: is_hub_name(name) and _is_away(name, "model"))
+DATA = Outside(
+    "data that are downloaded", lambda name: name.startswith("hub:") and _is_away(name.split(":")[1], "dataset")
+)
+
+
+def marked(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object, Outside]]:
+    """Yield the dotted place, the value and the mark of each setting that leads out, in all sections below."""
+    for name, info in type(section).model_fields.items():
+        place, value = prefix + (info.alias or name), getattr(section, name)
+        mark = next((m for m in info.metadata if isinstance(m, Outside)), None)
+        if mark is not None:
+            yield from ((where, part, mark) for where, part in mark.items(place, value))
+        elif isinstance(value, BaseModel):
+            yield from marked(value, f"{place}.")
+
+
+def refuse(
+    config: BaseModel, where: Path, fix: str, given: Mapping[str, Any] | None = None, skip: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError for settings that lead out and are not in `given`, what the user gave over the config.
+
+    `where` is the run or journal that the config came with; sections in `skip` are not read by the command.
+    """
+    found = [
+        f"{place} {shown(value)} ({mark.what})"
+        for place, value, mark in marked(config)
+        if place.partition(".")[0] not in skip and not _has(given or {}, place)
+    ]
+    if found:
+        raise ConfigError(
+            f"{where} sets {'; '.join(found)}. A config that came with a run may not set this; if you trust it, {fix}"
+        )
+
+
+def _has(tree: object, place: str) -> bool:
+    """Return whether a tree has a dotted place; `engine: vllm` has `engine.name`."""
+    name, _, below = place.partition(".")
+    if not isinstance(tree, Mapping):
+        return name == "name" and tree is not None
+    found = cast("Mapping[str, object]", tree)
+    return name in found and (not below or _has(found[name], below))

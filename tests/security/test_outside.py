@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run directory from elsewhere may set: no program, address, secret, folder, hub name or code of its choice.
+
+Each setting that leads out of a run is forged into a real one, for each command that takes a run. What it leads to is
+watched: a program that leaves a file, an address that counts its connections, a folder that stays empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+import evoalign
+from calling import Run, caller
+from evoalign.config import Config, load, outside
+from evoalign.config.engines import ENGINES
+from evoalign.config.outside import Inside, Outside
+from evoalign.config.spaces import SECTIONS
+from evoalign.rundir.journal import GENESIS
+from evoalign.tasks.safety.rows import Settings as SafetySettings
+
+DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
+SECRET = "s3cretVALUE0123456789"
+
+# --- every setting is marked ------------------------------------------------------------------------------------------
+
+
+def sections() -> list[type[BaseModel]]:
+    """Every section that a config may have, those of all engines and tasks that are shipped among them."""
+    pending: list[Any] = [Config, SafetySettings, *SECTIONS.values(), *(ENGINES[name] for name in ENGINES)]
+    seen: set[type[BaseModel]] = set()
+    while pending:
+        found = pending.pop()
+        if isinstance(found, type) and issubclass(found, BaseModel):
+            if found not in seen:
+                seen.add(found)
+                pending += [info.annotation for info in found.model_fields.values()]
+        else:
+            pending += get_args(found)
+    return sorted(seen, key=lambda section: section.__name__)
+
+
+def holds_text(annotation: Any) -> bool:
+    """Whether a type can hold text of any kind, at any depth: no number, flag, choice or section."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return False
+    if origin is Annotated:
+        return holds_text(get_args(annotation)[0])
+    if origin in (Union, types.UnionType, list, tuple, dict):
+        return any(map(holds_text, get_args(annotation)))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel | bool | int | float | types.NoneType):
+        return False
+    return annotation is not Ellipsis
+
+
+def test_sections_finds_those_of_all_engines_and_tasks() -> None:
+    names = {section.__name__ for section in sections()}
+    assert {"Config", "TaskConfig", "ObjectiveConfig", "SglangConfig", "RayConfig", "TrackingConfig"} <= names
+    assert len(names) > 25
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_setting_that_holds_text_is_marked(section: type[BaseModel]) -> None:
+    for name, info in section.model_fields.items():
+        marks = [m for m in info.metadata if isinstance(m, Inside | Outside)]
+        assert len(marks) == holds_text(info.annotation), f"{section.__name__}.{name}: mark it as INSIDE or Outside"
+
+
+# --- a forged run for each of them ------------------------------------------------------------------------------------
+
+
+class Trap:
+    """A program, an address and a folder that a forged run names; `sprung` says which of them was used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proof, self.folder = folder / "started", folder / "written"
+        self.program, self.module = folder / "program", folder / "evil.py"
+        self.program.write_text(f"#!/bin/sh\ntouch {self.proof}\necho 1\n")
+        self.program.chmod(0o755)
+        self.module.write_text(f"open({str(self.proof)!r}, 'w').close()\nclass Task: pass\n")
+        self.calls: list[bytes] = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(2)
+                try:
+                    self.calls.append(connection.recv(4096))
+                    connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                except OSError:
+                    pass
+
+    @property
+    def sprung(self) -> list[str]:
+        used = {"program or code": self.proof.exists(), "address": self.calls, "folder": self.folder.exists()}
+        return [name for name, value in used.items() if value]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+Change = Callable[[Trap], dict[str, Any]]
+CODE = "{evil}:Task"
+FORGED: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "engine.python": ("", {"engine": {"name": "sglang", "python": "{program}", "start_timeout": 2}}),
+    "engine.arguments": ("", {"engine": {"name": "vllm-server", "arguments": ["--host", "0.0.0.0"]}}),
+    "engine.url": ("", {"engine": {"name": "sglang", "url": "{url}", "start_timeout": 2}}),
+    "engine.key_variable": ("", {"engine": {"name": "vllm-server", "url": "{url}", "key_variable": "AWS_KEY"}}),
+    "engine.ca_file": ("", {"engine": {"name": "sglang", "url": "{url}", "ca_file": "{program}"}}),
+    "engine.adapter_folder": ("", {"engine": {"name": "sglang", "adapter_folder": "{folder}", "start_timeout": 2}}),
+    "engine.address": ("", {"engine": {"name": "ray", "address": "127.0.0.1:1"}}),
+    "engine.replica.python": ("", {"engine": {"name": "ray", "replica": {"name": "sglang", "python": "{program}"}}}),
+    "engine.replica.arguments": ("", {"engine": {"name": "ray", "replica": {"name": "sglang", "arguments": ["-v"]}}}),
+    "engine.replica.adapter_folder": (
+        "", {"engine": {"name": "ray", "replica": {"name": "sglang", "adapter_folder": "{folder}"}}},
+    ),
+    "engine.name": ("", {"engine": {"name": CODE}}),
+    "space.name": ("", {"space": {"name": CODE}}),
+    "task.name": ("", {"task": {"name": CODE}}),
+    "task.objective.name": ("", {"task": {"objective": {"name": CODE}}}),
+    "task.fitness": ("", {"task": {"fitness": CODE}}),
+    "task.rewards": ("", {"task": {"name": "custom", "rewards": ["{program}"]}}),
+    "task.train_data": ("", {"task": {"train_data": "hub:nobody/of-that-name"}}),
+    "task.test_data": ("", {"task": {"test_data": "hub:nobody/of-that-name"}}),
+    "task.validation_data": ("", {"task": {"validation_data": "hub:nobody/of-that-name"}}),
+    "model.name": ("model", {"model": {"name": "nobody/of-that-name"}}),
+    "model.base": ("model", {"model": {"name": "nobody/of-that-name", "base": "nobody/another"}}),
+    "scorer.url": ("", {"scorer": {"name": "service", "url": "{url}", "deadline": 1}}),
+    "scorer.token_env": ("", {"scorer": {"name": "service", "url": "{url}", "token_env": "AWS_KEY", "deadline": 1}}),
+    "scorer.reward": ("", {"scorer": {"name": "local", "reward": "nobody/of-that-name"}}),
+    "scorer.cost": ("", {"scorer": {"name": "local", "reward": "{folder}", "cost": "nobody/of-that-name"}}),
+    "tracking.backends": ("training", {"tracking": {"backends": ["wandb"]}}),
+    "grpo.trl.vllm_server_base_url": ("training", {"grpo": {"trl": {"vllm_server_base_url": "{url}"}}}),
+}  # fmt: skip
+"""By setting: what reads it (`training` alone, the `model` also by what rebuilds weights, or all that score), and the
+settings of the run."""
+SCORING = {
+    "eval": ("eval", "{run}"),
+    "placebo": ("placebo", "{run}", "--shuffles", "1"),
+    "resume": ("train", "{run}", "--resume"),
+    "resume its config": ("train", "{run}/config.yaml", "--resume"),
+    "doctor": ("doctor", "{run}/config.yaml"),
+    "probe": ("probe", "{run}/config.yaml"),
+    "analyze": ("analyze", "robustness", "{run}"),
+    "sweep": ("sweep", "{run}/config.yaml", "--seeds", "0,1"),
+}
+TRAINING = ("resume", "resume its config", "doctor", "probe", "sweep")
+REBUILDING = {"replay": ("replay", "{run}"), "export": ("export", "{run}", "--to", "{here}/export")}
+READING = {
+    "report": ("report", "{run}"), "journal": ("journal", "{run}"), "compare": ("compare", "{run}", "{made}"),
+    "judge": ("judge", "A={run}", "B={made}", "--judge-model", "m", "--endpoint", "http://127.0.0.1:9/v1", "--dry-run"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two generations."""
+    return evoalign.train({
+        "output_dir": str(tmp_path_factory.mktemp("outside") / "run"), "space": "lora", "model": {"name": "tiny"},
+        "task": {"name": "conciseness", "train_data": str(DATA / "questions_train.json"),
+                 "test_data": str(DATA / "questions_test.json"), "train_size": 4, "test_size": 4},
+        "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
+        "es": {"num_generations": 2, "population_size": 4, "sigma": 0.02, "learning_rate": 0.01},
+        "evaluation": {"max_tokens": 4}, "checks": {"placebo": 0}, "report": False,
+    }).path  # fmt: skip
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
+    monkeypatch.setenv("AWS_KEY", SECRET)
+    found = Trap(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys, 400)
+
+
+def filled(value: Any, names: Mapping[str, object]) -> Any:
+    if isinstance(value, str):
+        return value.format(**names)
+    if isinstance(value, Mapping):
+        return {key: filled(inner, names) for key, inner in value.items()}
+    return [filled(inner, names) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def forge(made: Path, to: Path, trap: Trap, changes: Mapping[str, Any]) -> Path:
+    """A copy of a run whose config sets something else."""
+    shutil.copytree(made, to)
+    names = {"program": trap.program, "evil": trap.module, "folder": trap.folder, "url": trap.url}
+    config = yaml.safe_load((to / "config.yaml").read_text())
+    for section, found in filled(changes, names).items():
+        old = config.get(section) or {}
+        config[section] = found if section in ("engine", "scorer") else {**old, **found}
+    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    rewrite(to / "journal.jsonl", changes if "model" in changes else {})
+    return to
+
+
+def digest(value: object, **form: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, **form).encode()).hexdigest()
+
+
+def rewrite(file: Path, changes: Mapping[str, Any]) -> None:
+    """Set something else in the config that a journal begins with, and make its chain of hashes anew, as anyone can."""
+    lines = [json.loads(line) for line in file.read_bytes().splitlines()]
+    for section, found in changes.items():
+        lines[0]["config"][section] |= found
+    lines[0]["config_hash"] = digest(lines[0]["config"])
+    previous = GENESIS
+    for line in lines:
+        del line["hash"]
+        line["previous"] = previous
+        previous = line["hash"] = digest(line, separators=(",", ":"))
+    file.write_text("".join(json.dumps(line, sort_keys=True, separators=(",", ":")) + "\n" for line in lines))
+
+
+def words_of(command: tuple[str, ...], run: Path, made: Path, here: Path) -> list[str]:
+    return filled(list(command), {"run": run, "made": made, "here": here})
+
+
+def cases() -> list[Any]:
+    """Every command for one setting of each kind of the sections, and one command for every other setting."""
+    whole = ("engine.python", "engine.url", "scorer.token_env", "task.name", "model.name", "tracking.backends")
+    found: list[Any] = []
+    for setting, (readers, _) in FORGED.items():
+        names = [*(TRAINING if readers == "training" else SCORING), *(REBUILDING if readers == "model" else ())]
+        for name in names if setting in whole else names[:1]:
+            found.append(pytest.param(setting, name, id=f"{setting}-{name}"))
+    return found
+
+
+def test_forged_settings_are_all_marked_ones(made: Path, trap: Trap, tmp_path: Path) -> None:
+    """Every marked setting of any section is forged here; of a replica's those that are not its own engine's too."""
+    wanted: set[str] = set()
+    for number, (_, changes) in enumerate(FORGED.values()):
+        config = load([forge(made, tmp_path / str(number), trap, changes) / "config.yaml"])
+        wanted |= {place for place, _, _ in outside.marked(config)}
+    assert wanted == FORGED.keys()
+    fields = {
+        (section.__name__, name) for section in sections() for name, info in section.model_fields.items()
+        if any(isinstance(m, Outside) for m in info.metadata)
+    }  # fmt: skip
+    leaves = {place.rpartition(".")[2] for place in FORGED} | {"trl"}
+    assert {name for _, name in fields} <= leaves
+
+
+@pytest.mark.parametrize(("setting", "command"), cases())
+def test_command_refuses_forged_setting(
+    setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
+) -> None:
+    forged = forge(made, tmp_path / "forged", trap, FORGED[setting][1])
+    before = {path: path.read_bytes() for path in forged.rglob("*") if path.is_file()}
+    done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
+    said = done.err + done.out
+    assert done.code == (1 if command == "doctor" else 2), said
+    lines = [line for line in said.splitlines() if f"{setting} " in line]
+    assert len(lines) == 1 and len(done.err.splitlines()) == (0 if command == "doctor" else 1), said
+    assert SECRET not in said and trap.sprung == []
+    assert {path: path.read_bytes() for path in forged.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("command", [*READING, *REBUILDING])
+@pytest.mark.parametrize("setting", ["engine.python", "engine.url", "scorer.token_env", "task.name"])
+def test_command_that_does_not_read_forged_setting_does_not_follow_it(
+    setting: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
+) -> None:
+    forged = forge(made, tmp_path / "forged", trap, FORGED[setting][1])
+    run(*words_of((READING | REBUILDING)[command], forged, made, tmp_path))
+    assert trap.sprung == []
+
+
+def test_journal_alone_names_no_code(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    """`placebo JOURNAL` takes its config from the journal, whose chain of hashes anyone can make anew."""
+    file = tmp_path / "journal.jsonl"
+    shutil.copy(made / "journal.jsonl", file)
+    rewrite(file, {"task": {"name": f"{trap.module}:Task"}})
+    done = run("placebo", file)
+    assert done.code == 2 and "task.name " in done.err and trap.sprung == []
+
+
+# --- what the user gives is taken -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["--config", "--set"])
+def test_setting_given_by_the_user_is_followed(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    forged = forge(made, tmp_path / "forged", trap, FORGED["scorer.url"][1])
+    words = {
+        "--config": ["--config", forged / "config.yaml"],
+        "--set": ["--set", f"scorer={{name: service, url: '{trap.url}', deadline: 1}}"],
+    }[by]
+    done = run("eval", forged, *words)
+    assert "scorer.url " not in done.err, done.err
+
+
+def test_output_dir_of_a_run_is_where_the_run_is(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    """So that a resume writes into the run, whatever its config says."""
+    forged = forge(made, tmp_path / "forged", trap, {})
+    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder)}
+    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = run("train", forged / "config.yaml", "--resume", "--set", "checks.control_every=0")
+    assert done.code == 0, done.err
+    assert trap.sprung == [] and (forged / "results" / "evaluation.json").is_file()
+
+
+@pytest.mark.parametrize(("kind", "setting"), [("models", "model.name"), ("datasets", "task.train_data")])
+def test_hub_name_is_followed_where_its_files_are_here(
+    kind: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run of one's own on a model of the hub is evaluated as it is: nothing is downloaded for it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    section, name = setting.split(".")
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"es": {"sigma": 0.1}, section: {name: "hub:" * (kind == "datasets") + "some/repository"}})
+    )
+    config = load([tmp_path / "config.yaml"])
+    assert [place for place, _, _ in outside.marked(config)] == [setting]
+    (tmp_path / f"{kind}--some--repository").mkdir()
+    assert list(outside.marked(config)) == []
