@@ -101,7 +101,7 @@ class Judge:
                     reply = _text_of(answer)
                     score(reply)
                     return reply
-                why = self._without_key(f"status {answer.status_code}: {answer.text[:200]!r}")
+                why = f"status {answer.status_code}: {self._without_key(answer.text)[:200]!r}"
                 if answer.status_code < 500 and answer.status_code not in PASSING:
                     raise JudgeError(f"{self.url} refuses: {why}")
                 after = answer.headers.get("Retry-After")

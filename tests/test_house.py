@@ -48,7 +48,7 @@ OTHERS = {
 }  # fmt: skip
 """Files where such a word stands for something else, and for what. None comes."""
 MAY_ROLL_OUT = ("engines/", "rollouts.py", "testing/")
-MOST_ENTRIES, MOST_LINES = 35, 400
+MOST_ENTRIES, MOST_LINES = 36, 400
 LONGER = {"kernels/population_triton.py": 527}
 """Files that may have more lines, and how many. An entry goes when its file is short enough; none comes."""
 

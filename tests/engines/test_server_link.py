@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from evoalign.engines.server import client as client_module
 from evoalign.engines.server.adapters import PeftAdapter
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.dialect import Said, Server, checked_ids, checked_logprobs, measured
+from evoalign.engines.server.engine import ServerEngine
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.engines.server.link import Link
 from evoalign.engines.server.traffic import LOADS, Heard, Traffic
@@ -27,7 +29,8 @@ from evoalign.engines.sglang.dialect import _METRIC, MEASURED, SglangDialect
 from evoalign.engines.sglang.settings import SglangConfig
 from evoalign.engines.vllm_server.dialect import VllmDialect
 from evoalign.errors import ConfigError, EvoalignError, ModelError
-from evoalign.types import Request, Sampling, population
+from evoalign.types import MEAN, MEAN_PLAN, Request, Sampling, population
+from hostile_server import SLOW, hostile
 
 KEY = "sk-of-this-test"
 Handle = Callable[[BaseHTTPRequestHandler], None]
@@ -370,6 +373,37 @@ def test_few_adapters_are_on_their_way_at_once() -> None:
         adapters = [PeftAdapter({}, {})] * len(members)
         said = list(traffic.hear(pairs, lambda m: False, lambda some: adapters[: len(some)]))
     assert sum(isinstance(one, Heard) for one in said) == 12 and dialect.most == LOADS
+
+
+class Completes(Well):
+    """A dialect whose completions are requests, of a server that says that it is well."""
+
+    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Said]:
+        await client.post("/generate", {}, seconds=None)
+        return [Said((2,), "stop", None) for _ in requests]
+
+
+@pytest.mark.parametrize("kind", ["body", "header line", "early hints"])
+def test_a_completion_without_end_is_ended_by_the_timeout_of_the_engine(kind: str) -> None:
+    """After four times as long in a rollout, and at once where a few answers are asked for apart from one."""
+    dialect, request = Completes(), Request(0, (5,), Sampling(4))
+    with hostile(SLOW[kind]) as server, closing_link(link(dialect, url=server.url)) as found:
+        found.open()
+        engine: Any = SimpleNamespace(
+            dialect=dialect, _link=found, _there=lambda: found.client, _shelf=Bare(), _by_files=False, _config=None,
+            _settings=SimpleNamespace(timeout=0.2, batch=16, slots=lambda config: 1), _name=lambda member: "m",
+            _tokens=SimpleNamespace(stop_ids=[2]), _is_bare=lambda member: True, _adapters=None,
+        )  # fmt: skip
+        for work, least in (
+            (lambda: list(ServerEngine._hear(engine, MEAN_PLAN, [(MEAN, request)])), 4 * 0.2),
+            (lambda: ServerEngine._asked(engine, [request], None), 0.2),
+        ):
+            began = time.monotonic()
+            server.ended.clear()
+            with pytest.raises(LostError):
+                work()
+            assert least <= time.monotonic() - began < 10
+            assert server.ended.wait(10), "the connection is left open"
 
 
 def test_an_address_elsewhere_sees_no_files() -> None:

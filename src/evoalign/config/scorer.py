@@ -86,10 +86,10 @@ class ScorerConfig(Section):
     """Name of the environment variable that holds the service's token. It is not sent over plain http to another
     machine."""
     timeout: Seconds = 60.0
-    """Seconds for the answer to one request, after which it is sent again."""
+    """Seconds for one request, from connecting to the last byte of its answer, after which it is sent again."""
     deadline: Seconds = 600.0
     """Seconds without any scores, while some are asked for, after which the run stops. Until then a request that fails
-    is sent again."""
+    is sent again; a last one is sent at the deadline. No request takes longer than this."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
     """Requests in flight at once."""
 

@@ -260,7 +260,7 @@ def test_a_service_that_stays_away_is_an_error_and_no_score(served: Served) -> N
         ):
             client(url, deadline=0.5)
         scorer = client(served.url, deadline=0.5)
-        scorer._http.base_url = httpx.URL(url)
+        scorer._http._http.base_url = httpx.URL(url)
         with pytest.raises(RewardError, match=r"no scores for 0.5 s"):
             scorer.score(["a"] * 100, ["b"] * 100)
         assert threading.active_count() < 60

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of one server: bounded, kept-alive HTTP on a thread of its own, so that a whole population is in flight.
+"""A client of one server: kept-alive HTTP on a thread of its own, so that a whole population is in flight.
 
 What a server says is checked here to be JSON and elsewhere to be what was asked for: `LostError` is of a server that
 is to be started again, `RefusedError` of one that is well and says no. No message holds the key, whatever is answered.
@@ -11,24 +11,20 @@ import asyncio
 import contextlib
 import json
 import ssl
-import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import httpx
-
 from evoalign.config.addresses import parts_of
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.errors import ConfigError, cut, plain
+from evoalign.http import HttpClient, LoopThread, ReplyError, RequestError
 
 T = TypeVar("T")
 CONNECT = 10.0
 """Seconds within which a server has to take a connection."""
 SHORT = 30.0
 """Seconds within which what needs no model is answered."""
-KEPT = 2.0
-"""Seconds that an idle connection is used again: servers close it after 5, and a request at that moment is lost."""
 MOST_BYTES = 2**28
 """Of one answer: more is no answer."""
 RETRIES, BACKOFF = 3, 0.5
@@ -55,45 +51,29 @@ class Client:
             )
         self._key, self._room = key, asyncio.Semaphore(concurrency)
         try:
-            self._verify = ssl.create_default_context(cafile=ca_file)
+            verify = ssl.create_default_context(cafile=ca_file)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"engine.ca_file: {ca_file} holds no certificates ({error})") from error
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="evoalign-client", daemon=True)
-        self._thread.start()
-        self._http: httpx.AsyncClient = self.call(self._open())
-
-    async def _open(self) -> httpx.AsyncClient:
-        """No proxy, no `.netrc`: the address that was given is the one that is asked.
-
-        Connections are not bounded: completions are, and whether the server is well has to be asked beside these.
-        """
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT)
-        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        return httpx.AsyncClient(
-            base_url=self.url, headers=headers, limits=limits, verify=self._verify, trust_env=False
-        )
+        self._http = HttpClient(self.url, key, MOST_BYTES, connect=CONNECT, verify=verify)
+        self._loop = LoopThread("evoalign-client")
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the client's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.submit(work)
 
     def call(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         """What a coroutine comes to; it is cancelled where the wait is interrupted. LostError after `seconds`."""
-        future = self.submit(work)
         try:
-            return future.result(seconds)
-        except BaseException as error:
-            is_late = isinstance(error, TimeoutError) and not future.done()
-            future.cancel()
-            if is_late:
-                raise LostError(f"{self.url} does not answer within {seconds:g} s") from error
-            raise
+            return self._loop.call(work, seconds)
+        except TimeoutError as error:
+            if seconds is None:
+                raise
+            raise LostError(f"{self.url} does not answer within {seconds:g} s") from error
 
     async def post(self, path: str, body: Any, *, seconds: float | None = SHORT) -> Any:
         """The JSON that the server answers; None for an empty answer. Raises LostError, RefusedError.
 
-        `seconds` are for the whole answer; None is for completions, which take what they take.
+        `seconds` are for the whole answer. None is for completions, which the engine ends by `engine.timeout`.
         """
         return await self._ask("POST", path, body, seconds)
 
@@ -131,47 +111,31 @@ class Client:
 
     async def _once(self, method: str, path: str, content: bytes | None, seconds: float | None) -> bytes:
         where = f"{self.url}{path}"
-        headers = {} if content is None else {"Content-Type": "application/json"}
-        timeout = httpx.Timeout(None, connect=CONNECT)
         try:
-            async with asyncio.timeout(seconds):
-                async with self._http.stream(
-                    method, path, content=content, headers=headers, timeout=timeout
-                ) as response:
-                    raw = self._hidden(await _read(response))
+            reply = await self._http.send(method, path, content, seconds=seconds)
         except TimeoutError as error:
             raise LostError(f"{where} does not answer within {seconds:g} s") from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _AgainError(f"{where} does not answer: {_why(error)}") from error
-        except httpx.HTTPError as error:
+        except ReplyError as error:
+            raise LostError(str(error)) from error
+        except RequestError as error:
             # What is asked for may be done already: a completion is the same twice, an adapter is not loaded twice.
-            kind = _AgainError if seconds is None or method == "GET" else LostError
-            raise kind(f"{where} does not answer: {_why(error)}") from error
-        status = response.status_code
+            kind = _AgainError if seconds is None or method == "GET" or not error.is_sent else LostError
+            raise kind(f"{where} does not answer: {error}") from error
+        status, raw = reply.status, reply.body
         if status in (401, 403):
             what = "wants a key: set" if self._key is None else "refuses the key that it is given: see"
             raise RefusedError(f"{where} {what} engine.key_variable", status)
         if status in BUSY:
             raise _AgainError(f"{where} fails with status {status}: {shown(raw)}")
-        if status >= 500 or response.is_redirect:
+        if status >= 500 or 300 <= status < 400:
             raise LostError(f"{where} fails with status {status}: {shown(raw)}")
         if status >= 400:
             raise RefusedError(f"{where} refuses: {shown(raw)}", status)
         return raw
 
-    def _hidden(self, raw: bytes) -> bytes:
-        """Without the key, which a server or a proxy may say again; one of a few signs may be a part of anything."""
-        return raw if self._key is None or len(self._key) < 8 else raw.replace(self._key.encode(), b"***")
-
     def close(self) -> None:
         """End all that is in flight, and the thread."""
-        if self._loop.is_closed():
-            return
-        self.call(self._http.aclose())
-        self.call(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.close(self._http)
 
 
 class _AgainError(Exception):
@@ -183,10 +147,6 @@ def checked_url(url: str) -> str:
     if "@" in url or parts_of(url) is None:
         raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:30000")
     return url.rstrip("/").removesuffix("/v1")
-
-
-def _why(error: Exception) -> str:
-    return plain(cut(str(error) or type(error).__name__, WORDS))
 
 
 def _encoded(body: Any) -> bytes:
@@ -206,16 +166,6 @@ def shown(raw: bytes) -> str:
             break
         tree, text = found, found if isinstance(found, str) else json.dumps(found)
     return plain(cut(" ".join(text.split()), WORDS)) or "nothing"
-
-
-async def _read(response: httpx.Response) -> bytes:
-    parts, size = list[bytes](), 0
-    async for part in response.aiter_bytes():
-        size += len(part)
-        if size > MOST_BYTES:
-            raise LostError(f"{response.url} answers more than {MOST_BYTES // 2**20} MiB")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _no_number(name: str) -> float:

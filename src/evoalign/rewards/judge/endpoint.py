@@ -9,16 +9,17 @@ question would meet (the key, the route, the model's name) raises.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
-
-import httpx
 
 from evoalign.config.addresses import is_loopback, parts_of
 from evoalign.config.reading import parse
 from evoalign.errors import ConfigError, DataError, JudgeError, cut, plain
+from evoalign.http import HttpClient, ReplyError, RequestError
+from evoalign.http import Reply as HttpReply
 from evoalign.rewards.judge.base import NoReplyError, Reply
 
 PASSING = frozenset({408, 409, 425, 429})
@@ -57,15 +58,13 @@ class Endpoint:
             )
         self.name, self.concurrency = model, concurrency
         self._key, self._max_tokens, self._timeout, self._retries = key, max_tokens, timeout, retries
-        self._http: httpx.AsyncClient | None = None
+        self._http: HttpClient | None = None
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None]:
         """While questions are asked. A proxy of the environment is used for https alone, which it cannot read."""
-        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        async with httpx.AsyncClient(
-            headers=headers, timeout=None, limits=httpx.Limits(max_connections=None), trust_env=self._encrypted
-        ) as self._http:
+        self._http = HttpClient(self.url, self._key, MOST_BYTES, trust_env=self._encrypted)
+        async with aclosing(self._http):
             yield
 
     async def ask(self, prompt: str) -> Reply:
@@ -76,14 +75,14 @@ class Endpoint:
                 await asyncio.sleep(min(LONGEST, wait * random.uniform(0.5, 1.5) if after is None else after))
                 wait *= 2
             try:
-                async with asyncio.timeout(self._timeout):
-                    status, raw, after = await self._post(prompt)
+                reply = await self._post(prompt)
             except TimeoutError:
                 why, after = f"no answer within {self._timeout:g} s", None
                 continue
-            except httpx.HTTPError as error:
-                why, after = f"{type(error).__name__}: {error}", None
+            except (RequestError, ReplyError) as error:
+                why, after = str(error), None
                 continue
+            status, raw, after = reply.status, reply.body, _seconds(reply.headers.get("Retry-After", ""))
             if 200 <= status < 300:
                 try:
                     return _reply(raw)
@@ -100,28 +99,18 @@ class Endpoint:
 
     def hidden(self, text: str) -> str:
         """Without the key, which an endpoint may say again."""
-        return text if self._key is None else text.replace(self._key, "[key]")
+        return text if self._key is None else text.replace(self._key, "***")
 
     def _hidden(self, text: str) -> str:
         return plain(cut(self.hidden(text), 2 * WORDS))
 
-    async def _post(self, prompt: str) -> tuple[int, bytes, float | None]:
-        """Status, body, and the seconds that a server asks to be left alone."""
+    async def _post(self, prompt: str) -> HttpReply:
         assert self._http is not None
         body = {
             "model": self.name, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
             "max_tokens": self._max_tokens,
         }  # fmt: skip
-        async with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
-            parts, size = list[bytes](), 0
-            async for part in response.aiter_bytes():
-                parts.append(part)
-                size += len(part)
-                if size > MOST_BYTES:
-                    raise httpx.DecodingError(f"more than {MOST_BYTES // 2**20} MiB")
-        after = response.headers.get("Retry-After", "")
-        seconds = float(after) if after.isdecimal() and len(after) < 9 else None
-        return response.status_code, b"".join(parts), seconds
+        return await self._http.send("POST", "/chat/completions", json.dumps(body).encode(), seconds=self._timeout)
 
 
 def checked(url: str) -> tuple[str, bool]:
@@ -149,6 +138,10 @@ def _reply(raw: bytes) -> Reply:
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"the answer says nothing: {_start(raw)}")
     return Reply(text, ended == "length")
+
+
+def _seconds(after: str) -> float | None:
+    return float(after) if after.isascii() and after.isdecimal() and len(after) < 9 else None
 
 
 def _start(raw: bytes) -> str:

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
-import httpx
-
 from evoalign.config.addresses import is_here, parts_of
 from evoalign.config.reading import parse
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import ConfigError, DataError, RewardError, ScorerAwayError, cut, plain
+from evoalign.http import HttpClient, LoopThread, ReplyError, RequestError
 from evoalign.rewards.scorer.wire import DIGEST
 
 Pair: TypeAlias = tuple[str, str]
@@ -51,17 +50,15 @@ class Service:
         """Raises ConfigError, RewardError where no service answers."""
         self._url, self._config = _checked(str(config.url)), config
         self._closed, self._heard = threading.Event(), time.monotonic()
-        self._http = httpx.Client(
-            base_url=self._url, headers=_headers(config.token_env, self._url), timeout=config.timeout, trust_env=False,
-            follow_redirects=False, limits=httpx.Limits(max_connections=config.concurrency, keepalive_expiry=2.0),
-        )  # fmt: skip
+        self._http = HttpClient(self._url, _token(config.token_env, self._url), MOST_BYTES)
+        self._loop = LoopThread("evoalign-scorer")
         self._digest: str | None = None
         self._telling, self._is_away = threading.Lock(), False
         try:
             about = self._asked("GET", "/health", None, min(BEGINNING, config.deadline), self._closed)
             self.columns, self.digest, self._items, self._bytes = _known(about, self._url)
         except BaseException:
-            self._http.close()
+            self._loop.close(self._http)
             raise
         self._digest = self.digest
         self._threads = ThreadPoolExecutor(config.concurrency, "evoalign-scores")
@@ -102,7 +99,7 @@ class Service:
         while True:
             begun = time.monotonic()
             try:
-                found = self._once(method, path, body)
+                found = self._once(method, path, body, min(self._config.timeout, deadline))
                 self._tell_back()
                 return found
             except _AgainError as error:
@@ -143,18 +140,21 @@ class Service:
                 logger.warning("the scorer at %s answers again", self._url)
             self._is_away = False
 
-    def _once(self, method: str, path: str, body: bytes | None) -> Any:
+    def _once(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
         """Raises _AgainError, RewardError."""
         try:
-            with self._http.stream(method, path, content=body) as response:
-                raw = _read(response)
-        except httpx.HTTPError as error:
-            raise _AgainError(plain(cut(str(error) or type(error).__name__, WORDS))) from error
-        status = response.status_code
+            reply = self._loop.call(self._http.send(method, path, body, seconds=seconds))
+        except TimeoutError as error:
+            raise _AgainError(f"no answer within {seconds:g} s") from error
+        except RequestError as error:
+            raise _AgainError(str(error)) from error
+        except ReplyError as error:
+            raise RewardError(str(error)) from error
+        status = reply.status
         if status == 429:
-            raise _AgainError("its queue is full", _seconds(response.headers.get("Retry-After")), is_busy=True)
+            raise _AgainError("its queue is full", _seconds(reply.headers.get("Retry-After")), is_busy=True)
         try:
-            tree = parse(raw, f"the answer of {self._url}{path}", mend="see what answers there")
+            tree = parse(reply.body, f"the answer of {self._url}{path}", mend="see what answers there")
         except DataError as error:
             if status >= 500:  # a proxy's page
                 raise _AgainError(f"status {status}") from None
@@ -165,7 +165,7 @@ class Service:
             raise RewardError(
                 f"the scorer at {self._url}{path} refuses, with status {status}: {_words(tree)}{_mend(status)}"
             )
-        self._check_digest(response.headers.get(DIGEST), path)
+        self._check_digest(reply.headers.get(DIGEST), path)
         return tree
 
     def _check_digest(self, digest: str | None, path: str) -> None:
@@ -180,7 +180,7 @@ class Service:
         """End its threads and connections."""
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
-        self._http.close()
+        self._loop.close(self._http)
 
 
 class _AgainError(Exception):
@@ -197,11 +197,10 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _headers(variable: str | None, url: str) -> dict[str, str]:
-    """Raises ConfigError, which does not say the token."""
-    common = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+def _token(variable: str | None, url: str) -> str | None:
+    """Return the token. Raises ConfigError, which does not repeat it."""
     if variable is None:
-        return common
+        return None
     token = os.environ.get(variable, "")
     if not token or not (token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError(
@@ -213,7 +212,7 @@ def _headers(variable: str | None, url: str) -> dict[str, str]:
             f"scorer.url {url}: a token is not sent over plain http to another machine; give an https address, or "
             "bring the port here through a tunnel"
         )
-    return {**common, "Authorization": f"Bearer {token}"}
+    return token
 
 
 def _known(about: Any, url: str) -> tuple[tuple[str, ...], str, int, int]:
@@ -260,16 +259,6 @@ def _checked_scores(tree: Any, columns: Sequence[str], count: int, url: str) -> 
         if any(type(n) not in (int, float) for n in numbers):  # JSON of others than finite ones was refused
             raise RewardError(f"the scorer at {url} answers a {column} that is no finite number")
     return {column: [float(n) for n in found[column]] for column in columns}
-
-
-def _read(response: httpx.Response) -> bytes:
-    parts, size = list[bytes](), 0
-    for part in response.iter_bytes():
-        size += len(part)
-        if size > MOST_BYTES:
-            raise RewardError(f"{response.url} answers more than {MOST_BYTES >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _seconds(said: str | None) -> float | None:
