@@ -23,11 +23,11 @@ import re
 import sqlite3
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
-import httpx
+from evoalign.http import HttpClient, ReplyError, RequestError
 
 Messages = list[dict[str, str]]
 
@@ -39,6 +39,10 @@ RUBRIC = (
 SCORE = re.compile(r"Score: *(10|[0-9])\b(?!\.[0-9])")
 PASSING = frozenset((408, 409, 425, 429))
 """Refusals that may be none a moment later; so may all from 500 on."""
+
+
+MOST_BYTES = 2**20
+"""Size of a reply; larger ones are refused, and so are compressed ones."""
 
 
 class JudgeError(Exception):
@@ -72,8 +76,7 @@ class Judge:
             found = {name: reply for name in wanted if (reply := _kept(kept, name)) is not None}
             missing = {name: messages for name, messages in wanted.items() if name not in found}
             places = asyncio.Semaphore(self.concurrency)
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+            async with aclosing(HttpClient(self.url, self._key or None, MOST_BYTES)) as client:
 
                 async def one(name: str, messages: Messages) -> None:
                     async with places:
@@ -89,33 +92,31 @@ class Judge:
     def _name(self, messages: Messages) -> str:
         return hashlib.sha256(json.dumps([self.model, messages]).encode()).hexdigest()
 
-    async def _reply(self, client: httpx.AsyncClient, messages: Messages) -> str:
+    async def _reply(self, client: HttpClient, messages: Messages) -> str:
         """A reply with a score in it. Raises JudgeError."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 16}
+        sent = json.dumps(body).encode()
         wait = self.wait
         for attempt in range(self.retries + 1):
             after = None
             try:
-                answer = await client.post(f"{self.url}/chat/completions", json=body)
-                if answer.is_success:
-                    reply = _text_of(answer)
+                answer = await client.send("POST", "/chat/completions", sent, seconds=self.timeout)
+                if 200 <= answer.status < 300:
+                    reply = _text_of(answer.body)
                     score(reply)
                     return reply
-                why = f"status {answer.status_code}: {self._without_key(answer.text)[:200]!r}"
-                if answer.status_code < 500 and answer.status_code not in PASSING:
+                why = f"status {answer.status}: {_start(answer.body)}"
+                if answer.status < 500 and answer.status not in PASSING:
                     raise JudgeError(f"{self.url} refuses: {why}")
                 after = answer.headers.get("Retry-After")
-            except httpx.HTTPError as error:
-                why = f"{type(error).__name__} {error}".strip()
-            except ValueError as error:
+            except (RequestError, ReplyError, ValueError) as error:
                 why = str(error)
+            except TimeoutError:
+                why = f"no answer within {self.timeout:g} s"
             if attempt < self.retries:
                 await asyncio.sleep(float(after) if after and after.isdecimal() else wait * random.uniform(0.5, 1.5))
                 wait *= 2
         raise JudgeError(f"{self.url} gave no score in {self.retries + 1} attempts; the last: {why}")
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "[key]") if self._key else text
 
 
 def score(reply: str) -> float:
@@ -131,14 +132,18 @@ def _kept(kept: sqlite3.Connection, name: str) -> str | None:
     return None if row is None else str(row[0])
 
 
-def _text_of(answer: httpx.Response) -> str:
-    """Raises ValueError for what no such endpoint says."""
+def _start(raw: bytes) -> str:
+    return repr(raw.decode("utf-8", "replace")[:200])
+
+
+def _text_of(raw: bytes) -> str:
+    """Return the text of a chat completion. Raises ValueError for any other reply."""
     try:
-        text = answer.json()["choices"][0]["message"]["content"]
+        text = json.loads(raw)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise ValueError(f"the answer {answer.text[:80]!r} is no chat completion") from None
+        raise ValueError(f"the answer {_start(raw)} is no chat completion") from None
     if not isinstance(text, str):
-        raise ValueError(f"the answer {answer.text[:80]!r} says nothing")
+        raise ValueError(f"the answer {_start(raw)} says nothing")
     return text
 
 
