@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evoalign.cli.options import Debug, More, console, quiet
+from evoalign.cli.options import Debug, More, check_folder, console, quiet
 
 if TYPE_CHECKING:
     from evoalign.analysis import Analysis
@@ -46,13 +46,13 @@ def analyze(
         return
     from evoalign.analysis.base import settings_of
     from evoalign.config import load
-    from evoalign.errors import ConfigError
 
-    if to is not None and to.exists() and not to.is_dir():
-        raise ConfigError(f"--to {to} is a file; give a folder")
+    check_folder(to)
     settings = settings_of(chosen, sets or [])
     quiet()
-    from evoalign.rundir.directory import ANALYSES, older_report
+    from evoalign.rundir.directory import older_report
+    from evoalign.rundir.files import make_folder
+    from evoalign.rundir.links import ANALYSES
     from evoalign.setup import as_config
 
     own = as_config(load(config, needs_es=False)) if config else None
@@ -60,7 +60,7 @@ def analyze(
         finding = chosen.run(targets, settings, own)
     finding.show(console())
     if to is not None:
-        to.mkdir(parents=True, exist_ok=True)
+        make_folder(to)
         wrote = ", ".join(path.name for path in finding.write(to, chosen.name))
         typer.echo(f"wrote {wrote} into {to}{older_report(to.parent) if to.name == ANALYSES else ''}")
 

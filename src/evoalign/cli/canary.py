@@ -74,9 +74,9 @@ def canary(
         if json_ is not None:
             import json
 
-            from evoalign.rundir.files import write_text
+            from evoalign.rundir.files import make_folder, write_text
 
-            json_.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(json_.parent)
             write_text(json_, json.dumps(report.to_dict(), indent=2) + "\n")
         typer.echo(report.verdict())
     raise typer.Exit(report.code)

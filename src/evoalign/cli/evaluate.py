@@ -47,6 +47,10 @@ def evaluate(
 
     from evoalign.analysis import evaluations
     from evoalign.report.progress import Bar
+    from evoalign.rundir.links import refuse_links_above
+
+    if output is not None:
+        refuse_links_above(output)
 
     found = evaluations.expand(target)
     told = _show_row if len(found) > 1 else _show
@@ -151,9 +155,9 @@ def _write(output: Path, found: Evaluations, *, several: bool) -> None:
     """
     import json
 
-    from evoalign.rundir.files import write_rows, write_text
+    from evoalign.rundir.files import make_folder, write_rows, write_text
 
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
     tree = found.tree() if several else found.judged[0].tree()
     write_text(output, json.dumps(tree, indent=2) + "\n")
     for place, one in enumerate(found.judged):

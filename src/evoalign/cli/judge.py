@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evoalign.cli.options import Debug, console, quiet, say
+from evoalign.cli.options import Debug, check_folder, console, quiet, say
 
 if TYPE_CHECKING:
     from evoalign.rewards.judge.answers import Asked
@@ -89,8 +89,7 @@ def judge(
     from evoalign.rewards.judge.judgments import read
     from evoalign.rewards.judge.ratings import Settings
 
-    if to is not None and to.exists() and not to.is_dir():
-        raise ConfigError(f"--to {to} is a file; give a folder")
+    check_folder(to)
     settings = Settings(ratings.value, anchor, unparsed.value, prior, draws, shuffles, seed)
     if from_ is not None:
         if targets or judge_model or endpoint:
@@ -231,7 +230,7 @@ def _show(judgments: list[Judgment], settings: Settings, to: Path | None) -> Non
     from evoalign.report.terminal import print_line
     from evoalign.rewards.judge.ratings import rate
     from evoalign.rewards.judge.words import sentences
-    from evoalign.rundir.files import write_text
+    from evoalign.rundir.files import make_folder, write_text
 
     found = rate(judgments, settings)
     told = sentences(found)
@@ -240,7 +239,7 @@ def _show(judgments: list[Judgment], settings: Settings, to: Path | None) -> Non
     for line in told:
         print_line(screen, visible(line))
     if to is not None:
-        to.mkdir(parents=True, exist_ok=True)
+        make_folder(to)
         drawn = draw(found, to)
         tree = {**found.tree(), "sentences": told, "figures": [path.name for path in drawn]}
         write_text(to / "ratings.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")

@@ -45,6 +45,18 @@ def numbers(text: str | None, option: str = "--sigmas") -> list[float] | None:
         raise ConfigError(f"{option} {text!r}: expected numbers such as 1e-4,1e-3") from None
 
 
+def check_folder(to: Path | None) -> None:
+    """Raise ConfigError where `--to` is a file, and RunExistsError where a link inside a run directory leads to it."""
+    from evoalign.errors import ConfigError
+    from evoalign.rundir.links import refuse_links_above
+
+    if to is None:
+        return
+    if to.exists() and not to.is_dir():
+        raise ConfigError(f"--to {to} is a file; give a folder")
+    refuse_links_above(to / "file")
+
+
 def say(message: object) -> None:
     """On stderr, with control characters written out: a message may quote a file that came from anywhere.
 

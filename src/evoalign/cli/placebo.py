@@ -36,9 +36,14 @@ def placebo(
 
     from evoalign.config import load
     from evoalign.report.progress import Bar
+    from evoalign.rundir.links import refuse_links, refuse_links_above
     from evoalign.training.placebos import keep
     from evoalign.training.placebos import placebo as measure
 
+    if generation is None:
+        refuse_links(run)
+    if json_file is not None:
+        refuse_links_above(json_file)
     with Bar("placebos", Console(stderr=True)):
         found = measure(
             run,
@@ -53,9 +58,9 @@ def placebo(
     if json_file is not None:
         import json
 
-        from evoalign.rundir.files import write_text
+        from evoalign.rundir.files import make_folder, write_text
 
-        json_file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(json_file.parent)
         write_text(json_file, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
         say(f"written to {json_file}")
     try:

@@ -70,20 +70,20 @@ def _show(result: ProbeResult, json_: Path | None) -> None:
     if json_ is not None:
         import json
 
-        from evoalign.rundir.files import write_text
+        from evoalign.rundir.files import make_folder, write_text
 
-        json_.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(json_.parent)
         write_text(json_, json.dumps(result.to_dict(), indent=2) + "\n")
 
 
 def _write(result: ProbeResult, path: Path) -> None:
     from evoalign.preflight.advice import overlay
-    from evoalign.rundir.files import write_text
+    from evoalign.rundir.files import make_folder, write_text
 
     if result.width is None:
         typer.echo(f"{path} is not written")
         raise typer.Exit(NOTHING)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_text(path, overlay(result))
     typer.echo(f"written: {path}; train with --config {path}")
 

@@ -31,7 +31,8 @@ def report(
     from evoalign.report.html import page
     from evoalign.report.html.serving import Server
     from evoalign.rundir.directory import REPORT
-    from evoalign.rundir.files import write_text
+    from evoalign.rundir.files import make_folder, write_text
+    from evoalign.rundir.links import refuse_links, refuse_links_above
     from evoalign.training.reporting.analyses import shared
     from evoalign.training.reporting.run import stamp, views_of
 
@@ -53,9 +54,12 @@ def report(
     if to is None and len(found) > 1:
         raise ConfigError(f"{len(found)} runs: say where their page goes, such as --to {REPORT}")
     file = found[0] / REPORT if to is None else to
+    refuse_links_above(file)
+    if to is None:
+        refuse_links(found[0])
     if file.exists() and not page.is_ours(file):
         raise ConfigError(f"{file} is there and no report; choose another with --to")
     written = render()
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     write_text(file, written)
     typer.echo(f"wrote {file}")

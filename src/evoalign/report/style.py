@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.rundir.files import replacing
+from evoalign.rundir.files import make_folder, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,6 +77,6 @@ def series(index: int) -> dict[str, Any]:
 
 
 def _write(figure: Figure, path: Path, form: str, metadata: dict[str, str | None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with replacing(path) as file:
         figure.savefig(file, format=form, metadata=metadata)

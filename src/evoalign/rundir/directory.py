@@ -17,13 +17,12 @@ from evoalign.config.reading import MissingError, check_regular, parse, read_byt
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, RunExistsError
 from evoalign.rundir import journal
 from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
+from evoalign.rundir.links import FOLDERS, MADE, links_in, refuse_links, refuse_links_above
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
 from evoalign.rundir.rows import is_row
 
 FAILED_COMPLETION = "failed_completion.json"
 REPORT = "report.html"
-ANALYSES = "analysis"
-"""Of a run's folder: what `evoalign analyze ... --to` put there for its report."""
 LOCK = ".lock"
 OURS = (
     JOURNAL,
@@ -39,7 +38,6 @@ OURS = (
 )
 """What `create` and the first generation leave in a run directory. The manifest is made first and goes last: with it,
 all the others are known to be of a run."""
-FOLDERS = ("results", "results/completions", "figures", "logs")
 MEASURING = "measuring"
 """Stands, true, in results/evaluation.json while placebos and nats a token are being measured."""
 BEFORE_VALIDATION, AFTER_VALIDATION = "before_validation", "after_validation"
@@ -91,9 +89,11 @@ class RunDir:
     def lock(self) -> None:
         """Keep other processes out until `release`; the lock goes with the process, however that ends.
 
-        Makes the folder. Raises RunExistsError where another process is in it.
+        Makes the folder. Raises RunExistsError where another process is in it, and for links inside it.
         """
         self._check_place()
+        refuse_links_above(self.path / LOCK)
+        refuse_links(self.path, whole=True)
         self._made += [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -132,9 +132,13 @@ class RunDir:
         return self._folder is None or is_at(self._folder, self.path)
 
     def check(self) -> None:
-        """Raise RunGoneError where the folder was removed, moved or replaced since it was locked."""
+        """Raise RunGoneError where the folder was removed, moved or replaced since it was locked.
+
+        Raise RunExistsError where one of the folders in it is a link by now.
+        """
         if self._folder is not None:
             check_at(self._folder, self.path)
+        refuse_links(self.path)
 
     def create(self, config: Config, manifest: Mapping[str, Any], *, overwrite: bool) -> None:
         """Make the folders and write config and manifest; nothing is left of them where that fails.
@@ -169,8 +173,10 @@ class RunDir:
 
     def sweep(self) -> None:
         """Take away what a process that died left half written."""
-        for file in [*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp"), *self.path.glob("results/*/.*.tmp")]:
-            remove(file)
+        names = () if any(links_in(self.path)) else FOLDERS
+        for place in (self.path, *(self.path / name for name in names)):
+            for file in place.glob(".*.tmp"):
+                remove(file)
 
     def undo(self) -> None:
         """Take back what `create` did: for input that turns out to be bad before the first generation is done."""
@@ -188,7 +194,7 @@ class RunDir:
             self.aside = None
 
     def _make_folders(self) -> None:
-        for name in FOLDERS:
+        for name in MADE:
             (self.path / name).mkdir(exist_ok=True)
 
     def _clear(self) -> None:
@@ -214,6 +220,7 @@ class RunDir:
             return
         if not is_run(self.path):
             raise RunExistsError(f"output_dir {self.path} holds something else than a run; choose another")
+        refuse_links(self.path, whole=True)
         if not overwrite:
             raise RunExistsError(
                 f"output_dir {self.path} holds a run; resume it ({resume_command(self.path)}), move it aside "
@@ -243,12 +250,12 @@ class RunDir:
         if has_manifest and name.parts[0] in ("logs", "trainer"):  # of trackers, and of GRPO's trainer
             return True
         if path.is_dir():
-            return not path.is_symlink() and name.as_posix() in (*FOLDERS, "trainer")
+            return not path.is_symlink() and name.as_posix() in (*MADE, "trainer")
         is_half = name.name.startswith(".") and name.name.endswith(".tmp")
         if is_half:
             name = name.with_name(name.name[1:-4])
         if name.as_posix() == self.config.name:  # a user's folder may have one; earlier releases wrote it first
-            return has_manifest or all((self.path / folder).is_dir() for folder in FOLDERS)
+            return has_manifest or all((self.path / folder).is_dir() for folder in MADE)
         if name.as_posix() in (LOCK, FAILED_COMPLETION):
             return True
         return name.as_posix() in EARLY and (has_manifest or is_half)  # a web page has a manifest.json, too

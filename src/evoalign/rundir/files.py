@@ -9,12 +9,13 @@ import os
 import re
 import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from evoalign.config.reading import check_regular
 from evoalign.errors import DataError, RunExistsError, RunGoneError
+from evoalign.rundir.links import is_link, refuse_links_above
 
 MOST_BYTES = 2**44
 
@@ -33,7 +34,11 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """A file that is written under another name, flushed to disk and renamed; gone where that fails."""
+    """A file that is written under another name, flushed to disk and renamed; gone where that fails.
+
+    Raises RunExistsError where a link inside a run directory leads to it.
+    """
+    refuse_links_above(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # of a process that died, or a link that leads elsewhere
@@ -87,8 +92,11 @@ def filled(folder: Path, *, replace: bool = True) -> Generator[Path]:
 def scratch(folder: Path) -> Generator[Path]:
     """An empty folder for the time being. Whoever takes the name next takes away what a process that died left there.
 
-    Raises RunExistsError where another process is in it.
+    Raises RunExistsError where another process is in it, or a link inside a run directory leads to it.
     """
+    refuse_links_above(folder)
+    if is_link(folder):  # what it points to is not ours to empty
+        folder.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     handle = opened(folder)
     try:
@@ -104,6 +112,12 @@ def scratch(folder: Path) -> Generator[Path]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless they exist. Raises RunExistsError for links inside a run directory."""
+    refuse_links_above(folder / "file")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def opened(folder: Path) -> int | None:
@@ -152,12 +166,17 @@ def remove(path: Path) -> None:
 
 
 def remove_whole(path: Path) -> None:
-    """`remove` a folder so that no part of it is ever seen under its name."""
+    """`remove` a folder so that no part of it is ever seen under its name.
+
+    Raises RunExistsError where a link inside a run directory leads to it.
+    """
+    refuse_links_above(path)
     if path.is_symlink():
         path.unlink()
         return
     gone = path.with_name(f".{path.name}.gone.tmp")
-    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        remove(gone)
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 

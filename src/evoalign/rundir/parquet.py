@@ -9,7 +9,7 @@ from typing import Any
 
 from evoalign.config.reading import open_plain
 from evoalign.errors import DataError, plain
-from evoalign.rundir.files import replacing
+from evoalign.rundir.files import make_folder, replacing
 
 BATCH = 256
 MOST_BYTES = 2**32
@@ -23,7 +23,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
     table = pyarrow.Table.from_pylist(list(rows))
     fields = [f.with_type(pyarrow.string()) if pyarrow.types.is_null(f.type) else f for f in table.schema]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with replacing(path) as file:
         parquet.write_table(table.cast(pyarrow.schema(fields)), file, write_page_checksum=True)
 

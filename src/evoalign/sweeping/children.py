@@ -19,6 +19,7 @@ from evoalign.config.reading import check_regular, parse
 from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
+from evoalign.rundir.links import links_in
 from evoalign.rundir.method import COMMANDS
 from evoalign.sweeping.cells import Run
 
@@ -157,7 +158,7 @@ def is_busy(path: Path) -> bool:
     try:
         run.lock()
     except RunExistsError:
-        return True
+        return not any(links_in(path, whole=True))  # where it holds links, its own process reports them
     run.release()
     return False
 

@@ -18,11 +18,14 @@ from evoalign.errors import ConfigError, RunExistsError
 from evoalign.rundir.directory import LOCK, RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.identity import differences
+from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import Method
 from evoalign.sweeping.cells import Cell, Run, Tree, make_run, read_json, resolve
 
 FORMAT_VERSION = 1
 SWEEP = "sweep.json"
+STUDY = "study.jsonl"
+"""The trials of a search."""
 
 
 class Folder:
@@ -55,6 +58,7 @@ class Folder:
         except RunExistsError as error:
             raise RunExistsError(str(error).replace("output_dir", "--to").replace("training", "at work")) from None
         try:
+            refuse_links(self.path, (STUDY, "configs"))
             if file.is_file():
                 self._read(file)
         except BaseException:
@@ -66,7 +70,9 @@ class Folder:
         self._lock.release()
 
     def add(self, cells: Sequence[Cell], seeds: Sequence[int]) -> None:
-        """Write down that these cells and seeds belong to the sweep."""
+        """Write down that these cells and seeds belong to the sweep. Raises RunExistsError for links in their place."""
+        for name in (cell.name for cell in cells):
+            refuse_links(self.path, (name, f"configs/{name}", *(f"{name}/seed_{seed}" for seed in seeds)))
         for cell in cells:
             self.cells.setdefault(cell.name, cell)
             known = self.seeds.setdefault(cell.name, [])

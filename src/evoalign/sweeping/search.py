@@ -39,7 +39,7 @@ from evoalign.sweeping.cells import (
     product,
 )
 from evoalign.sweeping.children import Children, Ended, is_busy, last_rows
-from evoalign.sweeping.folder import Folder
+from evoalign.sweeping.folder import STUDY, Folder
 from evoalign.sweeping.progress import Display
 from evoalign.sweeping.sweep import Sweep, check_measure, check_validation, conclude, drive, make_children, prepare
 from evoalign.version import install
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import Trial
 
-STUDY = "study.jsonl"
 SAMPLER_SEED = 0
 STARTUP_TRIALS = 5
 """Trials that the median is taken over at the least, before any is pruned."""

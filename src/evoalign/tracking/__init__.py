@@ -13,6 +13,7 @@ from evoalign.config import Config
 from evoalign.config.run import TRACKERS
 from evoalign.errors import ConfigError
 from evoalign.plugins import FAILURES, load_object
+from evoalign.rundir.files import make_folder
 from evoalign.tracking.base import Answer, Guarded, Ready, Tracker
 from evoalign.version import install
 
@@ -53,7 +54,7 @@ def create(config: Config, run: Path, resumed_at: int | None = None) -> list[Tra
     warning. Raises ConfigError where one is missing or cannot start; then none is left open.
     """
     check(config)
-    (run / "logs").mkdir(parents=True, exist_ok=True)
+    make_folder(run / "logs")
     trackers: list[Tracker] = []
     try:
         for name in dict.fromkeys(config.tracking.backends):

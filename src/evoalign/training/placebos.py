@@ -31,6 +31,7 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log, Recorded
+from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import load_own
 from evoalign.rundir.sealing import EVALUATION
 from evoalign.setup import ConfigLike, Parts, Rewards, Served, as_config, assemble, task_and_data
@@ -178,6 +179,7 @@ def keep(run: Path, found: Placebos) -> str:
     """Write results/placebo.json, which cards and comparisons read, of a run that is done; in words, what was done."""
     if not run.is_dir():
         return f"not kept: {run} is a journal by itself, no run directory"
+    refuse_links(run)
     log = log_of(run)
     try:
         done = read_object(run / EVALUATION)

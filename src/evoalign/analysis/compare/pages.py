@@ -25,7 +25,7 @@ from evoalign.analysis.compare.words import summary as summary
 from evoalign.analysis.compare.words import where
 from evoalign.report.markdown import bullets, escape, table
 from evoalign.report.tables import shorten, visible
-from evoalign.rundir.files import write_text
+from evoalign.rundir.files import make_folder, write_text
 
 LABEL = 60
 
@@ -91,7 +91,7 @@ def _plain(text: str, length: int | None = LABEL) -> str:
 def write(comparison: Comparison, folder: str | Path) -> list[Path]:
     """Write comparison.md, comparison.json and the figures into a folder, and return their paths."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     drawn = figures.draw(comparison, folder)
     tree = {**as_tree(comparison), "figures": [path.name for path in drawn.values()]}
     write_text(folder / "comparison.json", json.dumps(tree, indent=2, allow_nan=False) + "\n")

@@ -130,7 +130,7 @@ class ServerProcess:
             return
         folder.mkdir(parents=True, exist_ok=True)
         count = 1
-        while (to := folder / f"server{count if count > 1 else ''}.log").exists():
+        while os.path.lexists(to := folder / f"server{count if count > 1 else ''}.log"):  # a link to nothing, too
             count += 1
         with contextlib.suppress(OSError):  # a full disk costs the log, and no run
             if self.log.stat().st_dev == folder.stat().st_dev:

@@ -22,7 +22,8 @@ from evoalign.errors import ConfigError, RunExistsError, shown
 from evoalign.rewards.judge.answers import Asked
 from evoalign.rewards.judge.judgments import Judgment, judgment_of
 from evoalign.rewards.judge.rubrics import rubric_hash
-from evoalign.rundir.files import is_at, locked, write_text
+from evoalign.rundir.files import is_at, locked, make_folder, write_text
+from evoalign.rundir.links import is_link
 
 Key: TypeAlias = tuple[str, str, str, str, bool]
 
@@ -140,8 +141,10 @@ class Transcript:
     @contextmanager
     def opened(self) -> Generator[None]:
         """To be written to by this process alone. A line that a stop cut off goes. Raises RunExistsError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         place = self.path.with_name(f".{self.path.name}.lock")
+        if is_link(place):
+            place.unlink()
         with place.open("ab") as lock:
             if not (locked(lock) and is_at(lock, place)):
                 raise RunExistsError(f"{self.path}: another process writes there; wait for it, or give another --to")
@@ -149,7 +152,7 @@ class Transcript:
                 if self.path.exists() and read_bytes(self.path) != self._raw:
                     raise RunExistsError(f"{self.path} was changed meanwhile; give the command again")
                 kept = "".join(map(_line, self.rows))
-                if kept.encode() != self._raw:
+                if kept.encode() != self._raw or is_link(self.path):  # lines are appended to no file elsewhere
                     write_text(self.path, kept)
                 with self.path.open("ab") as self._file:
                     yield

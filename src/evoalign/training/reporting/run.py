@@ -25,8 +25,9 @@ from evoalign.report.figures import ES_WORDS, GRPO_WORDS
 from evoalign.report.html import page
 from evoalign.report.html.view import State, View
 from evoalign.rundir import parquet, sealing
-from evoalign.rundir.directory import ANALYSES, REPORT, RunDir
+from evoalign.rundir.directory import REPORT, RunDir
 from evoalign.rundir.files import write_text
+from evoalign.rundir.links import ANALYSES, refuse_links
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 from evoalign.training.reporting import words as said
 from evoalign.training.reporting.analyses import analysed
@@ -42,6 +43,7 @@ _T = TypeVar("_T")
 
 def write_report(run: Path) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises EvoalignError, OSError."""
+    refuse_links(run)
     file = run / REPORT
     write_text(file, page.render(views_of([run])))
     return file
