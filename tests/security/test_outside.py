@@ -339,3 +339,7 @@ def test_hub_name_is_followed_where_its_files_are_here(
     assert [place for place, _, _ in outside.marked(config)] == [setting]
     (tmp_path / f"{kind}--some--repository").mkdir()
     assert list(outside.marked(config)) == []
+
+
+def test_data_of_a_shipped_task_are_not_marked() -> None:
+    assert list(outside.marked(Config.model_validate({"es": {"sigma": 0.1}, "task": {"name": "gsm8k"}}))) == []
