@@ -90,7 +90,7 @@ class Sampling:
 class Request:
     """One completion wanted of every member of a plan, or of the one that it names.
 
-    `index` identifies the request within a rollout: unique, in any order, beginning anywhere.
+    `index` identifies the request among those of one member in a rollout: unique, in any order, beginning anywhere.
     `seed` belongs to the (prompt, sample) and not to the member: all members draw with common random numbers, whether
     they share a request or each have their own of the same seed.
     """

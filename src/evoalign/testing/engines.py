@@ -123,32 +123,36 @@ def check_rollouts(bench: Bench) -> None:
 
 
 def check_request_indices(bench: Bench) -> None:
-    """A rollout carries the index of its own request: indices begin anywhere, in any order, over several batches."""
-    short, members = Sampling(2), (*population(3), MEAN)
-    prompts = [dataclasses.replace(r, sampling=short) for r in bench.requests]
+    """A rollout carries the index of its own request: indices begin anywhere, in any order, over several batches.
+
+    Requests that name different members may have the same index.
+    """
+    members = (*population(3), MEAN)
+    prompts = [dataclasses.replace(r, sampling=Sampling(2)) for r in bench.requests]
     plan = bench.plan(members)
-    wanted = {MEAN_PLAN: _answers(bench, MEAN_PLAN, prompts), plan: _answers(bench, plan, prompts)}
 
     def renumbered(count: int, asked: Sequence[Member | None]) -> list[Request]:
-        numbers = ((7 * i) % count for i in range(count))  # a permutation: no count has the factor 7
+        """For each of `asked` the indices from 1000 on in another order: 7 shares no factor with `count`."""
         return [
-            dataclasses.replace(prompts[i % len(prompts)], index=1000 + number, member=asked[i % len(asked)])
-            for i, number in enumerate(numbers)
+            dataclasses.replace(prompts[(i + k) % len(prompts)], index=1000 + (7 * i) % count, member=member)
+            for i in range(count)
+            for k, member in enumerate(asked)
         ]
 
-    rollouts = (
-        (plan, renumbered(10, [None])),
+    for where, requests in (
         (MEAN_PLAN, renumbered(MANY, [None])),
-        (plan, renumbered(MANY, members)),
-    )
-    for where, requests in rollouts:
-        prompt_of = {r.index: i % len(prompts) for i, r in enumerate(requests)}
+        (plan, renumbered(10, [None])),
+        (plan, renumbered(MANY // len(members), members)),
+    ):
+        wanted = _answers(bench, where, prompts)
+        pairs = {(m.index, r.index): r for m, r in pairs_of(where.members, requests)}
         got = list(bench.engine.rollout(where, requests))
         keys = sorted((r.member.index, r.request) for r in got)
-        want = sorted((m.index, r.index) for m, r in pairs_of(where.members, requests))
-        assert keys == want, f"{len(requests)} requests: asked for (member, index) {want}, got {keys}"
+        assert keys == sorted(pairs), f"{len(requests)} requests: asked for (member, index) {sorted(pairs)}, got {keys}"
         for rollout in got:
-            same_up_to_ties(bench, rollout, wanted[where][rollout.member.index, prompt_of[rollout.request]])
+            request = pairs[rollout.member.index, rollout.request]
+            same = next(p for p in prompts if p.prompt_ids == request.prompt_ids)
+            same_up_to_ties(bench, rollout, wanted[rollout.member.index, same.index])
 
 
 def check_requests_of_one_member(bench: Bench) -> None:
