@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evoalign import models
+from evoalign import http, models
 from evoalign.cli import main
 from evoalign.engines.server import canary as canary_module
 from evoalign.engines.server import client as client_module
@@ -236,8 +236,8 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pyte
         def log_message(self, format: str, *arguments: Any) -> None:
             pass
 
-    assert client_module.KEPT < 5
-    monkeypatch.setattr(client_module, "KEPT", 0.2)
+    assert http.KEPT < 5
+    monkeypatch.setattr(http, "KEPT", 0.2)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         client = client_module.Client(f"http://127.0.0.1:{server.server_address[1]}")
