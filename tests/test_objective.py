@@ -511,7 +511,7 @@ def test_a_run_that_names_an_objective_is_not_evaluated_unasked(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code
-    assert f"task.objective.name '{HERE}:Adaptive'" in " ".join(capsys.readouterr().err.split())
+    assert f"task.objective.name to '{HERE}:Adaptive'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_population_is_asked_for_where_there_is_one(questions: str, tmp_path: Path) -> None:

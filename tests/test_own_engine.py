@@ -207,7 +207,7 @@ def test_a_run_does_not_say_which_engine_is_imported(hostile: dict[str, Any]) ->
     Path("run").mkdir()
     Path("run/config.yaml").write_text(to_yaml(from_dict(hostile)))
     Path("run/journal.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"engine\.name .evil_engine:Engine"):
+    with pytest.raises(ConfigError, match=r"engine\.name to .evil_engine:Engine"):
         load_own(Path("run"))
     assert not Path("owned").exists()
 

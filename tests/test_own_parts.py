@@ -78,7 +78,7 @@ def test_none_of_them_is_imported_because_a_run_says_so(run: Callable[..., Done]
         Path("run/config.yaml").write_text(json.dumps({**config, **plain}))
         refused = run(*(("train", "run", "--resume") if kept == "tracking" else ("eval", "run")))
         place = "tracking.backends" if kept == "tracking" else f"{kept}.name"
-        assert refused.code == 2 and f"sets {place} '{tmp_path}" in refused.err
+        assert refused.code == 2 and f"sets {place} to '{tmp_path}" in refused.err
     assert not Path("owned").exists()
 
 

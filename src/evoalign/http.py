@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import threading
@@ -19,6 +20,8 @@ from evoalign.errors import EvoalignError, cut, plain
 T = TypeVar("T")
 KEPT = 2.0
 """Seconds for which an idle connection is reused: servers close it after 5, and a request at that moment is lost."""
+LAST = 2.0
+"""Seconds for what is left when a client is closed."""
 LEAST_KEY = 8
 """Characters of a key that is hidden in replies: a shorter one may be a part of any word."""
 WORDS = 300
@@ -138,7 +141,8 @@ class LoopThread:
         if self._loop.is_closed():
             return
         self.call(client.aclose())
-        self.call(self._loop.shutdown_default_executor())
+        with contextlib.suppress(TimeoutError):  # a name that is being resolved cannot be cancelled
+            self.call(self._loop.shutdown_default_executor(), LAST)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -110,7 +110,7 @@ def _from_name(name: str, attribute: str, what: str) -> ModuleType:
 
 def _from_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"{what}: no file {path}")
+        raise ConfigError(f"{what}: no file {path} (looked from {Path.cwd()}); start the command where it is")
     name = f"evoalign_user_{path.stem}_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]

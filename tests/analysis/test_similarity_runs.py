@@ -89,7 +89,7 @@ def test_a_run_whose_rewards_are_code_is_compared_by_the_config_that_is_given(tm
         "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 2},
         "checks": {"placebo": 0, "control_every": 0},
     })  # fmt: skip
-    assert "task.rewards 'own.py:brief'" in run("analyze", "similarity", "coded").err
+    assert "task.rewards to 'own.py:brief'" in run("analyze", "similarity", "coded").err
     done = run("analyze", "similarity", "coded", "--config", "coded/config.yaml", "--set", "spectrum=false")
     assert (done.code, done.err) == (0, "") and "norm of the change" in done.out
 

@@ -190,7 +190,9 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     for words in ([*next_ones[0], "--shuffles", "1"], *next_ones[1:]):
         assert run(*words).code == 0, "as it was printed"
     unasked = run("eval", "runs/my_task")
-    assert unasked.code == 2 and all(f"task.rewards 'reward.py:{name}'" in unasked.err for name in ("right", "brief"))
+    assert unasked.code == 2 and all(
+        f"task.rewards to 'reward.py:{name}'" in unasked.err for name in ("right", "brief")
+    )
     assert run("eval", "runs/my_task", "--config", "runs/my_task/config.yaml", "--output", "out/scores.json").code == 0
     scores = json.loads((folder / "out/scores.json").read_text())
     results = json.loads((folder / "runs/my_task/results/evaluation.json").read_text())

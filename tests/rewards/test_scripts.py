@@ -153,7 +153,7 @@ def test_a_script_is_code_that_a_run_may_not_name(
     (run / "config.yaml").write_text(json.dumps(tree))
     (run / "manifest.json").write_text(json.dumps({"method": "es"}))
     (run / "journal.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=rf"task\.rewards '{path}'"):
+    with pytest.raises(ConfigError, match=rf"task\.rewards to '{path}'"):
         evoalign.evaluate(run)
     monkeypatch.setattr(sys, "argv", ["evoalign", "eval", str(run), "--set", "evaluation.max_tokens=1"])
     with pytest.raises(SystemExit) as ended:

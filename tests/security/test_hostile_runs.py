@@ -76,7 +76,7 @@ def test_another_task_does_not_bring_the_space_of_a_run(run: Run, tmp_path: Path
     (tmp_path / "run/config.yaml").write_text(f"es: {{sigma: 0.01}}\n{CODE['space']}\n")
     (tmp_path / "run/journal.jsonl").touch()
     done = run("eval", "run", "--task", "conciseness")
-    assert done.code == 2 and "space.name 'evil:Space'" in done.err
+    assert done.code == 2 and "space.name to 'evil:Space'" in done.err
 
 
 @pytest.mark.parametrize("file", ["run/config.yaml", "./run/../run/config.yaml", "code.yaml"])
@@ -163,7 +163,7 @@ HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "two wrong settings": ("lora", {"config.seed": -1, "config.lora.rank": 0}, r"cannot be: seed: .*; lora\.rank: "),
     "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "home of nobody"),
     "a nul in a name": ("lora", {"config.model.name": "./a\0b"}, "no folder"),
-    "code": ("lora", {"config.space": {"name": "evil:Space"}}, r"space\.name 'evil:Space'"),
+    "code": ("lora", {"config.space": {"name": "evil:Space"}}, r"space\.name to 'evil:Space'"),
     "control characters": ("lora", {"config.model.name": f"./{ESC}"}, "no folder"),
     "control characters in a setting": ("lora", {"config.task.name": "countdown", f"config.{ESC}": 1}, "unknown"),
     "a line that breaks": ("lora", {"config.space": {"name": "a:b\n\x1b[1A"}}, r"space\.name"),

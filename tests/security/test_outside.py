@@ -27,8 +27,12 @@ from evoalign.config import Config, load, outside
 from evoalign.config.engines import ENGINES
 from evoalign.config.outside import Inside, Outside
 from evoalign.config.spaces import SECTIONS
+from evoalign.errors import ConfigError
+from evoalign.rundir import journal
 from evoalign.rundir.journal import GENESIS
+from evoalign.rundir.method import load_own
 from evoalign.tasks.safety.rows import Settings as SafetySettings
+from evoalign.training.replay import rebuilt
 
 DATA = Path(__file__).parents[2] / "data" / "tasks" / "conciseness"
 SECRET = "s3cretVALUE0123456789"
@@ -315,14 +319,124 @@ def test_setting_given_by_the_user_is_followed(by: str, made: Path, trap: Trap, 
     assert "scorer.url " not in done.err, done.err
 
 
-def test_output_dir_of_a_run_is_where_the_run_is(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
-    """So that a resume writes into the run, whatever its config says."""
+@pytest.mark.parametrize("words", [[], ["--config", "{run}/config.yaml"]], ids=["alone", "with its own config"])
+@pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
+def test_output_dir_of_a_run_is_where_the_run_is(
+    named: str, words: list[str], made: Path, trap: Trap, run: Run, tmp_path: Path
+) -> None:
+    """So that a resume writes into the run, whatever its config says: the run may have been moved."""
     forged = forge(made, tmp_path / "forged", trap, {})
     tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder)}
     (forged / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = run("train", forged / "config.yaml", "--resume", "--set", "checks.control_every=0")
+    done = run("train", *filled([named, "--resume", *words, "--set", "es.num_generations=3"], {"run": forged}))
     assert done.code == 0, done.err
-    assert trap.sprung == [] and (forged / "results" / "evaluation.json").is_file()
+    assert trap.sprung == [] and len((forged / "metrics.jsonl").read_text().splitlines()) == 3
+    plan = run("train", *filled([named, "--resume", *words, "--set", "output_dir=other", "--dry-run"], {"run": forged}))
+    assert "output_dir: other" in plan.out
+
+
+@pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
+def test_sweep_of_a_run_is_next_to_the_run(named: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    forged = forge(made, tmp_path / "forged", trap, {})
+    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(trap.folder / "x")}
+    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = run("sweep", named.format(run=forged), "--seeds", "0", "--jobs", "1")
+    assert done.code == 0 and trap.sprung == [] and (tmp_path / "forged_sweep/sweep.json").is_file(), done.err
+
+
+# --- what comes by another way ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["eval", "placebo", "replay", "export", "resume", "doctor"])
+@pytest.mark.parametrize("inner", ["adapter", "run"])
+def test_model_folder_of_a_run_names_no_model_to_download(
+    inner: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
+) -> None:
+    """A folder in `model.name` has a base: that of an adapter, or the model of a run in it."""
+    base = tmp_path / "base"
+    if inner == "adapter":
+        base.mkdir()
+        (base / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/of-that-name"}')
+    else:
+        forge(made, base, trap, FORGED["model.name"][1])
+    forged = forge(made, tmp_path / "forged", trap, {"model": {"name": str(base)}})
+    done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
+    assert done.code == (1 if command == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
+
+
+def test_settings_of_code_are_given_with_it(tmp_path: Path) -> None:
+    """A user who names the engine's class does not take the run's program for it."""
+    tree = {"es": {"sigma": 0.1}, "engine": {"name": "x:Y", "python": "./evil.sh"}, "space": {"name": "x:Z", "a": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "journal.jsonl").touch()
+    names = ["engine.name=mine:Engine", "space.name=mine:Space"]
+    with pytest.raises(ConfigError, match=r"space\.a to 1 .*engine\.python to './evil\.sh'"):
+        load_own(tmp_path, overrides=names)
+    config = load_own(tmp_path, overrides=[*names, "engine.python=python3", "space.a=2"])
+    assert config.engine.model_dump()["python"] == "python3"
+
+
+def test_config_next_to_a_link_to_no_journal_is_that_of_a_run(trap: Trap, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "forged").mkdir()
+    tree = {"es": {"sigma": 0.1}, "task": {"name": "custom", "rewards": [str(trap.program)]}}
+    (tmp_path / "forged/config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "forged/journal.jsonl").symlink_to("missing")
+    done = run("train", tmp_path / "forged/config.yaml", "--resume")
+    assert done.code == 2 and "task.rewards to " in done.err and trap.sprung == []
+
+
+@pytest.mark.parametrize("by", ["base", "cell", "name"])
+def test_folder_of_a_sweep_names_no_code(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    """`--to` may be a sweep from elsewhere, whose sweep.json has a base config and cells."""
+    (tmp_path / "base.yaml").write_text((made / "config.yaml").read_text())
+    base = {
+        k: v for k, v in yaml.safe_load((made / "config.yaml").read_text()).items() if k not in ("seed", "output_dir")
+    }
+    code = {"engine": {"name": f"{trap.module}:Engine"}}
+    cells = [{"name": "base", "settings": {}, "seeds": [0]}]
+    if by == "cell":
+        cells.append({"name": "other", "settings": {"engine.name": f"{trap.module}:Engine"}, "seeds": [0]})
+    if by == "name":
+        cells.append({"name": "../outside", "settings": {"es.sigma": 0.03}, "seeds": [0]})
+    (tmp_path / "sweep").mkdir()
+    tree = {"format_version": 1, "method": "es", "base": base | (code if by == "base" else {}), "search": None}
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps(tree | {"cells": cells}))
+    done = run("sweep", tmp_path / "base.yaml", "--to", tmp_path / "sweep", "--seeds", "0")
+    assert done.code == 2 and trap.sprung == [], done.err
+    assert by != "cell" or "engine.name to " in done.err
+
+
+# --- ways out that stay open ------------------------------------------------------------------------------------------
+
+
+def test_placebo_takes_the_place_of_the_model_for_its_name(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
+    done = run("placebo", forged, "--model", "tiny", "--shuffles", "1")
+    assert done.code == 0, done.err
+
+
+def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
+    refused = run("analyze", "trajectory", forged)
+    assert refused.code == 2 and "model.name to " in refused.err
+    done = run("analyze", "trajectory", forged, "--config", made / "config.yaml")
+    assert done.code == 0, done.err
+    log = journal.read(forged / "journal.jsonl")
+    with pytest.raises(ConfigError, match=r"model\.name"), rebuilt(log, generation=0):
+        pass
+    with rebuilt(log, generation=0, model=load([made / "config.yaml"]).model) as (served, _):
+        assert served.config.model.name == "tiny"
+
+
+def test_commands_of_a_card_are_taken(made: Path, run: Run, tmp_path: Path) -> None:
+    """Its reader has the export alone, and may not have the base in the cache."""
+    assert run("export", made, "--to", tmp_path / "export").code == 0
+    page = (tmp_path / "export/README.md").read_text()
+    again = next(line for line in page.splitlines() if line.startswith("evoalign train "))
+    assert run(*again.split()[1:], "--dry-run").code == 2  # from another folder
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path / "export")
+        assert run(*again.split()[1:], "--dry-run").code == 0
 
 
 @pytest.mark.parametrize(("kind", "setting"), [("models", "model.name"), ("datasets", "task.train_data")])

@@ -324,7 +324,7 @@ def test_a_run_that_names_code_is_not_gone_on_with_unasked(copy: Path) -> None:
     (copy / "config.yaml").write_text(text)
     from evoalign.rundir.method import load_own
 
-    with pytest.raises(ConfigError, match=r"task\.name .somewhere:Task"):
+    with pytest.raises(ConfigError, match=r"task\.name to .somewhere:Task"):
         load_own(copy)
 
 

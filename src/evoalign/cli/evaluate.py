@@ -91,7 +91,7 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         if task is not None and task != ours.task.name:  # the run's data files are those of another task
             ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)
         if own.resolve() not in [file.resolve() for file in files]:
-            given, fix = read(files, [*sets, *extra]), f"give it as well: --config {own}"
+            given, fix = read(files, [*sets, *extra]), f"add --config {own}, which accepts all that it sets"
             outside.refuse(ours, own.parent, fix, given, outside.EVALUATION_SKIPS)
         return ours
     if files:

@@ -45,14 +45,15 @@ def sweep(
     from evoalign.config import read
     from evoalign.errors import ConfigError
 
-    if run_of(config) is not None:
-        given(config, more or [], set_ or [])
-    tree = read([config, *(more or [])], set_ or [])
+    run, more, sets = run_of(config), more or [], set_ or []
+    tree = read([config if run is None else run / "config.yaml", *more], sets)
+    if run is not None:
+        tree["output_dir"] = given(config, more, sets).output_dir
     if method not in ("es", "grpo"):
         raise ConfigError(f"--method {method}: use es or grpo")
     quiet()
     from evoalign.sweeping import cells as parts
-    from evoalign.sweeping.sweep import sweep as run
+    from evoalign.sweeping.sweep import sweep as train
 
     common: dict[str, Any] = {
         "seeds": integers(seeds),
@@ -70,7 +71,7 @@ def sweep(
 
         done = look(tree, once("--search", map(domain, search)), trials=trials, prune=prune, **common)
     else:
-        done = run(
+        done = train(
             tree,
             grid=once("--grid", map(parts.axis, grid or [])),
             cells=parts.read_cells(cells) if cells is not None else (),

@@ -15,12 +15,16 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from evoalign.errors import ConfigError, shown
+from evoalign.config import source
+from evoalign.config.reading import MissingError, read_bytes, read_object
+from evoalign.errors import ConfigError, DataError, shown
 
 EVALUATION_SKIPS = ("tracking", "grpo")
 """Sections that only training reads."""
 REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
 """Sections that a replay, or an export, does not read: it has an engine of its own and scores nothing."""
+DEEPEST = 16
+"""Adapters and runs over one another that are followed."""
 LOCAL = ("tiny", ".", "/", "~")
 """Beginnings of a model's name that is no name of the hub."""
 
@@ -50,6 +54,34 @@ class Inside:
     """Mark of a setting that holds free text and leads nowhere: names of columns, modules, files that are read."""
 
 
+def _downloads(name: str, depth: int = 0) -> bool:
+    """Return whether a model is downloaded: itself, or what an adapter or a run in its folder names as its base."""
+    if is_hub_name(name):
+        return _is_away(name, "model")
+    folder = Path(name)
+    try:
+        folder = folder.expanduser()
+        bases = [read_object(folder / "adapter_config.json").get("base_model_name_or_path")]
+    except MissingError:
+        bases = []
+    except (DataError, RuntimeError):  # the command itself says what is wrong
+        return False
+    for run in (folder, folder.resolve().parent.parent):  # a run, or a mean that it saved
+        if (run / "config.yaml").is_file():
+            bases += _models_of(run / "config.yaml")
+    return depth < DEEPEST and any(_downloads(base, depth + 1) for base in bases if isinstance(base, str))
+
+
+def _models_of(file: Path) -> list[object]:
+    try:
+        tree = source.parse(read_bytes(file).decode("utf-8", "replace"), str(file))
+    except (ConfigError, DataError):
+        return []
+    model = cast("Mapping[str, object]", tree).get("model") if isinstance(tree, Mapping) else None
+    found = cast("Mapping[str, object]", model) if isinstance(model, Mapping) else {"name": model}
+    return [found.get("name"), found.get("base")]
+
+
 def is_hub_name(name: str) -> bool:
     """Return whether a model's name is one of the hub, and not a folder."""
     return not name.startswith(LOCAL[1:]) and name != LOCAL[0] and name.count("/") <= 1 and not Path(name).is_dir()
@@ -72,7 +104,8 @@ CERTIFICATES = Outside("certificates that an address is trusted by")
 SECRET = Outside("an environment variable that is sent")
 FOLDER = Outside("a folder that is written to")
 TRACKER = Outside("a service that records are sent to, or code", lambda name: name != "tensorboard")
-MODEL = Outside("a model that is downloaded", lambda name: is_hub_name(name) and _is_away(name, "model"))
+MODEL = Outside("a model that is downloaded", _downloads)
+OF_CODE = Outside("a setting of code that is run")
 DATA = Outside(
     "data that are downloaded", lambda name: name.startswith("hub:") and _is_away(name.split(":")[1], "dataset")
 )
@@ -87,6 +120,8 @@ def marked(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, object, 
             yield from ((where, part, mark) for where, part in mark.items(place, value))
         elif isinstance(value, BaseModel):
             yield from marked(value, f"{place}.")
+    if section.model_extra and ":" in str(getattr(section, "name", "")):
+        yield from ((f"{prefix}{name}", value, OF_CODE) for name, value in section.model_extra.items())
 
 
 def refuse(
@@ -97,13 +132,14 @@ def refuse(
     `where` is the run or journal that the config came with; sections in `skip` are not read by the command.
     """
     found = [
-        f"{place} {shown(value)} ({mark.what})"
+        f"{place} to {shown(value)} ({mark.what})"
         for place, value, mark in marked(config)
         if place.partition(".")[0] not in skip and not _has(given or {}, place)
     ]
     if found:
         raise ConfigError(
-            f"{where} sets {'; '.join(found)}. A config that came with a run may not set this; if you trust it, {fix}"
+            f"{where} sets {'; '.join(found)}. Settings like this are not taken from a run. If you trust it, {fix}; if "
+            "not, give another value with --set"
         )
 
 

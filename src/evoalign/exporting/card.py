@@ -14,7 +14,7 @@ from typing import Any, Literal
 from huggingface_hub import EvalResult, ModelCardData
 
 from evoalign.checks.placebo import Known
-from evoalign.config import Config, to_yaml
+from evoalign.config import Config, outside, to_yaml
 from evoalign.exporting.asking import asking
 from evoalign.exporting.change import change
 from evoalign.exporting.excerpts import Sample, excerpts, member_line
@@ -328,10 +328,13 @@ def _again(facts: Facts) -> list[str]:
     if given is not None:
         lines += [f"The {plain(str(given))} was a Python object that the config does not name: to train again, pass it "
                   f"to `evoalign.{command}` as `{code(str(given))}=`.", ""]  # fmt: skip
-    again = f"evoalign {command} {RECORDS}/config.yaml --set output_dir=again"
+    # What a run from elsewhere may not set by itself; whose cache has the base and the data is not known here.
+    hub = facts.base_on_hub or any((file or "").startswith(HUB) for file in facts.config.task.files)
+    own = f" --config {RECORDS}/config.yaml" if hub or any(outside.marked(facts.config)) else ""
+    again = f"evoalign {command} {RECORDS}/config.yaml --set output_dir=again{own}"
     if not es:
         return [*lines, "`evoalign grpo` does the whole run again:", "", "```", again, "```"]
-    moved = "" if facts.base_on_hub or facts.base == "tiny" else " --model FOLDER_OF_THE_BASE"
+    moved = "" if facts.base == "tiny" else f" --model {facts.base if facts.base_on_hub else 'FOLDER_OF_THE_BASE'}"
     replay = f"evoalign replay {RECORDS}/journal.jsonl --generation {facts.generation}{moved}"
     what = (
         "`evoalign replay` rebuilds the mean from the base model and the journal, and checks its hash after every "

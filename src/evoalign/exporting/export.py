@@ -25,6 +25,7 @@ from typing import Any
 
 from evoalign import tokens
 from evoalign.config import FORMAT_VERSION, Config, ModelConfig, load, reading, to_yaml
+from evoalign.config.run import TrackingConfig
 from evoalign.errors import ConfigError, EvoalignError, ModelError, RunExistsError
 from evoalign.exporting import card, facts, weights
 from evoalign.exporting.excerpts import FIGURE
@@ -203,7 +204,8 @@ def _copy_adapter(source: Source, folder: Path, base: str) -> None:
 def _copy_records(source: Source, folder: Path) -> None:
     """Config and journal, if any, the lines that are whole; where the run was on this machine is nobody's business."""
     folder.mkdir()
-    config = source.config.model_copy(update={"output_dir": Path(source.config.output_dir).name})
+    name = Path(source.config.output_dir).name
+    config = source.config.model_copy(update={"output_dir": name, "tracking": TrackingConfig()})
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     if source.log is not None:
         (folder / "journal.jsonl").write_bytes(source.log.path.read_bytes()[: source.log.size])

@@ -17,7 +17,7 @@ from evoalign.config.reading import MissingError, check_regular, parse, read_byt
 from evoalign.errors import ConfigError, DataError, EvoalignError, ModelError, RunExistsError
 from evoalign.rundir import journal
 from evoalign.rundir.files import check_at, is_at, locked, opened, remove, write_text
-from evoalign.rundir.links import FOLDERS, MADE, links_in, refuse_links, refuse_links_above
+from evoalign.rundir.links import FOLDERS, MADE, links_in, refuse_links, refuse_links_above, unlink_files
 from evoalign.rundir.method import JOURNAL, MANIFEST, is_run, resume_command
 from evoalign.rundir.rows import is_row
 
@@ -111,6 +111,7 @@ class RunDir:
         self._lock = file
         self._folder = opened(self.path)
         _HELD.add(file)
+        unlink_files(self.path)
 
     def release(self) -> None:
         """Let others in. Folders that were made for the lock and hold nothing go too."""

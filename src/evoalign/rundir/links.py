@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from evoalign.config.reading import MissingError, read_object
-from evoalign.errors import DataError, RunExistsError
+from evoalign.errors import RunExistsError
 from evoalign.rundir.method import JOURNAL, MANIFEST
 
 ANALYSES = "analysis"
@@ -31,19 +30,26 @@ def links_in(run: Path, names: Sequence[str] = FOLDERS, *, whole: bool = False) 
     """Yield the links in place of these folders of a run directory.
 
     With `whole`, yield also a link in place of the journal, to which lines are appended, and the links in `LIBRARIES`
-    that lead out of them.
+    that lead out of them, except those to files in `logs` (see `unlink_files`).
     """
     yield from (run / name for name in names if is_link(run / name))
     if whole:
         yield from (file for file in [run / JOURNAL] if is_link(file))
         for name in LIBRARIES:
-            yield from _leading_out(run / name)
+            yield from (link for link in _leading_out(run / name) if name != "logs" or link.is_dir())
 
 
 def refuse_links(run: Path, names: Sequence[str] = FOLDERS, *, whole: bool = False) -> None:
     """Raise RunExistsError naming the first of `links_in` a run directory."""
     for link in links_in(run, names, whole=whole):
         _refuse(link)
+
+
+def unlink_files(run: Path) -> None:
+    """Remove links to files outside of `logs`, such as the one of wandb to its own log; their targets stay."""
+    for link in _leading_out(run / "logs"):
+        if not link.is_dir():
+            link.unlink()
 
 
 def refuse_links_above(path: Path) -> None:
@@ -65,8 +71,8 @@ def is_link(path: Path) -> bool:
 def _refuse(link: Path) -> None:
     kind = "folder" if link.is_dir() else "file"
     raise RunExistsError(
-        f"{link} is a link inside the folder of a run or sweep; replace it by a {kind} (only that folder itself may be "
-        "a link)"
+        f"{link} is a link, and a {kind} inside a run or sweep may not be one: put the {kind} itself there. To keep a "
+        "run on another disk, move the whole run there and put a link in its place"
     )
 
 
@@ -80,11 +86,4 @@ def _leading_out(folder: Path) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     """Return whether a folder holds a run: other programs have a manifest.json, too."""
-    if (folder / JOURNAL).exists():
-        return True
-    try:
-        return not {"format_version", "method"}.isdisjoint(read_object(folder / MANIFEST))
-    except MissingError:
-        return False
-    except DataError:  # damaged: it may be one
-        return True
+    return (folder / JOURNAL).exists() or ((folder / MANIFEST).exists() and (folder / "config.yaml").exists())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ JOURNAL, MANIFEST = "journal.jsonl", "manifest.json"
 
 def is_run(path: Path) -> bool:
     """Whether a folder holds a run, also one whose manifest is damaged: such a run is to be named, not passed over."""
-    return any((path / name).exists() for name in (JOURNAL, MANIFEST))
+    return any(os.path.lexists(path / name) for name in (JOURNAL, MANIFEST))
 
 
 def method_of(path: Path) -> Method | None:
@@ -58,18 +59,21 @@ def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
 
 
 def load_own(
-    run: Path, files: Sequence[Path] = (), overrides: Sequence[str] = (), *, fix: str = "", skip: Sequence[str] = ()
+    run: Path, files: Sequence[Path] = (), overrides: Sequence[str] = (), *, skip: Sequence[str] = ()
 ) -> Config:
     """Load the config that a run left, under the files and overrides that the user gives.
 
-    Its `output_dir` is where the run is, unless the user gives one. Raises ConfigError for a setting that leads out of
-    the run and that the user does not give (see `evoalign.config.outside`): a downloaded run is not trusted with those.
+    Its `output_dir` is where the run is, unless an override gives one: a file may be the run's own. Raises ConfigError
+    for a setting that leads out of the run and that the user does not give, see `evoalign.config.outside`.
     """
     own = run / "config.yaml"
     config, given = load([own, *files], overrides), read(files, overrides)
     if own.resolve() not in [file.resolve() for file in files]:
-        outside.refuse(config, run, fix or f"give it as well: --config {shlex.quote(str(own))}", given, skip)
-    return config if "output_dir" in given else config.model_copy(update={"output_dir": str(run)})
+        outside.refuse(
+            config, run, f"add --config {shlex.quote(str(own))}, which accepts all that it sets", given, skip
+        )
+    moves = any(text.startswith("output_dir=") for text in overrides)
+    return config if moves else config.model_copy(update={"output_dir": str(run)})
 
 
 def refuse_other(path: Path, method: Method) -> None:

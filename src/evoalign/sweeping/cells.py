@@ -129,17 +129,22 @@ def product(grid: Mapping[str, Sequence[Any]], cells: Sequence[Settings] = ({},)
 
 
 def resolve(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Config:
-    """The config of a cell; `fixed` are seed and output_dir. Raises ConfigError naming the settings."""
+    """Return the config of a cell; `fixed` are seed and output_dir. Raises ConfigError naming the settings."""
+    try:
+        return engines.read(unread(base, settings, method, **fixed))
+    except ConfigError as error:
+        raise ConfigError(f"cell {name_of(settings, method)}: {error}") from None
+
+
+def unread(base: Tree, settings: Settings, method: Method, **fixed: Any) -> Config:
+    """As `resolve`, without importing an engine that the settings name."""
     for key in settings:
         if key in RESERVED:
             raise ConfigError(f"{key} cannot be swept: {RESERVED[key]}")
-    try:
-        tree = parse_overrides(base, [f"{k}={_as_yaml(v)}" for k, v in settings.items()])
-        config = engines.read(from_dict({**tree, **fixed}))
-        if method == "es" and config.es_ is None:
-            raise ConfigError(f"{NO_ES}; for GRPO: --method grpo")
-    except ConfigError as error:
-        raise ConfigError(f"cell {name_of(settings, method)}: {error}") from None
+    tree = parse_overrides(base, [f"{k}={_as_yaml(v)}" for k, v in settings.items()])
+    config = from_dict({**tree, **fixed})
+    if method == "es" and config.es_ is None:
+        raise ConfigError(f"{NO_ES}; for GRPO: --method grpo")
     return config
 
 

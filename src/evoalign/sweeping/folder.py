@@ -10,20 +10,23 @@ results.json, table.md  what they came to; figures/
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from evoalign.errors import ConfigError, RunExistsError
+from evoalign.config import outside
+from evoalign.errors import ConfigError, RunExistsError, shown
 from evoalign.rundir.directory import LOCK, RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.identity import differences
 from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import Method
-from evoalign.sweeping.cells import Cell, Run, Tree, make_run, read_json, resolve
+from evoalign.sweeping.cells import Cell, Run, Tree, make_run, read_json, unread
 
 FORMAT_VERSION = 1
 SWEEP = "sweep.json"
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.,=+~-]+")
 STUDY = "study.jsonl"
 """The trials of a search."""
 
@@ -44,8 +47,11 @@ class Folder:
         self.seeds: dict[str, list[int]] = {}
         self._lock = RunDir(path)
 
-    def lock(self, search: Tree | None = None) -> None:
+    def lock(self, search: Tree | None = None, cells: Sequence[Cell] = ()) -> None:
         """Keep other sweeps out, and read what is there, which has to be of the same base config and search.
+
+        The folder may come from elsewhere: a cell in it that is none of `cells`, those of the command, may not lead out
+        of its runs (`evoalign.config.outside`).
 
         Raises RunExistsError, ConfigError.
         """
@@ -60,7 +66,7 @@ class Folder:
         try:
             refuse_links(self.path, (STUDY, "configs"))
             if file.is_file():
-                self._read(file)
+                self._read(file, cells)
         except BaseException:
             self.release()
             raise
@@ -109,10 +115,12 @@ class Folder:
             return self.path.exists()
         return any(entry.name not in (LOCK, f".{SWEEP}.tmp") for entry in self.path.iterdir())
 
-    def _read(self, file: Path) -> None:
+    def _read(self, file: Path, cells: Sequence[Cell]) -> None:
         tree = read_json(file)
         try:
             if tree is None or tree["format_version"] != FORMAT_VERSION:
+                raise ValueError
+            if not all(_NAME.fullmatch(c["name"]) for c in tree["cells"]):
                 raise ValueError
             self.cells = {c["name"]: Cell(c["name"], dict(c["settings"])) for c in tree["cells"]}
             self.seeds = {c["name"]: [int(seed) for seed in c["seeds"]] for c in tree["cells"]}
@@ -121,7 +129,7 @@ class Folder:
             raise ConfigError(f"{file} is damaged, or of another version; choose another folder with --to") from None
         odd = [f"method is {method!r} there and {self.method!r} now"] if method != self.method else []
         for cell in list(self.cells.values())[: 0 if odd else 1]:
-            ours, theirs = (resolve(tree, cell.settings, self.method, seed=0) for tree in (self.base, base))
+            ours, theirs = (unread(tree, cell.settings, self.method, seed=0) for tree in (self.base, base))
             odd = differences(ours, theirs, self.method)[0]
             if self.search is not None and ours.stopping != theirs.stopping:  # trials would not be of one kind
                 odd.append("stopping is another there than now")
@@ -131,3 +139,22 @@ class Folder:
             raise ConfigError(
                 f"{self.path} holds a sweep of another config: {'; '.join(odd)}; choose another folder with --to"
             )
+        self._refuse_outside(cells)
+
+    def _refuse_outside(self, given: Sequence[Cell]) -> None:
+        known = [place for cell in (Cell("", {}), *given) for place in self._outside(cell)]
+        for cell in self.cells.values():
+            for place, value in self._outside(cell):
+                if (place, value) not in known:
+                    raise ConfigError(
+                        f"{self.path} has the cell {cell.name}, which sets {place} to {shown(value)}. Settings like "
+                        "this are not taken from a sweep: give the cell in the command, or choose another --to"
+                    )
+
+    def _outside(self, cell: Cell) -> list[tuple[str, object]]:
+        """Return the settings of a cell that lead out of its runs; none of a cell that the base config refuses."""
+        try:
+            config = unread(self.base, cell.settings, self.method)
+        except ConfigError:
+            return []
+        return [(place, value) for place, value, _ in outside.marked(config)]

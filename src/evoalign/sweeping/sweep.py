@@ -104,7 +104,7 @@ def sweep(
     measure, why = shared_aim([run.config.task.fitness for run in runs], measure)
     check_measure([run.config for run in runs], measure, results.COLUMNS)
     console = console or Console()
-    folder.lock()
+    folder.lock(cells=chosen)
     try:
         results.check_axes(axes, [cell.settings for cell in (*folder.cells.values(), *chosen)])
         folder.add(chosen, seeds)

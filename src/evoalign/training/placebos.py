@@ -387,7 +387,8 @@ def _config(path: Path, log: Log, config: ConfigLike | None, model: str | None, 
         return config_of(log, model, EVALUATION_SKIPS)
     if not given:
         resolve.refuse_lost_task(path)
-    found = load_own(path, skip=EVALUATION_SKIPS) if config is None else as_config(config)
+    skip = EVALUATION_SKIPS if model is None else (*EVALUATION_SKIPS, "model")
+    found = load_own(path, skip=skip) if config is None else as_config(config)
     odd, _ = differences(found, from_dict(log.header.config))
     if odd:
         raise ResumeError(f"{path} was made with other settings: {'; '.join(odd)}")

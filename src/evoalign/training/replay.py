@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from evoalign.config import Config, from_dict, outside
+from evoalign.config import Config, ModelConfig, from_dict, outside
 from evoalign.config.outside import REPLAY_SKIPS
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
@@ -141,7 +141,7 @@ def rebuilt(
     log: Log,
     *,
     generation: int | None = None,
-    model: str | None = None,
+    model: str | ModelConfig | None = None,
     progress: Progress | None = None,
     other: Counterfactual | None = None,
 ) -> Generator[tuple[Served, Mark]]:
@@ -180,7 +180,7 @@ def _engine(header: Header) -> dict[str, Any]:
     return {"device": "cpu"} | ({"threads": int(threads)} if threads.isdecimal() else {})
 
 
-def config_of(log: Log, model: str | None = None, skip: Sequence[str] = REPLAY_SKIPS) -> Config:
+def config_of(log: Log, model: str | ModelConfig | None = None, skip: Sequence[str] = REPLAY_SKIPS) -> Config:
     """Return the config that a journal was made with, as far as it decides the weights.
 
     A journal may come from anywhere: raises ConfigError for a setting that leads out of it (`evoalign.config.outside`)
@@ -191,11 +191,11 @@ def config_of(log: Log, model: str | None = None, skip: Sequence[str] = REPLAY_S
     except ConfigError as error:
         wrong = "; ".join(str(error).splitlines())
         raise JournalError(f"{log.path}, line 1 holds a config that cannot be: {wrong}") from error
-    tree["model"] |= {} if model is None else {"name": model, "revision": None, "base": None}
+    named = ModelConfig(name=model) if isinstance(model, str) else model
+    tree["model"] |= {} if named is None else {"name": named.name, "revision": named.revision, "base": named.base}
     tree["model"] |= {"dtype": log.header.dtype}
     tree["engine"] = _engine(log.header)
     config = from_dict(tree)
-    named = {} if model is None else {"model": {"name": model}}
     fix = "say where its model is with --model, or resume the run with its own config"
-    outside.refuse(config, log.path, fix, named, skip)
+    outside.refuse(config, log.path, fix, skip=skip if named is None else (*skip, "model"))
     return config

@@ -249,7 +249,7 @@ class Session:
             ending.forget(self.run.path)
         self.run.resume(self.config, self._manifest({}))
         self.recorder.start(self.done, missed)
-        self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}")
+        self.tell(f"resumes after {self.labels.unit} {self.done} of {self.total}, in {self.run.path}")
         return before
 
     def _manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def placebos_of(target: Target, seeds: Sequence[int], folder: Path) -> list[Targ
     marked = checkpoint.mark_of(target.weights)
     count = log.sealed if marked is None else marked.generation
     found: list[Target] = []
-    with rebuilt(log, generation=0) as (served, _):
+    with rebuilt(log, generation=0, model=target.config.model) as (served, _):
         follower = Follower(served, log, count)
         for seed in seeds:
             other = parse("shuffle", log, seed)

@@ -18,7 +18,7 @@ from evoalign.analysis.targets import Target, locate
 from evoalign.analysis.trajectory.measures import Beside, Map, Way, beside, gram, principal, signal_share, way
 from evoalign.analysis.trajectory.walks import Journey, Point, Saved, Walk, Weights, saved
 from evoalign.checks.changes import Base
-from evoalign.config import Config
+from evoalign.config import Config, ModelConfig
 from evoalign.engines import weights_hash
 from evoalign.engines.specs import mean_abs, specs_of
 from evoalign.engines.transformers.engine import dtype_on, load_model
@@ -73,7 +73,7 @@ def trajectory(targets: Sequence[str], settings: Settings, config: Config | None
     walks: list[Walk] = []
     for name, target in zip(targets, found, strict=True):
         if target is None:
-            walks.append(_journey(name, base, specs, digest, settings))
+            walks.append(_journey(name, model_config.model, base, specs, digest, settings))
         else:
             walks.append(saved(target, Base(model_config)))
     journeys = [walk for walk in walks if isinstance(walk, Journey)]
@@ -126,7 +126,9 @@ def _model_of(targets: Sequence[str], found: Sequence[Target | None], config: Co
     return first
 
 
-def _journey(name: str, base: Weights, specs: Sequence[TensorSpec], digest: str, settings: Settings) -> Journey:
+def _journey(
+    name: str, model: ModelConfig, base: Weights, specs: Sequence[TensorSpec], digest: str, settings: Settings
+) -> Journey:
     log = log_of(name).whole()
     if not log.sealed:
         raise JournalError(f"{log.path} has no whole generation yet; there is no path to follow")
@@ -141,7 +143,7 @@ def _journey(name: str, base: Weights, specs: Sequence[TensorSpec], digest: str,
     drawn = sorted({round((count - 1) * i / max(1, settings.drawn - 1)) for i in range(settings.drawn)})
     members = {g: range(min(settings.members, len(log.generations[g].update.members))) for g in drawn}
     return Journey(
-        name, log, config_of(log), base, specs, steps, members if settings.members else {},
+        name, log, config_of(log, model), base, specs, steps, members if settings.members else {},
         [0] if settings.placebos else [],
     )  # fmt: skip
 
