@@ -12,9 +12,9 @@ FORGED = "security/test_outside.py::test_command_refuses_forged_setting"
 LINKS = "security/test_links.py::test_"
 TESTS = {
     "The config of a run directory comes": FORGED,
-    "Settings of it that lead out": FORGED,
-    "`--config RUN/config.yaml` gives": "security/test_outside.py::test_setting_given_by_the_user_is_followed",
-    "Read them first": "security/test_outside.py::test_setting_that_holds_text_is_marked",
+    "Settings of it that start": FORGED,
+    "If you trust the run": "security/test_outside.py::test_setting_given_by_the_user_is_followed",
+    "Read the whole file first": "security/test_outside.py::test_setting_that_holds_text_is_marked",
     "It runs no code": "security/test_hostile_runs.py::test_a_run_does_not_say_what_code_runs",
     "`space.name`, `engine.name`": FORGED,
     "It starts no program": FORGED,
@@ -28,11 +28,14 @@ TESTS = {
     "`engine.adapter_folder` is": FORGED,
     "It downloads no model": FORGED,
     "A hub name in": "security/test_outside.py::test_hub_name_is_followed_where_its_files_are_here",
-    "A journal does none": "security/test_outside.py::test_journal_alone_names_no_code",
+    "So is a folder in `model.name`": "security/test_outside.py::test_model_folder_of_a_run_names_no_model_to_download",
+    "The same holds for a journal": "security/test_outside.py::test_journal_alone_names_no_code",
+    "The same holds for the folder of a sweep": "security/test_outside.py::test_folder_of_a_sweep_names_no_code",
+    "A cell in its `sweep.json`": "security/test_outside.py::test_folder_of_a_sweep_names_no_code",
     "`placebo JOURNAL` refuses": "security/test_outside.py::test_journal_alone_names_no_code",
     "It writes and deletes nothing": f"{LINKS}commands_refuse_a_link_in_place_of_a_folder",
     "A link in place of a folder": f"{LINKS}lock_refuses_a_link_wherever_it_leads",
-    "A link in `logs` or `trainer`": f"{LINKS}lock_refuses_links_out_of_the_folders_of_libraries",
+    "A link in `trainer`, or": f"{LINKS}lock_refuses_links_out_of_the_folders_of_libraries",
     "`placebo` and `report` refuse": f"{LINKS}commands_refuse_a_link_in_place_of_a_folder",
     "A folder that becomes a link": f"{LINKS}pruning_deletes_nothing_through_a_link",
     "A path that you give": f"{LINKS}outputs_below_a_link_in_a_run_are_refused",
@@ -50,6 +53,10 @@ TESTS = {
     "Neither is a signature": "security/test_hostile_runs.py::test_a_forged_journal_is_read",
     "`evoalign replay` rebuilds": "training/test_api_train.py::test_the_journal_replays",
     "It can name a shipped task": "security/test_outside.py::test_data_of_a_shipped_task_are_not_marked",
+    "It can be a model of yours": "security/test_outside.py::test_base_of_a_run_that_the_user_names_is_followed",
+    "Where you name a run": "security/test_outside.py::test_base_of_a_run_that_the_user_names_is_followed",
+    "It can be a config without": "security/test_outside.py::test_config_without_a_run_is_the_users_own",
+    "A `config.yaml` without": "security/test_outside.py::test_config_without_a_run_is_the_users_own",
 }
 
 

@@ -7,6 +7,7 @@ watched: a program that leaves a file, an address that counts its connections, a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -23,11 +24,12 @@ from pydantic import BaseModel
 
 import evoalign
 from calling import Run, caller
-from evoalign.config import Config, load, outside
+from evoalign.config import Config, ModelConfig, load, outside
 from evoalign.config.engines import ENGINES
 from evoalign.config.outside import Inside, Outside
 from evoalign.config.spaces import SECTIONS
-from evoalign.errors import ConfigError
+from evoalign.errors import ConfigError, EvoalignError
+from evoalign.models.origin import origin
 from evoalign.rundir import journal
 from evoalign.rundir.journal import GENESIS
 from evoalign.rundir.method import load_own
@@ -426,6 +428,32 @@ def test_analysis_takes_the_model_of_the_config_that_is_given(made: Path, trap: 
         pass
     with rebuilt(log, generation=0, model=load([made / "config.yaml"]).model) as (served, _):
         assert served.config.model.name == "tiny"
+
+
+def test_base_of_a_run_that_the_user_names_is_followed(
+    made: Path, trap: Trap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of any adapter: who names a run as a model wants its base."""
+    forged = forge(made, tmp_path / "forged", trap, FORGED["model.name"][1])
+    asked: list[str] = []
+    monkeypatch.setattr("evoalign.models.origin.find", lambda path, name, revision: asked.append(path))
+    origin(ModelConfig(name=str(forged)))
+    assert asked == ["nobody/of-that-name"]
+
+
+@pytest.mark.parametrize("by", ["command", "python"])
+def test_config_without_a_run_is_the_users_own(by: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
+    forged = forge(made, tmp_path / "forged", trap, FORGED["task.rewards"][1])
+    tree = yaml.safe_load((forged / "config.yaml").read_text()) | {"output_dir": str(tmp_path / "new")}
+    (forged / "config.yaml").write_text(yaml.safe_dump(tree))
+    if by == "command":
+        for name in ("journal.jsonl", "manifest.json"):
+            (forged / name).unlink()
+        run("train", forged / "config.yaml")
+    else:
+        with contextlib.suppress(EvoalignError):
+            evoalign.train(forged / "config.yaml")
+    assert trap.sprung == ["program or code"]
 
 
 def test_commands_of_a_card_are_taken(made: Path, run: Run, tmp_path: Path) -> None:
