@@ -17,7 +17,6 @@ from evoalign.config import EvaluationConfig
 from evoalign.engines import Engine
 from evoalign.errors import EvoalignError, RewardError, cut, plain
 from evoalign.plugins import FAILURES, raised
-from evoalign.rewards.objective import Columns
 from evoalign.rollouts import collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
@@ -109,57 +108,25 @@ def evaluate(
 
     `graders` score, where they can; None: this process does.
     """
-    asked = Asked.of(tokens, task, examples, settings)
+    sampling = sampling_of(settings)
+    greedy = sampling.temperature == 0
+    draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
+    keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
+    prompts = [tokens.encode(task.prompt(example)) for example in examples]
+    seeds = [derive_seed("evaluation", seed, e, k) for e, seed, k in keys]
+    requests = [Request(i, prompts[e], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
     with grading(task, examples, graders) as begun:
-        answers = begun.of(asked.rows)
-        rollouts = collect(engine, MEAN_PLAN, asked.requests, answers.take)
-        return asked.made(rollouts, columns_taken(answers))
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """An evaluation to be made: request i is of sample and seed `keys[i]` of an example."""
-
-    task: Task
-    examples: Sequence[Example]
-    keys: Sequence[tuple[int, int, int]]
-    requests: Sequence[Request]
-
-    @classmethod
-    def of(cls, tokens: Tokens, task: Task, examples: Sequence[Example], settings: EvaluationConfig) -> Asked:
-        """What `evaluate` asks."""
-        sampling = sampling_of(settings)
-        greedy = sampling.temperature == 0
-        draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
-        keys = [(e, seed, k) for e in range(len(examples)) for seed, k in draws]
-        prompts = [tokens.encode(task.prompt(example)) for example in examples]
-        seeds = [derive_seed("evaluation", seed, e, k) for e, seed, k in keys]
-        asked = [Request(i, prompts[e], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
-        return cls(task, examples, keys, asked)
-
-    @property
-    def rows(self) -> list[int]:
-        """The example of each request."""
-        return [e for e, _, _ in self.keys]
-
-    def made(self, rollouts: Sequence[Rollout], columns: Columns) -> Evaluation:
-        """Of the answers in the order of the requests, and what they earned."""
-        texts, asked = [r.text for r in rollouts], [self.examples[e] for e in self.rows]
-        rewards = self.task.weighted.rewards(columns, texts, asked)
-        several = columns if len(columns) > 1 else {}
-        scored = [
-            _scored(self.task, self.examples, key, rollout, reward, {name: of[i] for name, of in several.items()})
-            for i, (key, rollout, reward) in enumerate(zip(self.keys, rollouts, rewards, strict=True))
-        ]
-        return summarise(self.task, self.examples, scored)
-
-    def graded(self, rollouts: Sequence[Rollout], graders: Graders | None) -> Evaluation:
-        """`made` of answers that are all there. Raises RewardError."""
-        with grading(self.task, self.examples, graders) as begun:
-            answers = begun.of(self.rows)
-            for place, rollout in enumerate(rollouts):
-                answers.take(place, rollout)
-            return self.made(rollouts, columns_taken(answers))
+        answers = begun.of([e for e, _, _ in keys])
+        rollouts = collect(engine, MEAN_PLAN, requests, answers.take)
+        columns = columns_taken(answers)
+    texts, asked = [r.text for r in rollouts], [examples[e] for e, _, _ in keys]
+    rewards = task.weighted.rewards(columns, texts, asked)
+    several = columns if len(columns) > 1 else {}
+    scored = [
+        _scored(task, examples, key, rollout, reward, {name: of[i] for name, of in several.items()})
+        for i, (key, rollout, reward) in enumerate(zip(keys, rollouts, rewards, strict=True))
+    ]
+    return summarise(task, examples, scored)
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -21,12 +20,12 @@ from evoalign.engines.base import scored_by
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
-from evoalign.rollouts import Encoded, collect, collect_beside, group_of, requests_of, rows_of, with_mean
+from evoalign.rollouts import Encoded, collect, group_of, requests_of, rows_of, with_mean
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
 from evoalign.tasks.grading import Graders, grading
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Request, Rollout, Update, population
+from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Update, population
 
 
 def evolve(
@@ -41,16 +40,13 @@ def evolve(
     objective: Objective | None = None,
     plateaus: Callable[[], int] | None = None,
     graders: Graders | None = None,
-    beside: Callable[[], Beside] | None = None,
 ) -> Iterator[Generation]:
     """Train from generation `first`, which the engine's mean and the journal have to be at; yields each generation.
 
     `evaluate_mean` is called every `evaluation.every` generations. `objective` has the state that generation `first`
     begins with; None is a new one of the task's. `plateaus` is asked as a generation begins, how many there were so
-    far, for `es.sigma_schedule` plateau. `graders` score what they can; None: this process does. With
-    `evaluation.beside_members`, what `beside` asks of the mean is answered beside the next generation's members, and
-    the generation is yielded once that is there, with the mean as it was. Raises ConfigError where a plateau is
-    followed and nobody is there to ask.
+    far, for `es.sigma_schedule` plateau. `graders` score what they can; None: this process does. Raises ConfigError
+    for a plateau without `plateaus`.
     """
     if plateaus is None and config.es.sigma_schedule.name == "plateau":
         raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
@@ -59,7 +55,6 @@ def evolve(
     prompts = Encoded(task, tokens, examples)
     members = population(es.population_size, antithetic=es.antithetic)
     clock = _Clock()
-    held: tuple[Generation, Beside] | None = None
     for generation in range(first, es.num_generations):
         clock.start()
         rows = rows_of(config, len(examples), generation)
@@ -68,18 +63,12 @@ def evolve(
         requests = requests_of(config, rows, prompts, generation)
         with grading(task, examples, graders) as begun:
             said, of_mean = begun.of(rows * len(members)), begun.of(rows)
-            riding = () if held is None else held[1].requests
-            rollouts, of_evaluation = collect_beside(engine, plan, requests, riding, said.take)
+            rollouts = collect(engine, plan, requests, said.take)
             by = scored_by(engine)
             mean = collect(engine, MEAN_PLAN, requests, of_mean.take) if objective.asks_mean else []
             clock.mark("rollout")
             group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation, said)
             group = with_mean(task, group, mean, of_mean) if mean else group
-        if held is not None:  # once nothing of this generation is being scored
-            clock.mark("score")
-            yield replace(held[0], evaluation=held[1].made(of_evaluation))
-            held = None
-            clock.mark("other")
         scores_MP = score(objective, group)
         clock.mark("score")
         update = replace(update_of(config, plan, shaping.shape(scores_MP, es.shaping)), summation=journal.summation)
@@ -90,13 +79,9 @@ def evolve(
             weights_hash = engine.fingerprint()
         journal.seal(generation, weights_hash)
         clock.mark("update")
-        due = is_due(config, generation)
-        # The first is not held back: what fails after it finds it recorded.
-        waits = due and config.evaluation.beside_members and generation > 0
-        later = beside() if waits and beside is not None else None
-        evaluation = evaluate_mean() if evaluate_mean is not None and due and later is None else None
+        evaluation = evaluate_mean() if evaluate_mean is not None and is_due(config, generation) else None
         clock.mark("other")
-        made = Generation(
+        yield Generation(
             index=generation,
             total=es.num_generations,
             fitness_M=fitness_M,
@@ -115,23 +100,6 @@ def evolve(
             objective=objective.state,
             mean=tuple(mean),
         )
-        if later is None:
-            yield made
-        else:
-            held = made, later
-
-
-class Beside(Protocol):
-    """An evaluation of the mean that is asked beside the next generation's members."""
-
-    @property
-    def requests(self) -> Sequence[Request]:
-        """What the mean is asked."""
-        ...
-
-    def made(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-        """The measures, of the answers in that order."""
-        ...
 
 
 def update_of(config: Config, plan: Plan, coefficients_M: Iterable[float]) -> Update:

@@ -17,7 +17,7 @@ from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.tasks.base import Task
 from evoalign.tasks.grading import Answers, scored
 from evoalign.tokens import Tokens
-from evoalign.types import MEAN, Example, Member, Plan, Request, Rollout, Sampling
+from evoalign.types import Example, Member, Plan, Request, Rollout, Sampling
 
 
 def sampling_of(settings: SamplingConfig) -> Sampling:
@@ -62,26 +62,6 @@ def collect(
                 f"the engine returned no completion for (member, request) {key}; nothing was scored", member
             )
     return [found[key] for key in asked]
-
-
-def collect_beside(
-    engine: Answering,
-    plan: Plan,
-    requests: Sequence[Request],
-    of_mean: Sequence[Request],
-    take: Callable[[int, Rollout], None],
-) -> tuple[list[Rollout], list[Rollout]]:
-    """`collect`, and what the mean says to requests of its own, in one rollout. `take` gets the members' alone."""
-    if not of_mean:
-        return collect(engine, plan, requests, take), []
-    count, first = len(plan.members) * len(requests), 1 + max(r.index for r in requests)
-    named = [replace(r, member=m) for m in plan.members for r in requests]
-    named += [replace(r, index=first + i, member=MEAN) for i, r in enumerate(of_mean)]
-    found = collect(
-        engine, replace(plan, members=(*plan.members, MEAN)), named,
-        lambda place, rollout: take(place, rollout) if place < count else None,
-    )  # fmt: skip
-    return found[:count], [replace(r, request=r.request - first) for r in found[count:]]
 
 
 def derive_seed(*parts: object) -> int:

@@ -71,10 +71,6 @@ class Parts(Served):
         examples, how = self.data.of(split), self.config.evaluation
         return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how, self.graders)
 
-    def asked(self, split: Split) -> evaluation.Asked:
-        """What `evaluate` asks of the mean."""
-        return evaluation.Asked.of(self.tokens, self.task, self.data.of(split), self.config.evaluation)
-
     def close(self) -> None:
         self.engine.close()
         self.task.close()

@@ -132,11 +132,6 @@ def test_what_does_not_say_how_it_trains_is_refused(name: str) -> None:
         check(from_dict({"grpo": {"trl": {name: "x"}}}))
 
 
-def test_an_evaluation_beside_members_is_refused() -> None:
-    with pytest.raises(ConfigError, match="beside_members: GRPO has no members"):
-        check(from_dict({"grpo": {}, "evaluation": {"every": 2, "beside_members": True}}, needs_es=False))
-
-
 def test_every_field_that_is_taken_is_one_of_trl_or_was() -> None:
     trl = pytest.importorskip("trl")
     gone = {"adafactor", "group_by_length", "max_prompt_length", "vllm_guided_decoding_regex"}

@@ -229,6 +229,11 @@ def test_a_setting_of_the_lora_population_code_is_told_its_name_here(section: st
     assert "did you mean" not in told
 
 
+def test_removed_setting_is_named_with_what_to_do() -> None:
+    told = error(evaluation={"beside_members": True})
+    assert told.startswith("unknown setting evaluation.beside_members; ") and "take it out" in told
+
+
 def test_an_unknown_key_far_from_all_gets_the_list() -> None:
     assert error(model={"xyzzy": 1}).startswith("unknown setting model.xyzzy; known here: base, dtype, name")
 

@@ -350,7 +350,7 @@ def test_out_of_memory_in_the_first_generation_is_one_line_too(tmp_path: Path, m
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
-    monkeypatch.setattr("evoalign.evolve.collect_beside", full)
+    monkeypatch.setattr("evoalign.evolve.collect", full)
     with pytest.raises(EvoalignError, match=r"allocate 1 GiB; lower engine.memory_gib or engine.max_rows$"):
         evoalign.train(small(tmp_path / "run", 3), console=quiet())
     assert not (tmp_path / "run").exists()

@@ -95,8 +95,6 @@ def check(config: Config) -> None:
             raise ConfigError(f"grpo.trl.{cut(name, 60)}: TRL has no such field, or none that a run takes; {hint}")
     if config.sampling.stop:
         raise ConfigError("sampling.stop: GRPO's completions end at the model's stop tokens alone; take it out")
-    if config.evaluation.beside_members:
-        raise ConfigError("evaluation.beside_members: GRPO has no members; take it out")
     if _splits_weights(config.grpo.trl):
         raise ConfigError(f"grpo.trl: {SPLIT}")
     if config.grpo.rollouts == "es" and config.es.antithetic and config.grpo.num_generations % 2:

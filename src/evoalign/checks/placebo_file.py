@@ -83,4 +83,4 @@ def remove(run: Path) -> None:
 
 def _settings(config: Config) -> dict[str, Any]:
     """How a mean is evaluated; not how often."""
-    return config.evaluation.model_dump(mode="json", exclude={"every", "beside_members"})
+    return config.evaluation.model_dump(mode="json", exclude={"every"})

@@ -48,9 +48,6 @@ class EvaluationConfig(SamplingConfig):
     seeds: Annotated[list[AnySeed], Field(min_length=1)] = Field(default_factory=lambda: [0])
     every: Every = 0
     """Evaluate the mean on the test split each so many generations; 0: only before and after."""
-    beside_members: bool = Field(default=False, exclude_if=lambda value: not value)
-    """ES: these evaluations, but for that of the first generation, are answered in the next one's rollout, beside its
-    members, in place of a rollout of their own. Written down only where it is set."""
 
     @model_validator(mode="after")
     def _draws(self) -> EvaluationConfig:

@@ -30,13 +30,15 @@ from evoalign.errors import ConfigError, DataError, cut, shown
 MOST_ERRORS = 10
 """Wrong values that one message names."""
 OLD_NAMES = {
+    "evaluation.beside_members": "it was removed, since it gained nothing: take it out",
     "evaluation.samples_per_generation": "here it is task.batch_size",
     "evaluation.test_samples": "here it is task.test_size",
     "es.perturb_scale": "here it is es.noise_multiplier, a tenth of it: the width is that times mean |W|",
     "es.init_scale": "here it is lora.init_scale, with lora.evolve ab: init_scale / perturb_scale of that config",
 }
-"""Settings of the public LoRA-population code that have another name or another unit here. Its noise has the width
-0.1 mean |W| x perturb_scale, and x init_scale in generation 0; that of `lora.init_scale` is a multiple of the usual."""
+"""Settings that were removed, and those of the public LoRA-population code that have another name or another unit
+here. Its noise has the width 0.1 mean |W| x perturb_scale, and x init_scale in generation 0; that of `lora.init_scale`
+is a multiple of the usual."""
 
 
 def load(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, needs_es: bool = True) -> Config:

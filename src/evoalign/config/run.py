@@ -192,11 +192,6 @@ class Config(Section):
         refusal = self.section.refusal(self.es) if self.es_ is not None else None
         if refusal is not None:
             raise ValueError(refusal)
-        if self.evaluation.beside_members and self.es_ is not None and self.es.sigma_schedule.name == "plateau":
-            raise ValueError(
-                "evaluation.beside_members: where es.sigma_schedule is plateau, the next generation's noise waits for "
-                "the evaluation; leave one of them out"
-            )
         if self.follows_validation is not None and not self.evaluation.every:
             raise ValueError(
                 f"{self.follows_validation} needs rewards on the way: set evaluation.every, such as 10, and a "

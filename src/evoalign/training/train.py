@@ -40,7 +40,6 @@ from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, placebos, saving, splits, stopping
-from evoalign.training.beside import BesideMembers
 from evoalign.training.opening import locked, object_given, place
 from evoalign.training.recorder import Labels
 from evoalign.training.result import Result
@@ -320,7 +319,6 @@ class _EvolutionStrategies:
         return evolve.evolve(
             self.config, parts.task, parts.data.train, parts.engine, parts.tokens, self.journal,
             lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus, parts.graders,
-            lambda: BesideMembers(parts, lambda e, s: session.recorder.evaluated(self._cost(e, "test", s))),
         )  # fmt: skip
 
     def _end_if_due(self, session: Session) -> None:
