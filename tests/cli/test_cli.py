@@ -203,7 +203,8 @@ def test_a_new_task_from_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.M
     wanted = f"evoalign train {made} --resume --config {made / 'config.yaml'}"
     assert f"resume it ({wanted})" in again.err, "the folder alone would be refused"
     named = run("train", "runs/my_task")
-    assert named.code == 2 and "resume with: evoalign train runs/my_task/config.yaml --resume" in named.err
+    wanted = "evoalign train runs/my_task --resume --config runs/my_task/config.yaml"
+    assert named.code == 2 and f"resume with: {wanted}\n" in named.err
     assert run(*shlex.split(wanted)[1:]).code == 0
     moved = run("train", "config.yaml", *SMALL, "--overwrite")
     assert moved.code == 0 and len(list((folder / "runs").iterdir())) == 2

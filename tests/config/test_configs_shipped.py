@@ -117,7 +117,7 @@ def test_quickstart_trains(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     rows = [json.loads(line)["generation"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((tmp_path / "run" / "results" / "evaluation.json").read_text())
     assert rows == [0, 1] and found["generation"] == 2
-    assert found["examples"] > 0 and {"reward", "right"} <= found["before"].keys() & found["after"].keys()
+    assert found["examples"] > 0 and "reward" in found["before"].keys() & found["after"].keys()
 
 
 def hub_row(split: str, number: int) -> dict[str, object]:

@@ -337,6 +337,7 @@ def test_output_dir_of_a_run_is_where_the_run_is(
     assert "output_dir: other" in plan.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["{run}", "{run}/config.yaml"])
 def test_sweep_of_a_run_is_next_to_the_run(named: str, made: Path, trap: Trap, run: Run, tmp_path: Path) -> None:
     forged = forge(made, tmp_path / "forged", trap, {})
