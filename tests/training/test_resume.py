@@ -427,3 +427,5 @@ def test_journals_of_every_release_replay(path: Path) -> None:
 def test_there_are_golden_journals_of_this_format() -> None:
     for folder in ("0.1.0", "ordered"):
         assert {path.stem for path in GOLDEN if path.parent.name == folder} >= set(killing.SPACES)
+    made_by = {path.stem.rpartition("-")[0] for path in GOLDEN if path.parent.name == "engines"}
+    assert made_by == {"ray", "sglang", "static", "transformers", "vllm", "vllm-server"}
