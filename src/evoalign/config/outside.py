@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that lead out of a run: to code, a program, an address, a secret, a folder that is written to, or a hub.
 
-Whoever sends a run directory chooses the config in it. So each section marks its settings of this kind with `Outside`,
+The sender of a run directory chooses the config in it. So each section marks its settings of this kind with `Outside`,
 and all other settings that hold free text with `INSIDE`. A command that takes a run follows a marked setting only where
 the user gives it, by `--config` or `--set`.
 """
@@ -22,7 +22,7 @@ from evoalign.errors import ConfigError, DataError, shown
 EVALUATION_SKIPS = ("tracking", "grpo")
 """Sections that only training reads."""
 REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
-"""Sections that a replay, or an export, does not read: it has an engine of its own and scores nothing."""
+"""Sections that a replay, or an export, does not read: it chooses its own engine and scores no completion."""
 DEEPEST = 16
 """Adapters and runs over one another that are followed."""
 LOCAL = ("tiny", ".", "/", "~")
@@ -88,7 +88,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def _is_away(name: str, kind: str) -> bool:
-    """Return whether this machine's cache has nothing of a repository, so that it would be downloaded."""
+    """Return whether a repository is missing in this machine's hub cache, so that it would be downloaded."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
