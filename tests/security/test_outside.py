@@ -351,7 +351,7 @@ def test_sweep_of_a_run_is_next_to_the_run(named: str, made: Path, trap: Trap, r
 
 
 @pytest.mark.parametrize("command", ["eval", "placebo", "replay", "export", "resume", "doctor"])
-@pytest.mark.parametrize("inner", ["adapter", "run"])
+@pytest.mark.parametrize("inner", ["adapter", "run", "run with a damaged adapter"])
 def test_model_folder_of_a_run_names_no_model_to_download(
     inner: str, command: str, made: Path, trap: Trap, run: Run, tmp_path: Path
 ) -> None:
@@ -362,9 +362,26 @@ def test_model_folder_of_a_run_names_no_model_to_download(
         (base / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/of-that-name"}')
     else:
         forge(made, base, trap, FORGED["model.name"][1])
+    if inner == "run with a damaged adapter":
+        (base / "adapter_config.json").write_text("{")
     forged = forge(made, tmp_path / "forged", trap, {"model": {"name": str(base)}})
     done = run(*words_of((SCORING | REBUILDING)[command], forged, made, tmp_path))
     assert done.code == (1 if command == "doctor" else 2) and f"model.name to '{base}'" in done.err + done.out
+
+
+def test_model_whose_saved_mean_is_a_link_is_that_of_the_other_run(made: Path, trap: Trap, tmp_path: Path) -> None:
+    other = forge(made, tmp_path / "other", trap, FORGED["model.name"][1])
+    inner = forge(made, tmp_path / "inner", trap, {})
+    assert not list(outside.marked(ModelConfig(name=str(inner))))
+    (inner / "loras/generation_0099").symlink_to(other / "loras/generation_0002")
+    assert [place for place, _, _ in outside.marked(ModelConfig(name=str(inner)))] == ["name"]
+
+
+def test_config_next_to_the_manifest_of_another_program_is_the_users_own(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    (tmp_path / "config.yaml").write_text("es: {sigma: 0.1, learning_rate: 0.05}\noutput_dir: runs/mine\n")
+    done = run("train", tmp_path / "config.yaml", "--dry-run")
+    assert done.code == 0 and "output_dir: runs/mine" in done.out, done.err
 
 
 def test_settings_of_code_are_given_with_it(tmp_path: Path) -> None:

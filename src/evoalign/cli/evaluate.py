@@ -73,8 +73,10 @@ def evaluate(
 
 def _evaluation_config(target: str, task: str | None, files: list[Path], sets: list[str]) -> Any:
     """None where a run's own config is used as it is."""
-    from evoalign.config import from_dict, load, outside, parse_overrides, read
+    from evoalign.config import from_dict, load, parse_overrides
+    from evoalign.config.outside import EVALUATION_SKIPS
     from evoalign.errors import ConfigError
+    from evoalign.rundir.method import refuse_own
 
     own = Path(target) / "config.yaml"
     is_run = own.is_file() and _is_run(own.parent)
@@ -90,9 +92,7 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
         ours = load([own, *files], sets, needs_es=False)
         if task is not None and task != ours.task.name:  # the run's data files are those of another task
             ours = from_dict({**ours.model_dump(), "task": {"name": task}}, needs_es=False)
-        if own.resolve() not in [file.resolve() for file in files]:
-            given, fix = read(files, [*sets, *extra]), f"add --config {own}, which accepts all that it sets"
-            outside.refuse(ours, own.parent, fix, given, outside.EVALUATION_SKIPS)
+        refuse_own(own.parent, ours, files, [*sets, *extra], EVALUATION_SKIPS)
         return ours
     if files:
         return load(files, [*sets, *extra], needs_es=False)

@@ -8,6 +8,8 @@ the user gives it, by `--config` or `--set`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from evoalign.config import source
-from evoalign.config.reading import MissingError, read_bytes, read_object
+from evoalign.config.reading import read_bytes, read_object
 from evoalign.errors import ConfigError, DataError, shown
 
 EVALUATION_SKIPS = ("tracking", "grpo")
@@ -25,8 +27,6 @@ REPLAY_SKIPS = (*EVALUATION_SKIPS, "task", "engine", "scorer")
 """Sections that a replay, or an export, does not read: it chooses its own engine and scores no completion."""
 DEEPEST = 16
 """Adapters and runs over one another that are followed."""
-LOCAL = ("tiny", ".", "/", "~")
-"""Beginnings of a model's name that is no name of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,15 @@ def _downloads(name: str, depth: int = 0) -> bool:
     """Return whether a model is downloaded: itself, or what an adapter or a run in its folder names as its base."""
     if is_hub_name(name):
         return _is_away(name, "model")
-    folder = Path(name)
-    try:
-        folder = folder.expanduser()
-        bases = [read_object(folder / "adapter_config.json").get("base_model_name_or_path")]
-    except MissingError:
-        bases = []
-    except (DataError, RuntimeError):  # the command itself says what is wrong
+    if "\0" in name:  # no path; the command itself says so
         return False
-    for run in (folder, folder.resolve().parent.parent):  # a run, or a mean that it saved
-        if (run / "config.yaml").is_file():
-            bases += _models_of(run / "config.yaml")
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 (which raises nothing)
+    bases: list[object] = []
+    with contextlib.suppress(DataError):  # none, or a damaged one, which is no adapter's
+        bases.append(read_object(folder / "adapter_config.json").get("base_model_name_or_path"))
+    saved = [folder, *folder.glob("loras/generation_*")]  # each may be a link, and its run is where it leads
+    for run in {folder, *(mean.resolve().parent.parent for mean in saved)}:
+        bases += _models_of(run / "config.yaml")
     return depth < DEEPEST and any(_downloads(base, depth + 1) for base in bases if isinstance(base, str))
 
 
@@ -84,7 +82,8 @@ def _models_of(file: Path) -> list[object]:
 
 def is_hub_name(name: str) -> bool:
     """Return whether a model's name is one of the hub, and not a folder."""
-    return not name.startswith(LOCAL[1:]) and name != LOCAL[0] and name.count("/") <= 1 and not Path(name).is_dir()
+    looks_local = name == "tiny" or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return not looks_local and not Path(name).is_dir()
 
 
 def _is_away(name: str, kind: str) -> bool:

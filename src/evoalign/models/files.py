@@ -18,6 +18,7 @@ from urllib.request import getproxies
 import torch
 from safetensors import SafetensorError, safe_open
 
+from evoalign.config.outside import is_hub_name
 from evoalign.config.reading import read_object
 from evoalign.errors import DataError, EvoalignError, ModelError, shown
 from evoalign.models import tiny
@@ -33,14 +34,13 @@ def place(name: str) -> str:
     """A folder or a hub name; `tiny` is the model that comes with the package. Raises ModelError."""
     if name == "tiny":
         return str(tiny())
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     try:
         path = Path(name).expanduser()
     except RuntimeError:
         raise ModelError(f"model.name: {name} names the home of nobody here") from None
     if not path.is_dir():
         refuse_file(name, path)
-        if looks_local:
+        if not is_hub_name(name):
             raise ModelError(f"model.name: no folder {name}")
         look_for_hub()
         return name

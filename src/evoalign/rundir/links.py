@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from evoalign.errors import RunExistsError
-from evoalign.rundir.method import JOURNAL, MANIFEST
+from evoalign.rundir.method import JOURNAL, is_run
 
 ANALYSES = "analysis"
 """The folder of a run that `evoalign analyze ... --to` fills for the report."""
@@ -86,4 +86,4 @@ def _leading_out(folder: Path) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     """Return whether a folder holds a run: other programs have a manifest.json, too."""
-    return (folder / JOURNAL).exists() or ((folder / MANIFEST).exists() and (folder / "config.yaml").exists())
+    return is_run(folder) and (folder / "config.yaml").exists()

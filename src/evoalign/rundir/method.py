@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from evoalign.config import Config, load, outside, read
-from evoalign.config.reading import read_object
+from evoalign.config.reading import MissingError, read_object
 from evoalign.errors import ConfigError, DataError, ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
@@ -21,8 +21,18 @@ JOURNAL, MANIFEST = "journal.jsonl", "manifest.json"
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, also one whose manifest is damaged: such a run is to be named, not passed over."""
-    return any(os.path.lexists(path / name) for name in (JOURNAL, MANIFEST))
+    """Return whether a folder holds a run, also one whose manifest is damaged: a command then names the damage.
+
+    Other programs have a manifest.json, too. A link counts as a journal, wherever it leads.
+    """
+    if os.path.lexists(path / JOURNAL):
+        return True
+    try:
+        return not {"format_version", "method"}.isdisjoint(read_object(path / MANIFEST))
+    except MissingError:
+        return os.path.lexists(path / MANIFEST)
+    except DataError:
+        return True
 
 
 def method_of(path: Path) -> Method | None:
@@ -58,6 +68,16 @@ def own_option(path: Path, config: Config, skip: Sequence[str] = ()) -> str:
     return f" --config {shlex.quote(str(path / 'config.yaml'))}" if leads else ""
 
 
+def refuse_own(
+    run: Path, config: Config, files: Sequence[Path], overrides: Sequence[str], skip: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError for settings that lead out of a run, and that neither the files nor the overrides give."""
+    own = run / "config.yaml"
+    if own.resolve() not in [file.resolve() for file in files]:
+        fix = f"add --config {shlex.quote(str(own))}, which accepts all that it sets"
+        outside.refuse(config, run, fix, read(files, overrides), skip)
+
+
 def load_own(
     run: Path, files: Sequence[Path] = (), overrides: Sequence[str] = (), *, skip: Sequence[str] = ()
 ) -> Config:
@@ -66,12 +86,8 @@ def load_own(
     Its `output_dir` is where the run is, unless an override gives one: a file may be the run's own. Raises ConfigError
     for a setting that leads out of the run and that the user does not give, see `evoalign.config.outside`.
     """
-    own = run / "config.yaml"
-    config, given = load([own, *files], overrides), read(files, overrides)
-    if own.resolve() not in [file.resolve() for file in files]:
-        outside.refuse(
-            config, run, f"add --config {shlex.quote(str(own))}, which accepts all that it sets", given, skip
-        )
+    config = load([run / "config.yaml", *files], overrides)
+    refuse_own(run, config, files, overrides, skip)
     moves = any(text.startswith("output_dir=") for text in overrides)
     return config if moves else config.model_copy(update={"output_dir": str(run)})
 
