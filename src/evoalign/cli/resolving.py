@@ -54,8 +54,8 @@ def given(config: Path, more: Sequence[Path], sets: Sequence[str]) -> Config:
 
 def run_of(config: Path) -> Path | None:
     """The run directory that a path names, or whose config.yaml it is, wherever it has been moved to."""
-    from evoalign.rundir.method import is_run
+    from evoalign.rundir.method import is_foreign, is_run
 
     folder = config if config.is_dir() else config.parent
     inside = config.is_dir() or config.name == "config.yaml"
-    return folder if inside and is_run(folder) else None
+    return folder if inside and is_run(folder) and not is_foreign(folder) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from evoalign.config import Config, load, outside, read
-from evoalign.config.reading import MissingError, read_object
+from evoalign.config.reading import read_object
 from evoalign.errors import ConfigError, DataError, ResumeError
 
 Method: TypeAlias = Literal["es", "grpo"]
@@ -21,18 +21,17 @@ JOURNAL, MANIFEST = "journal.jsonl", "manifest.json"
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder holds a run, also one whose manifest is damaged: a command then names the damage.
+    """Return whether a folder holds a run, also one whose manifest is damaged: a command then names the damage."""
+    return any(os.path.lexists(path / name) for name in (JOURNAL, MANIFEST))
 
-    Other programs have a manifest.json, too. A link counts as a journal, wherever it leads.
-    """
-    if os.path.lexists(path / JOURNAL):
-        return True
+
+def is_foreign(path: Path) -> bool:
+    """Return whether the manifest.json in a folder without a journal is that of another program."""
     try:
-        return not {"format_version", "method"}.isdisjoint(read_object(path / MANIFEST))
-    except MissingError:
-        return os.path.lexists(path / MANIFEST)
+        tree = read_object(path / MANIFEST)
     except DataError:
-        return True
+        return False
+    return {"format_version", "method"}.isdisjoint(tree) and not os.path.lexists(path / JOURNAL)
 
 
 def method_of(path: Path) -> Method | None:
