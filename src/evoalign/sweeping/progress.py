@@ -13,7 +13,7 @@ from rich.text import Text
 
 from evoalign.report.tables import visible
 from evoalign.report.terminal import print_line
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.sweeping.children import Child, Children, Ended, last_rows
 
 SHOWN_ENDED = 6

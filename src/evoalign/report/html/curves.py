@@ -11,7 +11,7 @@ from evoalign.report.figures import Ends
 from evoalign.report.html.charts import Chart, Point, Series, drawn, drawn_of
 from evoalign.report.html.markup import NOTHING, Markup, folded, joined, number, table
 from evoalign.report.html.view import Row, View
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 
 MOST_ROWS = 400
 """Of the table below a chart; of a longer run each second, third, ... is in it."""
