@@ -15,8 +15,7 @@ from evoalign.baselines import planning
 from evoalign.baselines.settings import round_size
 from evoalign.config import Config, load
 from evoalign.tasks import create
-from evoalign.tasks.safety.objective import Lagrangian
-from evoalign.tasks.safety.task import Safety
+from evoalign.tasks.safety import Lagrangian, Safety
 
 REPOSITORY = Path(__file__).parents[2]
 ES = ("safety_full_alpaca_7b", "safety_full_alpaca_7b_50")

@@ -23,7 +23,7 @@ from evoalign.config import GraderConfig, TaskConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.plugins import load_object
 from evoalign.tasks import Data, Task
-from evoalign.tasks.isolated import connection, memory
+from evoalign.tasks.isolated import connection, worker
 from evoalign.types import Example, Prompt
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
@@ -339,12 +339,12 @@ def test_memory_has_an_end(make: Make, log: Path, name: str) -> None:
 
 def test_memory_is_half_of_the_machine_or_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(memory, "GROUP_LIMIT", tmp_path / "memory.max")
-    assert memory.half() == whole // 2
-    memory.GROUP_LIMIT.write_text("max\n")
-    assert memory.half() == whole // 2
-    memory.GROUP_LIMIT.write_text(f"{1 << 20}\n")
-    assert memory.half() == 1 << 19
+    monkeypatch.setattr(worker, "GROUP_LIMIT", tmp_path / "memory.max")
+    assert worker.half_of_memory() == whole // 2
+    worker.GROUP_LIMIT.write_text("max\n")
+    assert worker.half_of_memory() == whole // 2
+    worker.GROUP_LIMIT.write_text(f"{1 << 20}\n")
+    assert worker.half_of_memory() == 1 << 19
 
 
 @pytest.mark.last("raise-fresh", "garble-fresh", "hang-fresh")

@@ -28,9 +28,8 @@ from evoalign.engines.transformers import engine
 from evoalign.models import empty, files
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, journal, sealing
-from evoalign.tasks import base
+from evoalign.tasks import base, countdown
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.tasks.countdown import task as countdown
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.data import files as data_files
 from evoalign.tasks.data import splits

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig, from_dict
 from evoalign.errors import ConfigError
-from evoalign.rewards.arithmetic import ExpressionError
-from evoalign.rewards.notation import MAX_WRITTEN, evaluate_written
+from evoalign.rewards.arithmetic import MAX_WRITTEN, ExpressionError, evaluate_written
 from evoalign.rundir.identity import config_hash, identity
 from evoalign.tasks import create
-from evoalign.tasks.countdown.task import answer_reward
+from evoalign.tasks.countdown import answer_reward
 
 NUMBERS = {"A": 8, "B": 6, "C": 3, "D": 4}
 WRITTEN = {

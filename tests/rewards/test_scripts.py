@@ -19,7 +19,7 @@ from evoalign import cli, tasks
 from evoalign.config import GraderConfig, TaskConfig, code_of, from_dict
 from evoalign.errors import ConfigError, RewardError
 from evoalign.tasks import Task
-from evoalign.tasks.isolated.memory import SUPPORTED as BOUND
+from evoalign.tasks.isolated.worker import MEMORY_SUPPORTED as BOUND
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no process to isolate in")
 

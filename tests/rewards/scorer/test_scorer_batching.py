@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.rewards.scorer.batching import Batcher, FullError
-from evoalign.rewards.scorer.metrics import Meter
+from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
 
 
 class Lengths:

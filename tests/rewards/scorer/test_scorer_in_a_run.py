@@ -20,7 +20,7 @@ from served_scorers import SECONDS, Served, count, until
 import killing
 import warm
 from evoalign.config import ScorerConfig
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 
 pytest.importorskip("fastapi")
 pytestmark = pytest.mark.slow

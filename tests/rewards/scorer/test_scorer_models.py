@@ -17,7 +17,7 @@ from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, ModelError, RewardError
 from evoalign.models import tiny
 from evoalign.rewards.scorer import create
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 
 TEMPLATE = "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}"
 

@@ -21,7 +21,7 @@ from calling import caller
 from evoalign.config import ScorerConfig
 from evoalign.errors import ConfigError, RewardError
 from evoalign.rewards.scorer.client import Service
-from evoalign.rewards.scorer.local import Local
+from evoalign.rewards.scorer.models import Local
 
 pytest.importorskip("fastapi")
 TOKEN = {"SCORER_TOKEN_OF_TEST": "0123456789abcdef0123"}
@@ -284,8 +284,7 @@ def test_what_cannot_be_served_is_said(
 
 
 def test_a_port_in_use_is_said_before_models_are_loaded(served: Served, place: Path) -> None:
-    from evoalign.rewards.scorer.service import Limits
-    from evoalign.rewards.scorer.serving import serve
+    from evoalign.rewards.scorer.service import Limits, serve
 
     config = ScorerConfig(name="local", reward="/nowhere/at/all")
     with pytest.raises(ConfigError, match=f"--port {served.port} cannot be used"):

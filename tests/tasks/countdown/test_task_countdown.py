@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import create
-from evoalign.tasks.countdown.task import MAX_RESPONSE, answer_reward, format_reward, last_answer
+from evoalign.tasks.countdown import MAX_RESPONSE, answer_reward, format_reward, last_answer
 
 FIXTURE = Path(__file__).parent / "fixtures" / "countdown.json"
 ROWS: list[dict[str, Any]] = json.loads(FIXTURE.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from evoalign.config import TaskConfig
 from evoalign.errors import DataError
 from evoalign.rewards.arithmetic import evaluate
 from evoalign.tasks import create
-from evoalign.tasks.countdown.generate import context, generate, held_out, solve, write_countdown
+from evoalign.tasks.countdown import context, generate, held_out, solve, write_countdown
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny_base" / "countdown.py"
 SHIPPED = Path(__file__).parents[3] / "data" / "tasks" / "countdown" / "countdown.json"
@@ -61,13 +61,13 @@ def test_targets_and_keep_are_options() -> None:
 
 
 def test_no_problem_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.tasks.countdown.generate.MAX_NUMBER", 4)
+    monkeypatch.setattr("evoalign.tasks.countdown.MAX_NUMBER", 4)
     rows = generate(80, 3, seed=0, targets=(1, 30), keep=None)
     assert len({(tuple(sorted(row["numbers"])), row["target"]) for row in rows}) == 80
 
 
 def test_asking_for_more_than_there_is_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.tasks.countdown.generate.MAX_MISSES", 200)
+    monkeypatch.setattr("evoalign.tasks.countdown.MAX_MISSES", 200)
     with pytest.raises(DataError, match="found only 0 of 5 problems"):
         generate(5, keep=lambda numbers, target: False)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.tasks.mathematics import answers
+from evoalign.tasks import answers
 
 SAME = [
     ("72", "72"), ("72.00", "72"), ("1,200", "1200"), ("\\$1{,}200", "1200"), ("\\frac{2400}{2}", "1200"), ("x=5", "5"),
@@ -258,7 +258,7 @@ def test_what_ends_the_work_leaves_no_lock_behind(monkeypatch: pytest.MonkeyPatc
 
 def test_the_first_answer_of_a_process_is_as_right_as_a_later_one() -> None:
     code = (
-        "from evoalign.tasks.mathematics.answers import is_equal; "
+        "from evoalign.tasks.answers import is_equal; "
         "print(is_equal('(x+1)^3', 'x^3+3x^2+3x+1'), is_equal('(x+1)^3', 'x^3+3x^2+3x+2'))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,11 +20,9 @@ from evoalign import tasks
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
 from evoalign.sweeping.sweep import check_measure
-from evoalign.tasks import Task
+from evoalign.tasks import Task, answers
 from evoalign.tasks.isolated.task import Isolated
-from evoalign.tasks.mathematics import answers
-from evoalign.tasks.mathematics.competition import Math
-from evoalign.tasks.mathematics.gsm8k import Gsm8k
+from evoalign.tasks.mathematics import Gsm8k, Math
 from evoalign.version import install
 from math_rows import GSM8K, MATH, written
 

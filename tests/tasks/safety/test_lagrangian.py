@@ -24,7 +24,7 @@ from evoalign.errors import ConfigError, RewardError
 from evoalign.report.rows import rebuilt_row
 from evoalign.rewards.objective import Group, create, grouped, score
 from evoalign.rundir import journal
-from evoalign.tasks.safety.objective import Lagrangian
+from evoalign.tasks.safety import Lagrangian
 from evoalign.types import Example
 from plain import UNCHECKED
 

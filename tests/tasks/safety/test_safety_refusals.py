@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evoalign.tasks.safety.refusals import KINDS, kind_of
+from evoalign.tasks.safety import KINDS, kind_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

@@ -17,8 +17,8 @@ from evoalign.config import TaskConfig
 from evoalign.config.load import parse_overrides
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.base import Data
-from evoalign.tasks.safety.rows import GROUPS, Settings, counts
-from evoalign.tasks.safety.task import Safety
+from evoalign.tasks.safety import Safety
+from evoalign.tasks.safety_rows import GROUPS, Settings, counts
 
 SIZES = {"TT": 150, "FF": 140, "FT": 40, "TF": 30}
 

@@ -18,7 +18,7 @@ import pytest
 import evoalign
 from evoalign.config import Config, ScorerConfig, load
 from evoalign.rewards.scorer import create
-from evoalign.tasks.safety.refusals import kind_of
+from evoalign.tasks.safety import kind_of
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "data" / "tasks" / "safety"

@@ -29,8 +29,7 @@ from evoalign.rewards import scorer
 from evoalign.rollouts import columns_of
 from evoalign.rundir import sealing
 from evoalign.tasks import create, isolate, with_sources
-from evoalign.tasks.safety.objective import Lagrangian
-from evoalign.tasks.safety.task import COLUMNS, LABELS, Safety
+from evoalign.tasks.safety import COLUMNS, LABELS, Lagrangian, Safety
 from evoalign.training.resolve import check_parted
 from evoalign.training.train import dry_run
 from plain import UNCHECKED
