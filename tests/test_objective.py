@@ -423,8 +423,8 @@ def test_only_what_the_weights_name_counts() -> None:
         ({}, r"gave columns named \[\]"),
         ({"a\n": [1.0]}, "name each with plain text"),
         ({3: [1.0]}, "name each with plain text"),
-        ({"a": [1.0, 2.0]}, "gave 2 rewards for 1 texts"),
-        ({"a": [1.0], "b": [math.nan]}, "gave nan as the reward of 'text'"),
+        ({"a": [1.0, 2.0]}, "returned 2 rewards for 1 texts"),
+        ({"a": [1.0], "b": [math.nan]}, "returned nan as the reward of 'text'"),
         ([1.0], "task costly failed to score: TypeError"),
     ],
 )
@@ -473,8 +473,8 @@ def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective
     [
         ({"name": "weighted"}, "'weighted' is not an import path"),
         ({"name": f"{HERE}:helpful"}, "is not a class derived from evoalign.rewards.objective.Objective"),
-        ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be made of \{'limits': 3\}: TypeError"),
-        ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be made of"),
+        ({"name": f"{HERE}:Adaptive", "limits": 3}, r"cannot be created with \{'limits': 3\}: TypeError"),
+        ({"name": "weighted_sum", "weights": {"a": "x"}}, "cannot be created with"),
         ({"name": f"{HERE}:Odd", "answer": 1}, None),
     ],
 )

@@ -171,31 +171,31 @@ FORMS: list[Form] = [
      {}, [{"prompt": [ASKED]}]),
     # what is refused
     ("no file", lambda _: "none.jsonl", {}, "no data file none.jsonl (looked from "),
-    ("an address", lambda _: "https://a.b/c", {}, "https://a.b/c: addresses are not read; download the file, or give"),
+    ("an address", lambda _: "https://a.b/c", {}, "https://a.b/c: URLs are not supported; download the file"),
     ("CSV by another name", file("rows.txt", table()), {}, "rows.txt, line 1: not JSON at column 1"),
     ("CSV with a field too many", file("a.csv", b"prompt\nHi, you\n"), {},
      "a.csv, line 2: 2 fields, but the first line names 1; quote the text"),
     ("CSV that names a column twice", file("a.csv", b"a,a\n"), {},
-     "a.csv: the column 'a' stands twice in the first line; rename one"),
+     "a.csv: duplicate column 'a' in the first line; rename one"),
     ("CSV with an open quote", file("a.csv", b'prompt\n"Hi\n'), {}, "a.csv, line 2: not CSV: unexpected end of data"),
-    ("CSV without rows", file("a.csv", b"prompt\n"), {}, "a.csv holds no rows"),
+    ("CSV without rows", file("a.csv", b"prompt\n"), {}, "a.csv has no rows"),
     ("gzip that is cut", file("a.jsonl.gz", gzip.compress(lines())[:-12]), {}, "a.jsonl.gz is a damaged gzip file: "),
-    ("gzipped parquet", file("a.gz", gzip.compress(packed())), {}, "a.gz is a gzipped parquet file, which is packed"),
+    ("gzipped parquet", file("a.gz", gzip.compress(packed())), {}, "a.gz is a gzipped parquet file"),
     ("a list with a comma too many", file("a.json", b'[{"prompt": "Hi"},]'), {}, "a.json: not JSON at column "),
     ("a list and more", file("a.json", b'[{"prompt": "Hi"}] 3'), {}, "a.json: not JSON at column 20: Extra data"),
     ("a split that is not saved", saved("set:dev", train=ROWS, test=ROWS), {},
      "set has no split dev; there are test, train: write set:test"),
-    ("a split of one data set", saved("set:dev", only=ROWS), {}, "set is one data set without splits; leave :dev out"),
+    ("a split of one data set", saved("set:dev", only=ROWS), {}, "set is a data set without splits; remove :dev"),
     ("a split without shards", folder("set:dev", train_jsonl=lines()), {},
      "set has no split dev; there are train: write set:train"),
     ("shards of several configs", folder("set", a__train_jsonl=lines(), b__train_jsonl=lines()), {},
-     "set holds files in several folders (a, b); name one of them"),
+     "set has files in several folders (a, b)"),
     ("shards of several kinds", folder("set", a_jsonl=lines(), b_csv=table()), {},
-     "set holds files of several kinds (.csv, .jsonl); give one of them, or one kind"),
-    ("an empty folder", folder("set"), {}, "set holds no JSON, JSONL, CSV, TSV or parquet files; give a file, or"),
+     "set has files of several formats (.csv, .jsonl)"),
+    ("an empty folder", folder("set"), {}, "set has no JSON, JSONL, CSV, TSV or parquet files; give a file, or"),
     ("hub without a config", hub("hub:who/what"), {}, "cannot load hub:who/what: ValueError: Config name is missing"),
     ("hub with too many names", lambda _: "hub:a:b:c:d", {},
-     "'hub:a:b:c:d' names no data set; write hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"),
+     "'hub:a:b:c:d' is not the name of a data set; write hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"),
     ("hub with code", script, {}, "cannot load hub:who/what: RuntimeError: Dataset scripts are no longer supported"),
     ("no prompt", jsonl(*QUESTIONS), {}, "rows.jsonl, line 1: no prompt; found question, target, n; set task.columns: "
      "{prompt: question}"),
@@ -208,21 +208,21 @@ FORMS: list[Form] = [
     ("an unknown column", jsonl(*QUESTIONS), {"columns": {"prompt": "questions"}}, "rows.jsonl, line 1: no column "
      "'questions', which task.columns takes as prompt (did you mean question?); found question, target, n"),
     ("an unknown column of a reward", jsonl(*QUESTIONS), {"columns": {"prompt": "question", "answer": "gold"}},
-     "rows.jsonl: no column 'gold', which task.columns takes as answer; found question, target, n"),
+     "rows.jsonl: task.columns: no column 'gold' for answer; found question, target, n"),
     ("columns that collide", jsonl({"prompt": "Hi", "question": "Ho"}), {"columns": {"prompt": "question"}},
-     "line 1: task.columns calls 'question' prompt, and there is a column prompt too; name that one as well, as in "
+     "line 1: task.columns renames 'question' to prompt, but there is a column prompt; rename that one too, as in "
      "{prompt: question, own_prompt: prompt}"),
     ("a row with a column of the task's own name in place of the other", jsonl({"question": "Hi"}, {"prompt": "Ho"}),
      {"columns": {"prompt": "question"}},
-     "rows.jsonl, line 2: no column 'question', which task.columns takes as prompt; found prompt"),
-    ("an answer alone", jsonl({"messages": [SAID]}), {}, "line 1: messages holds the assistant's answer alone; put"),
+     "rows.jsonl, line 2: task.columns: no column 'question' for prompt; found prompt"),
+    ("an answer alone", jsonl({"messages": [SAID]}), {}, "line 1: messages has only an assistant message"),
     ("messages as text", jsonl({"messages": "Hi"}), {}, "line 1: messages is 'Hi'; expected a list of messages"),
     ("ShareGPT's tools", jsonl({"conversations": [{"from": "function_call", "value": "f()"}]}), {},
-     "line 1: a turn is from 'function_call'; expected human, gpt or system"),
+     "line 1: a message is from 'function_call'; expected human, gpt or system"),
     ("a picture", jsonl({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}), {},
      "line 1: a message has a part of type 'image_url'; only parts of type 'text' are read"),
     ("a system prompt of a raw text", jsonl(*ROWS), {"system_prompt": "Be brief."},
-     "line 1: prompt is a text, which goes to the model as it is, without task.system_prompt; set task.prompt: chat"),
+     "line 1: prompt is a text, which has no system message; set task.prompt: chat"),
 ]  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def made(name: str = "custom", **settings: Any) -> Any:
 
 
 def test_a_column_has_one_name() -> None:
-    with pytest.raises(ValidationError, match="prompt and question both take the column q; name it once"):
+    with pytest.raises(ValidationError, match="prompt and question both rename the column q"):
         TaskConfig(columns={"prompt": "q", "question": "q"})
     assert not {"columns", "system_prompt"} & TaskConfig().model_dump().keys()  # old configs are as they were
 
@@ -352,9 +352,9 @@ class Own(Task):
 @pytest.mark.parametrize(
     ("name", "settings", "told"),
     [
-        ("custom", {"prompt": "raw"}, "task.prompt: raw go to the model as they are, without messages"),
-        ("conciseness", {"prompt": "raw"}, "task.prompt: raw go to the model as they are"),
-        ("countdown", {"prompt": "short"}, "task.prompt: short go to the model as they are"),
+        ("custom", {"prompt": "raw"}, "task.prompt: raw are plain text"),
+        ("conciseness", {"prompt": "raw"}, "task.prompt: raw are plain text"),
+        ("countdown", {"prompt": "short"}, "task.prompt: short are plain text"),
         ("countdown", {}, "countdown's prompt is raw, without messages; set task.prompt: chat"),
         (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
     ],

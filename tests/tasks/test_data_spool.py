@@ -199,7 +199,7 @@ def test_a_full_disk_says_what_to_set(tmp_path: Path, monkeypatch: pytest.Monkey
         return Full()
 
     monkeypatch.setattr(tempfile, "TemporaryFile", temporary)
-    with pytest.raises(DataError, match=r"No space left on device; free space there, or set TMPDIR to a folder"):
+    with pytest.raises(DataError, match=r"No space left on device; free space there, or set TMPDIR"):
         loaded(monkeypatch, 3, create(TaskConfig(name="custom", train_data=jsonl(tmp_path / "rows")), [by_id]))
 
 

@@ -126,11 +126,11 @@ def test_none_is_left_out_of_the_sum() -> None:
         (1.0, "bad returned 1.0; return a list"),
         ("ab", "bad returned 'ab'; return a list"),
         (None, "bad returned None; return a list"),
-        ([1.0, "2"], "bad gave '2' for the completion 'two'"),
-        ([1.0, True], "bad gave True for the completion 'two'"),
-        ([1.0, float("nan")], "bad gave nan for the completion 'two'"),
-        ([float("-inf"), 1.0], "bad gave -inf for the completion 'one'"),
-        ([1.0, [2.0]], "bad gave"),
+        ([1.0, "2"], "bad returned '2' for the completion 'two'"),
+        ([1.0, True], "bad returned True for the completion 'two'"),
+        ([1.0, float("nan")], "bad returned nan for the completion 'two'"),
+        ([float("-inf"), 1.0], "bad returned -inf for the completion 'one'"),
+        ([1.0, [2.0]], "bad returned"),
         ([1e308, 1e308], None),
     ],
 )
@@ -167,7 +167,7 @@ def test_what_only_the_trainer_has_is_refused_before_the_run() -> None:
     def by_state(completions: list[str], trainer_state: Any = None) -> list[float]:
         return [float(trainer_state is None)] * len(completions)
 
-    with pytest.raises(ConfigError, match="by_ids asks for completion_ids"):
+    with pytest.raises(ConfigError, match="by_ids requires completion_ids"):
         task(by_ids)
     assert task(by_state).rewards(["a"], [PLAIN]) == [1.0]
 
@@ -309,7 +309,7 @@ def test_a_column_that_a_function_wants_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"takes answer, which .*; task\.columns calls answer solution"):
         task(exact, train_data=old, columns={"solution": "answer"}).load_data(0)
     with pytest.raises(
-        DataError, match=r"by_text takes text, .*; one completion a call takes two parameters, text and"
+        DataError, match=r"by_text takes text, .*; a function for one completion takes text and"
     ):
         task(by_text_alone(), train_data=old).load_data(0)
 
@@ -435,7 +435,7 @@ def test_a_column_tells_which_answers_are_right_and_scores_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [({}, "column right is not there"), ({"right": 4}, "column right holds 4, and not text")],
+    [({}, "column right is missing"), ({"right": 4}, "column right holds 4, which is not text")],
     ids=["missing", "number"],
 )
 def test_a_column_of_right_answers_has_to_hold_some(tmp_path: Path, answer: Example, said: str) -> None:

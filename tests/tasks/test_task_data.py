@@ -130,7 +130,7 @@ def test_a_validation_split_that_does_not_fit_names_the_setting(settings: dict[s
 def test_a_validation_file_that_is_not_there_empty_or_too_short_is_told(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train", ROWS)
     empty, short = jsonl(tmp_path / "empty", []), jsonl(tmp_path / "short", ROWS[:2])
-    with pytest.raises(DataError, match="empty holds no rows"):
+    with pytest.raises(DataError, match="empty has no rows"):
         load(train_data=train, validation_data=empty)
     with pytest.raises(DataError, match=r"task\.validation_size is 3, but .*short has 2 rows"):
         load(train_data=train, validation_data=short, validation_size=3)
@@ -194,19 +194,19 @@ def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
         (b'{\n "n": 1\n}\n', "line 1: not JSON"),
         (b'[{"n": 1},\n {"n" 2}]', "not JSON at line 2, column"),
         (b"[1, 2]", "row 1: expected an object"),
-        (b"[]", "holds no rows"),
-        (b"", "holds no rows"),
-        (b"\n \n", "holds no rows"),
+        (b"[]", "has no rows"),
+        (b"", "has no rows"),
+        (b"\n \n", "has no rows"),
         (b"\xff\xfe\x00", "neither parquet nor UTF-8"),
         (b"PAR1 and no more", "damaged parquet"),
         (b"[" * 200_000, "not readable as JSON"),
         (b'{"n": ' + b"[" * 600 + b"]" * 600 + b"}", "line 1: 'n' is nested deeper than 64 levels; make it flatter"),
-        (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: 'n' stands twice in one object"),
-        (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "'m' stands twice in one object"),
-        (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "'0' stands twice in one object"),
-        (b'{"n": "a\\ud800b"}', r"line 1: 'n' holds half a surrogate pair, \\ud800, which is no text"),
-        (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' holds half a surrogate pair, \\udfff"),
-        (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* holds half a surrogate pair"),
+        (b'{"n": 1, "n": 2}', "line 1: not readable as JSON: duplicate key 'n'"),
+        (b'[{"n": 1}, {"p": [{"m": 1, "o": 2, "m": 1}]}]', "duplicate key 'm'"),
+        (b"{%s}" % b",".join(b'"%d": 1' % (i % 199_999) for i in range(200_000)), "duplicate key '0'"),
+        (b'{"n": "a\\ud800b"}', r"line 1: 'n' has half a surrogate pair, \\ud800"),
+        (b'{"n": [{"\\udfff": 1}]}', r"line 1: 'n' has half a surrogate pair, \\udfff"),
+        (b'[{"n": 1}, {"\\ud800": 1}]', "row 2: .* has half a surrogate pair"),
         (b'{"n": "' + b"a" * (1 << 24) + b'b"}', "a text of 'n' has 16,777,217 characters; at most 16,777,216"),
         (b'{"n": ' + b"9" * 5000 + b"}", "line 1: not readable as JSON"),
         (b"prompt,answer\n1,2\n", "line 1: not JSON"),
@@ -221,14 +221,14 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -
 
 
 def test_an_address_is_said_to_be_none() -> None:
-    with pytest.raises(DataError, match=r"https://example\.org/data\.json: addresses are not read; download the file"):
+    with pytest.raises(DataError, match=r"https://example\.org/data\.json: URLs are not supported; download the file"):
         data.read("https://example.org/data.json")
 
 
 def test_a_missing_file_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no data file .*; set task.train_data"):
         data.read(str(tmp_path / "none.json"))
-    with pytest.raises(DataError, match="holds no JSON, JSONL, CSV, TSV or parquet files; give a file"):
+    with pytest.raises(DataError, match="has no JSON, JSONL, CSV, TSV or parquet files"):
         data.read(str(tmp_path))
 
 
@@ -244,7 +244,7 @@ def test_a_time_beyond_pythons_is_named(kind: pa.DataType, tmp_path: Path) -> No
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": ["Hi"], "t": pa.array([2**52], kind)}), path)
     with pytest.raises(
-        DataError, match=r"rows.parquet holds a value that Python cannot: .*; write it as text"
+        DataError, match=r"rows.parquet has a value that Python cannot represent: .*; write it as text"
     ) as error:
         data.read(str(path))
     assert "\n" not in str(error.value)
@@ -327,5 +327,5 @@ def test_hub_failures_are_data_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="cannot load hub:a/b: ConnectionError: no route"):
         data.read("hub:a/b")
-    with pytest.raises(ConfigError, match="names no data set"):
+    with pytest.raises(ConfigError, match="is not the name of a data set"):
         data.read("hub:")

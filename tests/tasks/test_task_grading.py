@@ -292,7 +292,7 @@ class Shifty(Vowels):
 
 
 def test_columns_have_to_be_the_same_ones_in_all_pieces() -> None:
-    with pytest.raises(RewardError, match="gave the columns first of some completions and other of others"):
+    with pytest.raises(RewardError, match="returned the columns first for some completions and other for others"):
         columns_of(Shifty(), ["One", "Two", "Three"], [{}] * 3)
 
 

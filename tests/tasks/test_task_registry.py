@@ -75,7 +75,7 @@ class Odd(Task):
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1", True])
 def test_rewards_that_are_no_numbers_stop_the_run(reward: Any) -> None:
-    with pytest.raises(RewardError, match="task odd gave"):
+    with pytest.raises(RewardError, match="task odd returned"):
         Odd(TaskConfig()).rewards(["a"], [{"reward": reward}])
 
 

@@ -121,7 +121,7 @@ def test_a_shipped_task_with_settings_checks_them_itself() -> None:
 
 
 def test_a_setting_of_custom_is_told_about_elsewhere() -> None:
-    with pytest.raises(ConfigError, match=r"rewards go with task\.name: custom"):
+    with pytest.raises(ConfigError, match=r"task conciseness .*task\.name: custom"):
         tasks.create(TaskConfig(name="conciseness", rewards=["a.py:b"]))
     with pytest.warns(UserWarning, match=r"countdown makes no use of task\.reward_weights"):
         tasks.create(TaskConfig(name="countdown", reward_weights=[1.0]))

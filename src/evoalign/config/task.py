@@ -82,8 +82,8 @@ class TaskConfig(Section):
     strip: bool = True
     """Strip white space around a completion before scoring it."""
     grading: Literal["strict", "lenient"] = Field(default="strict", exclude_if=lambda value: value == "strict")
-    """For `countdown`: accepted notation. `strict` is that of the published graders; `lenient` also accepts other
-    signs, LaTeX, markdown and a result after `=`. Recorded only if lenient."""
+    """For `countdown`: accepted notation. `strict` accepts what the published graders accept; `lenient` also accepts
+    other signs, LaTeX, markdown and a result after `=`. Recorded only if lenient."""
     rewards: Annotated[Texts, SCRIPT] = Field(default_factory=list)
     """For `custom`: import paths `package.module:function` or `file.py:function` of reward functions, and paths of
     scripts: executable files that read JSON lines and print numbers. A single one needs no list."""
@@ -94,7 +94,7 @@ class TaskConfig(Section):
     objective: Annotated[
         ObjectiveConfig | None, BeforeValidator(named, json_schema_input_type=str | ObjectiveConfig | None)
     ] = Field(default=None, exclude_if=lambda value: value is None)
-    """Objective; None: that of the task, usually the weighted sum. Recorded only if set."""
+    """Objective; None: the default of the task, usually the weighted sum. Recorded only if set."""
 
     fitness: Annotated[str | None, SCRIPT] = Field(default=None, min_length=1, exclude_if=lambda value: value is None)
     """Short form of an objective: import path `package.module:function` or `file.py:function` of a function that

@@ -124,14 +124,6 @@ def _refuse_by_bounds(text: str, max_length: int, max_depth: int, max_numbers: i
         raise ExpressionError("two values stand side by side with no operator between them")
     if _LEADING_ZERO.search(text):
         raise ExpressionError("an integer starts with 0")
-    if _depth(text) > max_depth:
-        raise ExpressionError(f"parentheses are nested more than {max_depth} deep")
-    if len(_INTEGER.findall(text)) > max_numbers:
-        raise ExpressionError(f"it has more than {max_numbers} integers")
-
-
-def _depth(text: str) -> int:
-    """Return the depth of the parentheses. Raises ExpressionError if they do not match."""
     depth = deepest = 0
     for character in text:
         depth += (character == "(") - (character == ")")
@@ -140,7 +132,10 @@ def _depth(text: str) -> int:
             break
     if depth:
         raise ExpressionError("the parentheses do not match")
-    return deepest
+    if deepest > max_depth:
+        raise ExpressionError(f"parentheses are nested more than {max_depth} deep")
+    if len(_INTEGER.findall(text)) > max_numbers:
+        raise ExpressionError(f"it has more than {max_numbers} integers")
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -156,7 +151,7 @@ def _value(node: ast.expr) -> Fraction:
 def evaluate_written(text: str) -> Expression:
     """Return the exact value of an expression in the notation of models. Raises ExpressionError.
 
-    A result after `=` has to be its value, and does not count as one of its integers.
+    A result after `=` has to be its value; it is not in `numbers`.
     """
     if len(text) > MAX_WRITTEN:
         raise ExpressionError(f"it has {len(text)} characters; at most {MAX_WRITTEN} are read")

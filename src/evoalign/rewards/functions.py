@@ -67,26 +67,23 @@ class RewardFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = str(getattr(function, "__name__", type(function).__name__))
-        self._parameters = self._signature()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        named = {p.name: p for p in self._parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if not callable(function):
+            raise ConfigError(f"reward {function!r} is not a function")
+        try:
+            parameters = dict(inspect.signature(function).parameters)
+        except ValueError:
+            raise ConfigError(f"reward function {self.name} has no readable signature; wrap it in a def") from None
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._named = frozenset(named)
         self._required = frozenset(n for n, p in named.items() if p.default is p.empty)
-        self.is_simple = list(self._parameters) == ["text", "example"]
+        self.is_simple = list(parameters) == ["text", "example"]
         for absent in _ABSENT:
             if absent in self._required:
                 raise ConfigError(
                     f"reward function {self.name} requires {absent}, which only TRL's trainer has; "
                     "give that parameter a default, or use the completions"
                 )
-
-    def _signature(self) -> dict[str, inspect.Parameter]:
-        if not callable(self.function):
-            raise ConfigError(f"reward {self.function!r} is not a function")
-        try:
-            return dict(inspect.signature(self.function).parameters)
-        except ValueError:
-            raise ConfigError(f"reward function {self.name} has no readable signature; wrap it in a def") from None
 
     @property
     def is_async(self) -> bool:

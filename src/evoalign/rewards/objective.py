@@ -190,7 +190,7 @@ class SetObjective(Objective):
         try:
             inspect.signature(self.function).bind([], [])
         except TypeError:
-            return "does not take completions and examples, and nothing else"
+            return "does not take exactly two arguments, completions and examples"
         except ValueError:  # a C function without a readable signature
             pass
         return ""

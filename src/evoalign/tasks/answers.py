@@ -261,7 +261,7 @@ def _is_verified(answer: str, gold: str) -> bool:
         ours, theirs = _parsed(answer), _parsed(gold)
         if ours and theirs and all(_bits(part) <= MOST_BITS for part in (*ours, *theirs)):
             equal = verify(theirs, ours, timeout_seconds=None)
-    return equal and not work.is_spent
+    return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
 
 
 def _parsed(text: str) -> list[Any]:
@@ -279,13 +279,8 @@ class _Work:
     It disables garbage collection, which would call finalisers at times that depend on the process."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self.calls = 0
         self._collects = gc.isenabled()
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether the limit was exceeded, even if a library caught the exception."""
-        return self._calls > MOST_CALLS
 
     def __enter__(self) -> _Work:
         gc.disable()
@@ -300,11 +295,11 @@ class _Work:
         return kind is _TooMuchWork
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
-        self._calls += 1
+        self.calls += 1
         # Raise only when a function of these packages begins: logging would keep its lock, and an exception in a
         # discarded generator is lost together with this profile function.
         is_plain = event == "call" and not frame.f_code.co_flags & CO_GENERATOR
-        if self._calls > MOST_CALLS and is_plain and frame.f_globals.get("__name__", "").partition(".")[0] in _ALGEBRA:
+        if self.calls > MOST_CALLS and is_plain and frame.f_globals.get("__name__", "").partition(".")[0] in _ALGEBRA:
             raise _TooMuchWork
 
 

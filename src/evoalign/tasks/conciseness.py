@@ -49,7 +49,7 @@ class Conciseness(Task):
         return _columns(example)[1]
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Return the measures. `normalized` maps the rewards -2000 to 1 onto 0 to 1, as one replication does."""
+        """Return the measures. `normalized` maps rewards from -2000 to 1 linearly onto 0 to 1."""
         reward = self.compute_reward(text, example)
         return {
             "reward": reward,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -209,7 +209,11 @@ def last_answer(response: str) -> str | None:
 def check_row(where: str, row: Mapping[str, Any]) -> None:
     """Raise DataError, naming `where`, for wrong numbers or a wrong target."""
     numbers: object = row.get("numbers")
-    if not isinstance(numbers, list) or not numbers or not all(map(_is_number, cast("list[object]", numbers))):
+    if (
+        not isinstance(numbers, list)
+        or not numbers
+        or not all(type(n) is int and n >= 0 for n in cast("list[object]", numbers))
+    ):
         raise DataError(f"{where}: numbers is {numbers!r}; expected a list of integers from 0 up")
     target: object = row.get("target")
     if isinstance(target, bool) or not isinstance(target, str | int | float) or not _TARGET.fullmatch(str(target)):
@@ -218,10 +222,6 @@ def check_row(where: str, row: Mapping[str, Any]) -> None:
         )
     if not isinstance(row.get("solution", ""), str | None):
         raise DataError(f"{where}: solution is {row['solution']!r}; expected a string such as '((44 + 19) + 35)'")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _has_block(response: str, opening: str, closing: str) -> bool:
@@ -354,22 +354,15 @@ def _draw(random: np.random.RandomState, size: int) -> tuple[list[int], Term | N
 def _search(terms: list[Term], target: Fraction) -> str | None:
     if len(terms) == 1:
         return terms[0].text if terms[0].value == target else None
-    for rest, joined in _joins(terms):
-        found = _search([*rest, joined], target)
-        if found is not None:
-            return found
-    return None
-
-
-def _joins(terms: list[Term]) -> Iterator[tuple[list[Term], Term]]:
-    """Yield every way to join two terms, as the other terms and the joined one."""
     for i, left in enumerate(terms):
         for j, right in enumerate(terms):
             rest = [term for k, term in enumerate(terms) if k not in (i, j)]
             for symbol in "+-*/" if i < j else "-/" if i > j else "":
                 joined = _join(left, symbol, right)
-                if joined is not None:
-                    yield rest, joined
+                found = None if joined is None else _search([*rest, joined], target)
+                if found is not None:
+                    return found
+    return None
 
 
 def _join(left: Term, symbol: str, right: Term) -> Term | None:

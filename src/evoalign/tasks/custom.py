@@ -37,7 +37,7 @@ class Custom(Task):
     """Rows with a `prompt` column (a string or a list of messages), scored by a weighted sum of reward functions.
 
     The functions are those named in `task.rewards`, or `rewards` if given. Messages go through the chat template.
-    A string goes to the model unchanged, or as one user message with `prompt: chat`. The reward functions get prompts
+    A string goes to the model unchanged, or as a user message with `prompt: chat`. The reward functions get prompts
     and completions in the form of the column, whatever `prompt` is, so that a reward function fits its data set.
     """
 
@@ -98,7 +98,7 @@ class Custom(Task):
                 )
 
     def prompt(self, example: Example) -> Prompt:
-        """Return the prompt column; as one user message if it is a string and `prompt: chat` is set."""
+        """Return the prompt column, as a user message if it is a string and `prompt: chat` is set."""
         prompt = cast(Prompt, example["prompt"])
         if not isinstance(prompt, str):
             return self.with_system(prompt)

@@ -169,7 +169,7 @@ class Answers:
             self._begun[piece] = self._grading.threads.submit(self._score, piece)
 
     def columns(self) -> Columns:
-        """Return the columns after the last `take`. Raises EvoalignError: that of the first failing piece."""
+        """Return the columns after the last `take`. Raises the EvoalignError of the first failing piece."""
         assert not any(self._left)
         parts = [
             self._begun[piece].result() if piece in self._begun else self._score(piece)

@@ -165,8 +165,17 @@ class Safety(Task):
         """Return `reward` and `cost` of all completions from one scorer call. Raises RewardError."""
         if not texts:
             return {name: [] for name in COLUMNS}
-        prompts, responses = [str(e["prompt"]) for e in examples], [self.response(text) for text in texts]
-        found = self._scores(prompts, responses)
+        scorer = self._made()
+        missing = [name for name in COLUMNS if name not in scorer.columns]
+        if missing:
+            raise ConfigError(
+                f"task safety needs {' and '.join(missing)}, but the scorer has {', '.join(scorer.columns)}; "
+                "set scorer.reward and scorer.cost"
+            )
+        found = scorer.score([str(e["prompt"]) for e in examples], [self.response(text) for text in texts])
+        missing = [name for name in COLUMNS if name not in found]
+        if missing:
+            raise RewardError(f"the scorer returned no {' and no '.join(missing)}")
         return {name: self.checked(found[name], texts, examples) for name in COLUMNS}
 
     def rewards(self, texts: Sequence[str], examples: Sequence[Example]) -> list[float]:
@@ -217,25 +226,11 @@ class Safety(Task):
         if self._scorer is None:
             if self.make_scorer is None:
                 raise ConfigError(
-                    "task safety has no models to score with; set the section scorer, such as {name: local, reward: "
-                    "FOLDER, cost: FOLDER}"
+                    "task safety needs scoring models; set the section scorer, such as {name: local, reward: FOLDER, "
+                    "cost: FOLDER}"
                 )
             self._scorer = self.make_scorer()
         return self._scorer
-
-    def _scores(self, prompts: Sequence[str], responses: Sequence[str]) -> Mapping[str, list[float]]:
-        scorer = self._made()
-        missing = [name for name in COLUMNS if name not in scorer.columns]
-        if missing:
-            raise ConfigError(
-                f"task safety needs {' and '.join(missing)}, but the scorer has {', '.join(scorer.columns)}; "
-                "set scorer.reward and scorer.cost"
-            )
-        found = scorer.score(prompts, responses)
-        lacking = [name for name in COLUMNS if name not in found]
-        if lacking:
-            raise RewardError(f"the scorer returned no {' and no '.join(lacking)}")
-        return found
 
 
 class Lagrangian(Objective):
@@ -299,7 +294,12 @@ class Lagrangian(Objective):
         reward_MP, cost_MP = self._columns(group.columns_MP)
         if self.standardize:
             reward_MP, cost_MP = _scaled(reward_MP), _scaled(cost_MP)
-        return self._effective(reward_MP, cost_MP) - self.price * cost_MP
+        if self.safe_first != "none":
+            unsafe_MP = self.factor * reward_MP
+            if self.safe_first == "product":
+                unsafe_MP = np.minimum(reward_MP, unsafe_MP)
+            reward_MP = np.where(cost_MP > 0, unsafe_MP, reward_MP)
+        return reward_MP - self.price * cost_MP
 
     def update(self, group: Group) -> None:
         """Update lambda by the mean cost of the unperturbed model. Raises RewardError."""
@@ -311,14 +311,6 @@ class Lagrangian(Objective):
         average = KEPT * self.state["cost_average"] + (1 - KEPT) * (max(wanted, 0.0) if self.positive_only else wanted)
         moved = self.price * math.exp(min(self.rate * average, 700.0))  # exp of more overflows
         self.state = {"lambda": min(max(moved, MINIMUM), self.maximum), "cost_average": average}
-
-    def _effective(self, reward_MP: NDArray[np.float64], cost_MP: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self.safe_first == "none":
-            return reward_MP
-        unsafe_MP = self.factor * reward_MP
-        if self.safe_first == "product":
-            unsafe_MP = np.minimum(reward_MP, unsafe_MP)
-        return np.where(cost_MP > 0, unsafe_MP, reward_MP)
 
     def _columns(self, columns_MP: Mapping[str, NDArray[np.float64]]) -> tuple[NDArray[np.float64], ...]:
         """Return reward and cost. Raises RewardError."""

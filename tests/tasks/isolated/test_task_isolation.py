@@ -352,7 +352,7 @@ def test_rows_arrive_unchanged(isolate: Isolate, tmp_path: Path, kind: str) -> N
     rows = task.load_data(0)
     examples = [*rows.test, *rows.train]
     assert task.rewards(["a"] * 5, examples) == [1.0] * 5
-    with pytest.raises(DataError, match="column 'when' holds a datetime"):
+    with pytest.raises(DataError, match="column 'when' has a datetime"):
         task.rewards(["a"], [dict(examples[0])])  # not a row that load_data gave
 
 
@@ -433,7 +433,7 @@ def test_a_task_of_ones_own_that_is_wrong_or_hangs(isolate: Isolate, tmp_path: P
     task = isolate(task, grader=GraderConfig(timeout=1.0, retries=0))
     row = task.load_data(0).train[0]
     assert task.rewards(["a"], [row]) == [2.0]
-    for text, message in (("nan", "task strict gave .*nan.* as the reward of 'nan'"), ("short", "2 rewards for 1")):
+    for text, message in (("nan", "task strict returned .*nan.* as the reward of 'nan'"), ("short", "2 rewards for 1")):
         with pytest.raises(RewardError, match=message):
             task.rewards([text], [row])
     with pytest.raises(DataError, match="row 0 of 1 is no good"):

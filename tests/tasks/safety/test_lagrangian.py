@@ -141,13 +141,13 @@ def test_a_rate_of_zero_is_a_fixed_price_without_state_that_asks_nobody() -> Non
         ({"start": 0.0}, "lagrangian.start: 0.0; give a number from 0.0001 to maximum 5"),
         ({"start": 6.0}, "lagrangian.start: 6.0"),
         ({"maximum": math.inf}, "lagrangian.maximum: inf"),
-        ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0, which keeps lambda, or a number above"),
+        ({"rate": -0.1}, "lagrangian.rate: -0.1; give 0"),
         ({"margin": math.nan}, "lagrangian.margin: nan"),
         ({"factor": 1.5}, "lagrangian.factor: 1.5; give a number from 0 to 1"),
         ({"safe_first": "yes"}, "lagrangian.safe_first: 'yes'; give none, product, published"),
         ({"standardize": "no"}, "lagrangian.standardize: 'no'; give true or false"),
-        ({"positive": True}, "cannot be made of"),
-        ({"rate": "fast"}, "cannot be made of"),
+        ({"positive": True}, "cannot be created with"),
+        ({"rate": "fast"}, "cannot be created with"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], told: str) -> None:
@@ -157,7 +157,7 @@ def test_settings_that_cannot_be(options: dict[str, Any], told: str) -> None:
 
 
 def test_columns_that_are_not_there_are_named() -> None:
-    with pytest.raises(RewardError, match="needs a column cost, and the rewards are reward; name"):
+    with pytest.raises(RewardError, match="needs a column cost, but the columns are reward; set"):
         score(Lagrangian(), grouped({"reward": [1.0]}, ["x"], [{}], 0))
     with pytest.raises(RewardError, match="1 of 2 completions have no cost"):
         score(Lagrangian(), grouped({"reward": [1.0, 2.0], "cost": [None, 1.0]}, ["x", "y"], [{}], 0))

@@ -112,10 +112,10 @@ def test_no_prompt_is_in_two_splits(tmp_path: Path) -> None:
     assert asked(data.validation) == ["Ask 3", "Else"]
     assert asked(data.train) == ["Ask 2", "Ask 4", "Ask 5", "Ask 6", "Ask 7", "Ask 2"]
     assert list(task.notes) == [
-        "1 validation rows are left out: their prompts are the test split's too",
-        "4 training rows are left out: their prompts are those of another split too",
-        "6 training rows ask 5 different prompts: some are asked again",
-        "3 test rows ask 2 different prompts: some are asked again",
+        "1 validation rows are left out: their prompts are also the test split's",
+        "4 training rows are left out: their prompts are also those of another split",
+        "6 training rows have 5 different prompts: some repeat",
+        "3 test rows have 2 different prompts: some repeat",
     ]
 
 
@@ -125,7 +125,7 @@ def test_validation_is_drawn_from_prompts_that_are_not_trained_on(files: dict[st
     assert (len(data.train), len(data.validation)) == (40, 30)
     assert not set(asked(data.train)) & set(asked(data.validation))
     assert asked(data.validation) != asked(other.validation)
-    with pytest.raises(DataError, match=r"task\.validation_size is 350, and 320 rows of other prompts"):
+    with pytest.raises(DataError, match=r"task\.validation_size is 350, but only 320 rows"):
         loaded(shares={"TT": 20, "FF": 20}, validation_size=350, **files)
 
 
@@ -141,7 +141,7 @@ def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
         file = {"task": {**files, "name": "safety", "shares": {"TT": 45, "FF": 3, "TF": 1}}}
         return Safety(TaskConfig.model_validate(parse_overrides(file, [f"task.{one}" for one in sets])["task"]))
 
-    told = r"{TT: 0\.5, FF: 0\.5, TF: 1}, of all configs and --set together, .* to 0 to take it away, such as TF: 0"
+    told = r"{TT: 0\.5, FF: 0\.5, TF: 1}, merged from all configs and --set, .* TF: 0"
     with pytest.raises(ConfigError, match=told):
         over("shares={TT: 0.5, FF: 0.5}")
     assert groups(over("shares={TT: 40, TF: 0}").load_data(0).train) == {"TT": 40, "FF": 3}
@@ -153,7 +153,7 @@ def test_a_protocol_that_the_data_are_too_few_for_is_named(tmp_path: Path) -> No
     train = written(tmp_path / "train.jsonl", [row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)])
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
     told = (
-        "protocol published_250 needs 116 FF, and these data have 110 FF for training; give other data, or task.shares"
+        "protocol published_250 needs 116 FF, but the training data have 110 FF; .* task.shares"
     )
     with pytest.raises(DataError, match=told):
         loaded(train_data=train, test_data=test, protocol="published_250")
@@ -186,12 +186,12 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         (
             {"shares": {"TT": 5}, "train_size": 6},
             ConfigError,
-            "task.shares names 5 rows, {TT: 5}, and task.train_size 6",
+            "task.shares {TT: 5} is 5 rows, but task.train_size is 6",
         ),
-        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, of all configs and --set together"),
-        ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both say which rows train"),
+        ({"shares": {"TT": 0}}, ConfigError, "{TT: 0}, merged from all configs and --set"),
+        ({"shares": {"TT": 5}, "protocol": "published_250"}, ConfigError, "both select training rows"),
         ({"protocol": "published_251"}, ConfigError, "task.protocol"),
-        ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last names them"),
+        ({"shares": {"TT": 5}, "split": "first_last"}, ConfigError, "task.split first_last both"),
         ({"sharse": {"TT": 5}}, ConfigError, r"unknown setting task\.sharse; did you mean task\.shares\?"),
         ({"prompt": "short"}, ConfigError, "task.prompt: safety has conversation, chat and raw, not short"),
         ({"system_prompt": "Be kind."}, ConfigError, "set task.prompt: chat"),
@@ -215,7 +215,7 @@ def test_what_cannot_be_selected(
         ([{"question": "a"}], r"line 1: no prompt; found question; set task.columns: {prompt: question}"),
         ([{"prompt": "a"}, {"prompt": "  "}], r"line 2: prompt is '\s+'; expected a text"),
         ([{"prompt": ["a"]}], "expected a text"),
-        ([{"prompt": "x"}], "every training prompt is a prompt of another split too"),
+        ([{"prompt": "x"}], "every training prompt is also"),
     ],
 )
 def test_rows_that_cannot_be(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:

@@ -146,15 +146,13 @@ class Batcher:
     async def run(self) -> None:
         """Score until `end`, concurrently with calls of `score`."""
         while not (self._ends and not self._pending):
-            if not self._pending or not self._is_due():
+            loop = asyncio.get_running_loop()
+            due = self._hurries or len(self._pending) >= self._size
+            if self._pending and (due or loop.time() - self._pending[0].since >= self._wait):
+                await self._score(self._next_batch())
+            else:
                 await self._until_changed()
-                continue
-            await self._score(self._next_batch())
         self._thread.shutdown()
-
-    def _is_due(self) -> bool:
-        late = asyncio.get_running_loop().time() - self._pending[0].since >= self._wait
-        return self._hurries or late or len(self._pending) >= self._size
 
     async def _until_changed(self) -> None:
         self._changed.clear()

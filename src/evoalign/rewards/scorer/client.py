@@ -162,16 +162,14 @@ class Service:
         if status != 200:
             fix = "; set scorer.token_env to the name of the variable with its token" if status in (401, 403) else ""
             raise RewardError(f"the scorer at {self._url}{path} responds with status {status}: {_detail(tree)}{fix}")
-        self._check_digest(reply.headers.get(DIGEST), path)
-        return tree
-
-    def _check_digest(self, digest: str | None, path: str) -> None:
+        digest = reply.headers.get(DIGEST)
         if path == "/score" and digest != self._digest:
             raise RewardError(
                 f"the scorer at {self._url} changed its models or template since the start of the run (digest "
                 f"{cut(plain(str(digest)), 16)} instead of {str(self._digest)[:12]}...); start it with the former "
                 "ones, or start a new run"
             )
+        return tree
 
     def close(self) -> None:
         """End threads and connections."""
@@ -225,7 +223,7 @@ def _known(about: Any, url: str) -> tuple[tuple[str, ...], str, int, int]:
 
 
 def _chunks(pairs: Sequence[Pair], most: int, size: int) -> Iterator[list[Pair]]:
-    """Yield chunks of at most `most` pairs and `size` bytes; a longer pair is a chunk of its own."""
+    """Yield chunks of at most `most` pairs and `size` bytes; a longer pair forms a single chunk."""
     chunk, taken = list[Pair](), ROOM
     for pair in pairs:
         length = len(_encoded([pair]))

@@ -54,7 +54,7 @@ _OF_TOKENIZER = (
     "sentencepiece.bpe.model",
 )
 _NORMALIZED = {"reward": (True, True), "cost": (False, True), "critic": (False, False)}
-"""By score type: whether to subtract the mean, and whether to divide by the deviation."""
+"""Score types: whether to subtract the mean, and whether to divide by the deviation."""
 _EPSILON = 1e-8
 
 
@@ -112,7 +112,10 @@ class ScoreModel:
 
     def _load(self, source: _Source, config: ScorerConfig) -> None:
         self.device = _device(config.device)
-        dtype = _dtype(config.dtype, self.device)
+        if config.dtype == "auto":
+            dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        else:
+            dtype = cast("torch.dtype", getattr(torch, config.dtype))
         self.dtype = str(dtype).removeprefix("torch.")
         tree, self.kind = _checked(source)
         self.digest = _digest(source)
@@ -177,14 +180,34 @@ def check(key: str, config: ScorerConfig) -> None:
 
 
 def _pairs(source: _Source, tokenizer: Any, config: ScorerConfig, tree: Mapping[str, Any]) -> Pairs:
-    return Pairs(tokenizer, config.template, min(config.max_tokens, *_limits(tokenizer, tree)), source.name)
+    limits = (tree.get("max_position_embeddings"), tree.get("n_positions"), tokenizer.model_max_length)
+    known = [int(value) for value in limits if isinstance(value, int) and 0 < value < 10**7]
+    return Pairs(tokenizer, config.template, min([config.max_tokens, *known]), source.name)
 
 
 def _checked(source: _Source) -> tuple[dict[str, Any], Literal["score", "classifier"]]:
     """Return the model's config.json and its kind. Raises ModelError."""
     refuse_pickles(source.path, source.revision, writes=False)
-    tree = _config_of(source)
-    return tree, _kind(tree, source.name)
+    name = source.name
+    try:
+        found = source.find("config.json")
+        if found is None:
+            raise ModelError(f"model {name} has no config.json; set model.name to the folder of a model")
+        tree = read_object(found, mend="fetch it again")
+    except DataError as error:
+        raise ModelError(f"model {name}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
+    architectures: list[Any] = tree.get("architectures") or [None]
+    first = str(architectures[0])
+    if first.endswith("ForScore"):
+        return tree, "score"
+    if first.endswith("ForSequenceClassification"):
+        return tree, "classifier"
+    raise ModelError(
+        f"model {name} is not a scoring model: the architecture in its config.json is {plain(first)[:60]}; use one "
+        "that ends in ForScore (Safe RLHF) or ForSequenceClassification"
+    )
 
 
 def _device(wanted: str) -> torch.device:
@@ -193,38 +216,6 @@ def _device(wanted: str) -> torch.device:
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"scorer.device {wanted}: torch sees no GPU here; set scorer.device: cpu")
     return torch.device(wanted)
-
-
-def _dtype(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return cast("torch.dtype", getattr(torch, wanted))
-
-
-def _config_of(source: _Source) -> dict[str, Any]:
-    name = source.name
-    try:
-        found = source.find("config.json")
-        if found is None:
-            raise ModelError(f"model {name} has no config.json; set model.name to the folder of a model")
-        return read_object(found, mend="fetch it again")
-    except DataError as error:
-        raise ModelError(f"model {name}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {name} does not load: {why_not(error)}") from error
-
-
-def _kind(config: Mapping[str, Any], name: str) -> Literal["score", "classifier"]:
-    named: list[Any] = config.get("architectures") or [None]
-    first = str(named[0])
-    if first.endswith("ForScore"):
-        return "score"
-    if first.endswith("ForSequenceClassification"):
-        return "classifier"
-    raise ModelError(
-        f"model {name} is not a scoring model: the architecture in its config.json is {plain(first)[:60]}; use one "
-        "that ends in ForScore (Safe RLHF) or ForSequenceClassification"
-    )
 
 
 def _scoring(source: _Source, dtype: torch.dtype, config: Mapping[str, Any]) -> tuple[Any, Head | None]:
@@ -254,19 +245,6 @@ def _classifying(source: _Source, dtype: torch.dtype, config: Mapping[str, Any])
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """Suppress the library's warning about unused tensors: the head, which is loaded separately."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-@contextmanager
 def _explained(name: str) -> Generator[None]:
     """Convert any exception of the library to ModelError."""
     try:
@@ -278,16 +256,23 @@ def _explained(name: str) -> Generator[None]:
 
 
 def _loaded(kind: Any, source: _Source, dtype: torch.dtype) -> Any:
-    with _explained(source.name), without_bar(source.path), _quiet():
-        model, info = kind.from_pretrained(
-            source.path,
-            revision=source.revision,
-            dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the body does not use the tensors of the head, which is loaded separately
+    try:
+        with _explained(source.name), without_bar(source.path):
+            model, info = kind.from_pretrained(
+                source.path,
+                revision=source.revision,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    finally:
+        logging.set_verbosity(verbosity)
     check_whole(source.name, info)
     return model
 
@@ -321,9 +306,7 @@ def _number(tensor: torch.Tensor | None, listed: Any, otherwise: float, name: st
         value = otherwise if tensor is None and listed is None else listed if tensor is None else tensor.tolist()
         found = float(value[0] if isinstance(value, list) and len(cast("list[Any]", value)) == 1 else value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"model {name}: mean and var of its normalizer are not one number each; fetch it again"
-        ) from error
+        raise ModelError(f"model {name}: mean or var of its normalizer is not a number; fetch it again") from error
     return found
 
 
@@ -362,12 +345,6 @@ def _tokenizer(source: _Source) -> Any:
             f"model {name} has no tokenizer: put its tokenizer files, such as tokenizer.json, into the folder"
         )
     return tokenizer
-
-
-def _limits(tokenizer: Any, config: Mapping[str, Any]) -> list[int]:
-    """Return the maximum lengths in the configs of model and tokenizer."""
-    limits = (config.get("max_position_embeddings"), config.get("n_positions"), tokenizer.model_max_length)
-    return [int(value) for value in limits if isinstance(value, int) and 0 < value < 10**7]
 
 
 class Local:

@@ -51,7 +51,7 @@ class Pairs:
                 "tokenizer.json (a fast tokenizer)"
             )
         self._tokenizer, self.max_tokens = tokenizer, max_tokens
-        self._form = _form_of_chat(tokenizer, name) if template == CHAT else _form_of_text(template)
+        self._form = _form(tokenizer, template, name)
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._special = sorted({str(token.content) for token in added.values() if token.special})
         self._round = _round(tokenizer) if self._form.ends else ([], [])
@@ -128,14 +128,11 @@ def _round(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:at], whole[at + len(bare) :]
 
 
-def _form_of_text(template: str) -> Form:
-    before, rest = template.split(PROMPT)
-    between, after = rest.split(RESPONSE)
-    return Form(before, between, after, ends=True)
-
-
-def _form_of_chat(tokenizer: Any, name: str) -> Form:
-    """Render a chat template around two marks, so that the template never processes a pair."""
+def _form(tokenizer: Any, template: str, name: str) -> Form:
+    """Parse a template. Renders a chat template around two marks, so that it never processes a pair."""
+    if template != CHAT:
+        before, rest = template.split(PROMPT)
+        return Form(before, *rest.split(RESPONSE), ends=True)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"scorer.template {CHAT}: model {name} has no chat template; set scorer.template to a text with {PROMPT}"
@@ -156,5 +153,4 @@ def _form_of_chat(tokenizer: Any, name: str) -> Form:
             f"({shown(text)}); set scorer.template"
         )
     before, rest = text.split(ends[0])
-    between, after = rest.split(ends[1])
-    return Form(before, between, after, ends=False, strips=not kept)
+    return Form(before, *rest.split(ends[1]), ends=False, strips=not kept)

@@ -68,15 +68,11 @@ def _local(source: str) -> Iterator[Row]:
         folder, _, split = source.rpartition(":")
         if folder and split and Path(folder).is_dir():
             path, part = Path(folder), split
-    return _folder(path, part) if path.is_dir() else _file(path)
-
-
-def _folder(folder: Path, part: str) -> Iterator[Row]:
-    """Yield the rows of a split, by default `train`."""
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _saved(folder, part)
-    files = _shards(folder, part or "train")
-    return (row for file in files for row in _file(file))
+    if not path.is_dir():
+        return _file(path)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _saved(path, part)
+    return (row for file in _shards(path, part or "train") for row in _file(file))
 
 
 def _saved(folder: Path, part: str) -> Iterator[Row]:
@@ -102,7 +98,9 @@ def _shards(folder: Path, part: str) -> list[Path]:
     base = str(folder.resolve())
     try:
         splits = {
-            str(split): _rows_in(map(Path, files))
+            str(split): sorted(
+                file for file in map(Path, files) if ending(file) in SHARDS and file.name not in _NO_SHARDS
+            )
             for split, files in DataFilesDict.from_patterns(get_data_patterns(base), base_path=base).items()
         }
     except (EmptyDatasetError, FileNotFoundError):
@@ -121,10 +119,6 @@ def _shards(folder: Path, part: str) -> list[Path]:
     if len(kinds) > 1:
         raise DataError(f"{folder} has files of several formats ({', '.join(kinds)}); name one file, or use one format")
     return files
-
-
-def _rows_in(files: Iterator[Path]) -> list[Path]:
-    return sorted(file for file in files if ending(file) in SHARDS and file.name not in _NO_SHARDS)
 
 
 def _no_split(folder: Path, part: str, splits: Any) -> str:

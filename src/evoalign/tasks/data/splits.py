@@ -45,11 +45,19 @@ def load(config: TaskConfig, seed: int, check: Check, default: tuple[str, str | 
     The validation split is a separate file or part of the training rows; see `TaskConfig`. `default` are the training
     and the test file for a config without training data. `seed` only affects the `seeded` split.
     """
-    train_source, test_source = _sources(config, default)
+    train_source, test_source = config.train_data, config.test_data
+    if train_source is None:
+        if default is None:
+            raise ConfigError(
+                f"task.train_data is not set; task {config.name} needs a JSON, JSONL, CSV or parquet file or hub:NAME"
+            )
+        train_source, test_source = default[0], test_source or default[1]
     if test_source is None:
         found = split(_rows(train_source, config, check), config, seed, train_source)
     else:
-        train = _rows(train_source, config, check, _wanted(config))
+        size = config.train_size
+        most = None if size is None else size + (0 if config.validation_data else config.validation_size or 0)
+        train = _rows(train_source, config, check, most)
         test = _rows(test_source, config, check, config.test_size)
         kept, validation = _parted(train, config, train_source)
         found = Data(kept, _first(test, config.test_size, "test_size", test_source), validation)
@@ -91,23 +99,6 @@ def _rows(source: str, config: TaskConfig, check: Check, most: int | None = None
     rows = islice(rows_of(source), most)
     named = renamed(rows, config.columns, source) if config.columns else rows
     return gathered(check(where, row) for where, row in named)
-
-
-def _wanted(config: TaskConfig) -> int | None:
-    """Return the number of rows to read from a training file; None: all."""
-    if config.train_size is None:
-        return None
-    return config.train_size + (0 if config.validation_data else config.validation_size or 0)
-
-
-def _sources(config: TaskConfig, default: tuple[str, str | None] | None) -> tuple[str, str | None]:
-    if config.train_data is not None:
-        return config.train_data, config.test_data
-    if default is None:
-        raise ConfigError(
-            f"task.train_data is not set; task {config.name} needs a JSON, JSONL, CSV or parquet file or hub:NAME"
-        )
-    return default[0], config.test_data or default[1]
 
 
 def split(examples: Sequence[Example], config: TaskConfig, seed: int, source: str) -> Data:
@@ -243,8 +234,6 @@ def _unknown(name: str, there: str, names: Iterable[str]) -> str:
 
 def _option(columns: Mapping[str, str]) -> str:
     """Format as YAML: `{prompt: question}`."""
-    return f"{{{', '.join(f'{_yaml(name)}: {_yaml(there)}' for name, there in columns.items())}}}"
-
-
-def _yaml(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z_][\w.-]*", name, re.ASCII) else json.dumps(name)
+    plain_name = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+    pairs = ([n if plain_name.fullmatch(n) else json.dumps(n) for n in pair] for pair in columns.items())
+    return f"{{{', '.join(map(': '.join, pairs))}}}"

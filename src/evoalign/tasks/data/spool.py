@@ -65,7 +65,12 @@ class _Store:
         try:
             self._file = tempfile.TemporaryFile(prefix="evoalign-rows-")  # noqa: SIM115 (deleted with this object)
             for row in rows:
-                self._add(row)
+                end = self._ends[-1]
+                if is_exact(row):
+                    end += self._file.write(encode(row))
+                else:
+                    self.kept[len(self)] = row
+                self._ends.append(end)
             self._file.flush()
         except OSError as error:
             raise DataError(
@@ -86,14 +91,6 @@ class _Store:
         with self._lock:
             self._file.seek(start)
             return decode(self._file.read(size))
-
-    def _add(self, row: Example) -> None:
-        end = self._ends[-1]
-        if is_exact(row):
-            end += self._file.write(encode(row))
-        else:
-            self.kept[len(self)] = row
-        self._ends.append(end)
 
 
 def gathered(rows: Iterable[Example]) -> Sequence[Example]:
@@ -118,7 +115,7 @@ def held(rows: Sequence[Example]) -> Iterable[tuple[int, Example]]:
 
 
 def encode(message: object) -> bytes:
-    """Encode as one line of JSON that preserves every code point. Raises ValueError, TypeError."""
+    """Encode as a line of JSON that preserves every code point. Raises ValueError, TypeError."""
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 

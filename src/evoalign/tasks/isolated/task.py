@@ -218,7 +218,9 @@ class Isolated(Task):
                     error.failed = (error.failed or {}) | _effort(attempt, started)
                     raise
                 except NoAnswerError as problem:
-                    mistake = op not in self._answered and _is_mistake(problem)
+                    # The exception's type is in the last line of the traceback.
+                    kind = (problem.trace or "").rstrip().rpartition("\n")[2].partition(":")[0]
+                    mistake = op not in self._answered and problem.reason == "raised" and kind in MISTAKES
                     if attempt > self._grader.retries or (mistake and str(problem) == before):
                         effort = _effort(attempt, started)
                         alone = partial(self._attempt, op, limit)
@@ -335,12 +337,6 @@ def culprit(
         return suspects[0], problem, f"; the completion {text} causes it alone, and so do others"
     alone = "" if some == rest else f" that were scored alone, {len(some) + 1} of {len(texts)},"
     return suspects[0], problem, f"; all completions{alone} cause it, such as {text}"
-
-
-def _is_mistake(problem: NoAnswerError) -> bool:
-    """Return whether the call raised one of `MISTAKES`, by the last line of its traceback."""
-    last = (problem.trace or "").rstrip().rpartition("\n")[2]
-    return problem.reason == "raised" and last.partition(":")[0] in MISTAKES
 
 
 def _exact_columns(example: Example) -> dict[str, Any]:
