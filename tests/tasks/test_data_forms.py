@@ -235,7 +235,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(("write", "settings", "outcome"), [f[1:] for f in FORMS], ids=[f[0] for f in FORMS])
-def test_forms(
+def test_load_accepts_or_rejects_each_format(
     write: Write,
     settings: dict[str, Any],
     outcome: list[dict[str, Any]] | str,
@@ -261,7 +261,7 @@ def made(name: str = "custom", **settings: Any) -> Any:
     return create(TaskConfig(name=name, **settings), *([[length]] if name == "custom" else []))
 
 
-def test_a_column_has_one_name() -> None:
+def test_columns_rejects_renaming_a_column_twice() -> None:
     with pytest.raises(ValidationError, match="prompt and question both rename the column q"):
         TaskConfig(columns={"prompt": "q", "question": "q"})
     assert not {"columns", "system_prompt"} & TaskConfig().model_dump().keys()  # old configs are as they were
@@ -276,7 +276,7 @@ def test_a_column_has_one_name() -> None:
         ("countdown", {"nums": [1, 2], "target": 3}, {}, "found nums, target; set task.columns: {numbers: nums}"),
     ],
 )
-def test_every_task_has_them(
+def test_every_task_renames_columns(
     name: str, row: dict[str, Any], columns: dict[str, str], lacks: str, tmp_path: Path
 ) -> None:
     settings = {"prompt": "chat", "columns": columns, "train_data": str(tmp_path / jsonl(row)(tmp_path))}
@@ -289,7 +289,7 @@ def test_every_task_has_them(
         assert list(found.values()) == list(row.values()) and task.prompt(found)[-1]["role"] == "user"
 
 
-def test_a_reward_that_wants_a_column_is_told_which_is_like_it(tmp_path: Path) -> None:
+def test_missing_column_error_suggests_a_similar_one(tmp_path: Path) -> None:
     def right(completions: list[str], answer: list[str]) -> list[float]:
         return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
@@ -299,7 +299,7 @@ def test_a_reward_that_wants_a_column_is_told_which_is_like_it(tmp_path: Path) -
         task.load_data(0)
 
 
-def test_the_answer_of_a_conversation_reaches_rewards(tmp_path: Path) -> None:
+def test_rewards_get_the_last_assistant_message_as_completion_column(tmp_path: Path) -> None:
     def right(completions: list[Any], completion: list[str]) -> list[float]:
         return [float(c[0]["content"] == a) for c, a in zip(completions, completion, strict=True)]
 
@@ -310,7 +310,7 @@ def test_the_answer_of_a_conversation_reaches_rewards(tmp_path: Path) -> None:
     assert task.gold(row) == "Ho"
 
 
-def test_a_system_prompt_comes_first_where_there_is_none() -> None:
+def test_system_prompt_is_prepended_if_there_is_none() -> None:
     task, row = made(prompt="chat", system_prompt="Be brief."), {"prompt": "Hi"}
     assert task.prompt(row) == [SYSTEM, ASKED] and row == {"prompt": "Hi"}
     chat = made(system_prompt="Be brief.")
@@ -324,7 +324,7 @@ def test_a_system_prompt_comes_first_where_there_is_none() -> None:
     assert found[0] == SYSTEM and [m["role"] for m in found] == ["system", "user", "assistant"]
 
 
-def test_rewards_see_prompts_without_it() -> None:
+def test_rewards_get_prompts_without_system_prompt() -> None:
     seen: list[Any] = []
 
     def spy(prompts: list[Any], completions: list[Any]) -> list[float]:
@@ -359,6 +359,6 @@ class Own(Task):
         (f"{__name__}:Own", {}, f"task.system_prompt is not for task {__name__}:Own; leave it out"),
     ],
 )
-def test_where_there_are_no_messages_it_is_refused(name: str, settings: dict[str, Any], told: str) -> None:
+def test_system_prompt_needs_messages(name: str, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         made(name, system_prompt="Be brief.", **settings)

@@ -71,7 +71,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["seeded", "first_last", "two"])
-def test_the_same_rows_in_the_same_order(
+def test_spooled_rows_keep_content_and_order(
     source: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {k: source if v == "same" else v for k, v in settings.items()}
@@ -154,7 +154,7 @@ class Counting(Task):
         return 0.0
 
 
-def test_of_many_prompts_those_alone_are_encoded_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_splits_encode_only_requested_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, task = load(ModelConfig(name="tiny")), Counting()
     monkeypatch.setattr(rollouts, "EARLY", COUNT - 1)
     found = Encoded(task, tokens, ROWS)
@@ -166,7 +166,7 @@ def test_of_many_prompts_those_alone_are_encoded_that_are_asked(monkeypatch: pyt
         Encoded(task, tokens, ROWS)
 
 
-def test_of_many_prompts_some_are_measured_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_splits_estimate_prompt_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, task = load(ModelConfig(name="tiny")), Counting()
     whole = [len(tokens.encode(f"{i} is")) for i in range(COUNT - 1)]
     assert lengths_of(task, tokens, ROWS[:-1]) == whole and len(set(whole)) > 1
@@ -190,7 +190,7 @@ def test_rows_that_are_not_used_are_not_read(tmp_path: Path) -> None:
             load(test_data=str(path), **settings)
 
 
-def test_a_full_disk_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, line: bytes) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")

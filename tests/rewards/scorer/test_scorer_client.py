@@ -105,7 +105,7 @@ WANTED = {"reward": [1, 2, 3], "cost": [3, 2, 1]}
         of(b'{"reward": [1', headers={**DIGEST, "Content-Length": "4000"}),
     ],
 )
-def test_what_may_be_well_in_a_moment_is_asked_again(answer: Callable[[Any], Answer], fake: Fake) -> None:
+def test_temporary_failures_are_retried(answer: Callable[[Any], Answer], fake: Fake) -> None:
     scorer = fake.client()
     fake.answers = [answer, answer]
     assert scorer.score(PROMPTS, RESPONSES) == WANTED
@@ -113,7 +113,7 @@ def test_what_may_be_well_in_a_moment_is_asked_again(answer: Callable[[Any], Ans
     scorer.close()
 
 
-def test_an_answer_that_does_not_come_is_asked_for_again(fake: Fake) -> None:
+def test_timeouts_are_retried(fake: Fake) -> None:
     over = threading.Event()
     fake.answers = [lambda body: (over.wait(60), right(body))[1]]
     scorer = fake.client(timeout=0.2)
@@ -144,7 +144,7 @@ def test_an_answer_that_does_not_come_is_asked_for_again(fake: Fake) -> None:
         (of(b"{}", status=307, headers={"Location": "http://127.0.0.1:1/"}), "status 307"),
     ],
 )  # fmt: skip
-def test_a_wrong_answer_is_an_error_at_once(answer: Callable[[Any], Answer], said: str, fake: Fake) -> None:
+def test_invalid_responses_raise_immediately(answer: Callable[[Any], Answer], said: str, fake: Fake) -> None:
     scorer = fake.client()
     fake.answers = [answer]
     with pytest.raises(RewardError, match=said):
@@ -154,7 +154,7 @@ def test_a_wrong_answer_is_an_error_at_once(answer: Callable[[Any], Answer], sai
     scorer.close()
 
 
-def test_the_deadline_is_of_no_scores_at_all(fake: Fake) -> None:
+def test_deadline_counts_time_without_any_scores(fake: Fake) -> None:
     scorer = fake.client(deadline=0.3, concurrency=1)
     fake.answers = [of({}, status=503)] * 10_000
     with pytest.raises(RewardError, match=r"has given no scores for 0\.3 s \(status 503.*start it again, with"):
@@ -162,7 +162,7 @@ def test_the_deadline_is_of_no_scores_at_all(fake: Fake) -> None:
     scorer.close()
 
 
-def test_an_outage_is_told_once_and_so_is_its_end(
+def test_outage_and_recovery_are_logged_once(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many requests meet it. A queue that is full is none."""
@@ -185,7 +185,7 @@ def test_an_outage_is_told_once_and_so_is_its_end(
     scorer.close()
 
 
-def test_requests_that_meet_an_outage_together_tell_it_once(
+def test_concurrent_failures_log_one_outage(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "QUIET", 0.1)
@@ -197,7 +197,7 @@ def test_requests_that_meet_an_outage_together_tell_it_once(
     scorer.close()
 
 
-def test_failures_among_scores_are_no_outage(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_between_successes_are_not_logged(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
     scorer = fake.client(concurrency=4)
     fake.answers = [*[right] * 3, of({}, status=503)] * 50
     scorer.score(PROMPTS * 400, RESPONSES * 400)
@@ -205,7 +205,7 @@ def test_failures_among_scores_are_no_outage(fake: Fake, caplog: pytest.LogCaptu
     scorer.close()
 
 
-def test_a_request_that_fails_after_another_was_answered_tells_no_outage(
+def test_failure_after_a_success_is_not_logged(
     fake: Fake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "QUIET", 0.0)
@@ -218,7 +218,7 @@ def test_a_request_that_fails_after_another_was_answered_tells_no_outage(
     scorer.close()
 
 
-def test_an_outage_is_told_before_its_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outage_is_logged_before_the_deadline(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the first line takes to be written, while another request is answered."""
     monkeypatch.setattr(client, "QUIET", 0.0)
     told, writing = list[str](), threading.Event()
@@ -249,7 +249,7 @@ def test_the_last_try_is_at_the_deadline(fake: Fake) -> None:
     scorer.close()
 
 
-def test_requests_fit_the_limits_of_the_service_and_answers_their_places(fake: Fake) -> None:
+def test_chunks_respect_limits_and_keep_order(fake: Fake) -> None:
     scorer = fake.client(concurrency=5)
     prompts = ["p" * (1 + 37 * i % 900) for i in range(100)]
     responses = ["r" * (1 + 11 * i % 700) for i in range(100)]
@@ -272,7 +272,7 @@ def test_requests_fit_the_limits_of_the_service_and_answers_their_places(fake: F
         {**HEALTH, "limits": {"items": 0, "body": 1}},
     ],
 )
-def test_what_is_no_scorer_is_refused(health: Any, fake: Fake) -> None:
+def test_other_servers_are_rejected(health: Any, fake: Fake) -> None:
     fake.health = (200, json.dumps(health).encode(), {})
     with pytest.raises(RewardError, match="what answers there is no scorer"):
         fake.client()
@@ -292,6 +292,6 @@ def test_the_token_is_sent_from_the_environment_alone(fake: Fake, monkeypatch: p
 
 
 @pytest.mark.parametrize("url", ["http://:80", "http://127.0.0.1:99999", "http://[::1"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_invalid_addresses_are_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match=r"scorer.url .* is no address of a service"):
         Service(ScorerConfig(name="service", url=url))

@@ -121,7 +121,7 @@ def same(run: Run, unbroken: dict[str, Any]) -> None:
     assert sorted(name for name in {*found, *unbroken} if found.get(name) != unbroken.get(name)) == []
 
 
-def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_run_continues_after_a_service_restart(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     with Served(tmp_path, *BITS) as first, Run(tmp_path / "own", first.url) as run:
         run.sealed(1)
         first.stop(signal.SIGKILL)
@@ -138,7 +138,7 @@ def test_a_run_goes_on_with_a_service_that_was_killed(tmp_path: Path, unbroken: 
     same(run, unbroken)
 
 
-def test_a_service_that_stays_away_ends_the_run_which_can_be_resumed(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url, deadline=5.0) as run:
         run.sealed(1)
         service.stop(signal.SIGKILL)
@@ -163,7 +163,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "--reward", str(folder), "--cost", MODELS["cost"], "--batch-size", "1"
 
 
-def test_a_service_that_comes_back_with_other_weights_scores_nothing(
+def test_restarted_service_with_other_weights_is_rejected(
     tmp_path: Path, unbroken: dict[str, Any], others: tuple[str, ...]
 ) -> None:
     with Served(tmp_path, *BITS) as service, Run(tmp_path / "own", service.url) as run:
@@ -202,7 +202,7 @@ def ask(url: str, prompts: list[str], responses: list[str]) -> list[dict[str, li
     return asyncio.run(asked())
 
 
-def test_a_thousand_requests_of_another_process_beside_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_a_thousand_requests_from_another_process_during_a_run(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (SHIPPED / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     prompts = [rows[i % len(rows)]["prompt"] for i in range(1000)]
     responses = [f"{rows[i * 7 % len(rows)]['prompt']} {i}" for i in range(1000)]

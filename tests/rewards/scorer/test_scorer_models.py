@@ -126,7 +126,7 @@ def test_bfloat16_scores_are_not_rounded_to_bfloat16(reward: Path) -> None:
     assert found == pytest.approx(local(reward).score(*pairs(20))["reward"], abs=0.2)
 
 
-def test_a_pair_that_is_there_often_is_asked_once(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_pairs_are_scored_once(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, responses = pairs(5)
     scorer = local(reward, batch_size=2)
     single, asked = scorer.score(prompts, responses)["reward"], list[int]()
@@ -157,7 +157,7 @@ def test_the_digest_is_of_weights_template_and_tokenizer(tmp_path: Path, reward:
     assert local(safe_rlhf(tmp_path, seed=9)).digest != one
 
 
-def test_a_score_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+def test_non_finite_scores_raise_reward_error(tmp_path: Path) -> None:
     folder = safe_rlhf(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["score_head.weight"][0, 3] = float("nan")
@@ -197,7 +197,7 @@ def no_layer(folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "config.json"),
     ],
 )  # fmt: skip
-def test_what_is_no_model_that_scores_is_named(spoil: Any, said: str | None, tmp_path: Path) -> None:
+def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_path: Path) -> None:
     """Code of a model's own is not run: with None it is passed by, and the model loads."""
     folder = safe_rlhf(tmp_path)
     (folder / "evil.py").write_text("raise SystemExit('ran')")
@@ -209,12 +209,12 @@ def test_what_is_no_model_that_scores_is_named(spoil: Any, said: str | None, tmp
         local(folder)
 
 
-def test_other_labels_are_refused(tmp_path: Path) -> None:
+def test_models_with_other_label_counts_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="3 labels; a score takes a model of one or two"):
         local(classifier(tmp_path, labels=3))
 
 
-def test_a_folder_that_is_not_there_is_named_by_its_setting(reward: Path) -> None:
+def test_missing_folder_error_names_the_setting(reward: Path) -> None:
     with pytest.raises(ModelError, match=r"scorer.cost: no folder /nowhere/at/all"):
         local(reward, Path("/nowhere/at/all"))
     with pytest.raises(ModelError, match="Qwen2ForCausalLM"):
@@ -230,7 +230,7 @@ def encoded(scorer: Local, prompt: str, response: str) -> tuple[str, tuple[int, 
     return tokens.decode(found.ids), (found.prompt_cut, found.response_cut)
 
 
-def test_a_long_response_loses_its_end_and_nothing_else(reward: Path) -> None:
+def test_long_responses_are_truncated_at_the_end(reward: Path) -> None:
     scorer = local(reward, max_tokens=100)
     prompt, response = text(1, 10), text(2, 400)
     said, (prompt_cut, response_cut) = encoded(scorer, prompt, response)
@@ -303,7 +303,7 @@ def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | N
         local(folder, template="chat")
 
 
-def test_half_a_pair_of_surrogates_scores_as_the_sign_for_what_cannot_be_read(reward: Path) -> None:
+def test_lone_surrogates_score_as_replacement_characters(reward: Path) -> None:
     broken, marked = local(reward).score(["a", "a"], [json.loads('"\\ud83d"'), "?"])["reward"]
     assert broken == marked
 

@@ -68,7 +68,7 @@ def test_the_published_shares(files: dict[str, Any]) -> None:
     assert len(set(asked(data.train))) == 250
 
 
-def test_a_seed_is_a_selection_and_another_another(files: dict[str, Any]) -> None:
+def test_seed_determines_the_selection(files: dict[str, Any]) -> None:
     shares = {"TT": 5, "FF": 5}
     first, again, other = (loaded(seed, shares=shares, **files)[0].train for seed in (1, 1, 2))
     assert list(first) == list(again) and asked(first) != asked(other)
@@ -90,7 +90,7 @@ def test_fractions_are_apportioned(weights: dict[str, int], total: int) -> None:
     assert all(abs(found[group] - share * total) < 1 for group, share in shares.items())
 
 
-def test_without_shares_the_rows_come_as_they_are(files: dict[str, Any]) -> None:
+def test_rows_are_unchanged_without_shares(files: dict[str, Any]) -> None:
     data, task = loaded(train_size=7, **files)
     first = [json.loads(line) for line in Path(files["train_data"]).read_text().splitlines()][:7]
     assert list(data.train) == first and not task.notes
@@ -119,7 +119,7 @@ def test_no_prompt_is_in_two_splits(tmp_path: Path) -> None:
     ]
 
 
-def test_validation_is_drawn_from_prompts_that_are_not_trained_on(files: dict[str, Any]) -> None:
+def test_validation_rows_share_no_prompt_with_training_rows(files: dict[str, Any]) -> None:
     data, _ = loaded(shares={"TT": 20, "FF": 20}, validation_size=30, **files)
     other, _ = loaded(1, shares={"TT": 20, "FF": 20}, validation_size=30, **files)
     assert (len(data.train), len(data.validation)) == (40, 30)
@@ -134,7 +134,7 @@ def test_one_file_is_split_and_selected_from(files: dict[str, Any]) -> None:
     assert groups(data.train) == {"TT": 11, "FF": 10} and len(data.test) == 50
 
 
-def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
+def test_shares_merge_with_earlier_configs(files: dict[str, Any]) -> None:
     """Single shares are changed and the others stay; the error says what they come to, and 0 takes one away."""
 
     def over(*sets: str) -> Safety:
@@ -149,7 +149,7 @@ def test_shares_over_those_of_another_config(files: dict[str, Any]) -> None:
     assert groups(halves.load_data(0).train) == {"TT": 10, "FF": 10}
 
 
-def test_a_protocol_that_the_data_are_too_few_for_is_named(tmp_path: Path) -> None:
+def test_protocol_needs_enough_rows(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl", [row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)])
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
     told = (
@@ -159,7 +159,7 @@ def test_a_protocol_that_the_data_are_too_few_for_is_named(tmp_path: Path) -> No
         loaded(train_data=train, test_data=test, protocol="published_250")
 
 
-def test_texts_of_a_table_are_labels(tmp_path: Path) -> None:
+def test_labels_may_be_text(tmp_path: Path) -> None:
     lines = ["prompt,is_response_0_safe,is_response_1_safe", "a,True,False", "b,false,true", "c,TRUE,true"]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
@@ -199,7 +199,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         ({"fitness": "a.py:b"}, ConfigError, "task.fitness is not for task safety"),
     ],
 )
-def test_what_cannot_be_selected(
+def test_invalid_selections_raise_errors(
     files: dict[str, Any], settings: dict[str, Any], error: type[Exception], told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("def b(completions, examples): return 0.0")
@@ -218,7 +218,7 @@ def test_what_cannot_be_selected(
         ([{"prompt": "x"}], "every training prompt is also"),
     ],
 )
-def test_rows_that_cannot_be(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
+def test_invalid_rows_raise_data_error(rows: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
     with pytest.raises(DataError, match=told):
         loaded(train_data=written(tmp_path / "rows.jsonl", rows), test_data=test)
