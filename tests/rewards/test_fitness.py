@@ -18,6 +18,7 @@ from rich.console import Console
 
 import evoalign
 from evoalign import evaluation, tasks
+from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import Config, GraderConfig, TaskConfig, code_of, from_dict, to_yaml
 from evoalign.errors import ConfigError, RewardError
 from evoalign.evaluation import Scored
@@ -26,7 +27,6 @@ from evoalign.rewards.objective import Group, Objective, grouped, judge
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.shaping import Scores
-from evoalign.sweeping.sweep import check_measure
 from own_fitness import seen
 
 HERE = "own_fitness"

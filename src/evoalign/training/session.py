@@ -316,8 +316,6 @@ class Session:
             self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
-        if self.config.report:
-            ending.report(self.run.path, self.tell)
         self.tell("\n".join(heading.last_lines(self.run, saved, self.config, task, self.given, placebos)))
         return Result(self.run.path, saved, before, after, verdict)
 
