@@ -16,7 +16,7 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.engines.base import scored_by
+from evoalign.engines.base import with_defaults
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
@@ -50,6 +50,7 @@ def evolve(
     """
     if plateaus is None and config.es.sigma_schedule.name == "plateau":
         raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
+    engine = with_defaults(engine)
     objective = objective or task.objective()
     es = config.es
     prompts = Encoded(task, tokens, examples)
@@ -64,7 +65,7 @@ def evolve(
         with grading(task, examples, graders) as begun:
             said, of_mean = begun.of(rows * len(members)), begun.of(rows)
             rollouts = collect(engine, plan, requests, said.take)
-            by = scored_by(engine)
+            by = engine.scored_by()
             mean = collect(engine, MEAN_PLAN, requests, of_mean.take) if objective.asks_mean else []
             clock.mark("rollout")
             group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation, said)

@@ -15,14 +15,13 @@ import torch
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
-from evoalign.engines.base import graders_of
 from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
-from evoalign.tasks.grading import Graders, with_validation
+from evoalign.tasks.grading import Graders, kept_here, with_validation
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -96,7 +95,7 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
         chosen.close()
         raise
     try:
-        graders = graders_of(served.engine, chosen, data)
+        graders = None if kept_here(chosen) is not None else served.engine.graders(chosen, data)
     except BaseException:
         served.close()
         chosen.close()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import check_members, pairs_of
+from evoalign.engines.base import EngineDefaults, check_members, pairs_of
 from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import insides
@@ -34,7 +34,7 @@ from evoalign.tokens import Tokens, before_stop
 from evoalign.types import MEAN, Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 
-class VllmEngine:
+class VllmEngine(EngineDefaults):
     """See `evoalign.engines.base.Engine` for what each method promises."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
