@@ -19,7 +19,7 @@ from evoalign.engines import Engine
 from evoalign.engines.base import with_defaults
 from evoalign.errors import ConfigError
 from evoalign.report import watching
-from evoalign.rewards.objective import Objective, score
+from evoalign.rewards.objective import Objective, reported_means, score
 from evoalign.rollouts import Encoded, collect, group_of, requests_of, rows_of, with_mean
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
@@ -97,7 +97,7 @@ def evolve(
             rollouts=tuple(rollouts),
             prompts=tuple(prompts[i] for i in rows),
             evaluation=evaluation,
-            rewards=group.means,
+            rewards=reported_means(objective, group),
             objective=objective.state,
             mean=tuple(mean),
         )

@@ -37,7 +37,7 @@ from evoalign.errors import (
 from evoalign.evaluation import Evaluation, with_resampled
 from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.rundir import sealing
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
 from evoalign.rundir.journal import Ending

@@ -150,7 +150,7 @@ class _EvolutionStrategies:
             "es",
             self.config.es.num_generations,
             f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
-            words=dataclasses.replace(figures.ES_WORDS, aim=parts.task.aim),
+            words=dataclasses.replace(figures.ES_WORDS, aim=parts.objective.measure),
             devices=self._meter.devices,
             note=self._meter.note,
         )

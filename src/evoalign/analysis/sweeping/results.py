@@ -18,7 +18,7 @@ from evoalign.checks.placebo import drift_together
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
-from evoalign.rewards.fitness import PREFIX
+from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
