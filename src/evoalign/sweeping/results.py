@@ -17,9 +17,9 @@ from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
 from evoalign.rewards.fitness import PREFIX
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
-from evoalign.rundir.sealing import EVALUATION
 from evoalign.sweeping import report as figures
 from evoalign.sweeping.cells import Run, Settings, Tree, has_validation, judged, read_json
 from evoalign.sweeping.children import Ended
