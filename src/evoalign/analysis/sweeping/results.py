@@ -20,9 +20,9 @@ from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
 from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
-from evoalign.rundir.sealing import EVALUATION
 
 FORMAT_VERSION = 1
 ENDS = ("before", "after")
