@@ -197,9 +197,7 @@ def test_truncated_journal_resumes_to_the_same_bits(straight: tuple[Path, str], 
     assert (copy / "journal.jsonl").read_bytes() == whole
 
 
-def test_state_changes_the_run(
-    straight: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_changes_the_run(straight: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = config(tmp_path / "run", straight[1], **ADAPTIVE)
     stopped(tree)
     monkeypatch.setattr(Adaptive, "restore", lambda self, state: None)

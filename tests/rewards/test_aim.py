@@ -19,15 +19,15 @@ from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.pages import as_tree, markdown
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import end_grid
+from evoalign.analysis.sweeping import results
+from evoalign.analysis.sweeping.cells import Cell, Run
+from evoalign.analysis.sweeping.children import Ended
+from evoalign.analysis.sweeping.search import domain, search
+from evoalign.analysis.sweeping.sweep import Source, sweep
 from evoalign.checks import placebo_file
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError
 from evoalign.rewards.objective import SetObjective, measure_of, shared_aim
-from evoalign.sweeping import results
-from evoalign.sweeping.cells import Cell, Run
-from evoalign.sweeping.children import Ended
-from evoalign.sweeping.search import domain, search
-from evoalign.sweeping.sweep import Source, sweep
 from evoalign.training import placebos
 from plain import UNCHECKED
 
@@ -67,7 +67,7 @@ def in_this_process(source: Source, *rest: Any) -> list[Ended]:
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sweep", "search"):
-            patch.setattr(f"evoalign.sweeping.{module}.drive", in_this_process)
+            patch.setattr(f"evoalign.analysis.sweeping.{module}.drive", in_this_process)
         yield
 
 
@@ -119,7 +119,7 @@ def test_sweep_uses_the_fitness_measure(swept: tuple[Path, dict[str, Any], str])
 
 
 def test_sweep_over_fitness_uses_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.sweeping.sweep.drive", lambda *given: [])
+    monkeypatch.setattr("evoalign.analysis.sweeping.sweep.drive", lambda *given: [])
     out = io.StringIO()
     ways = [f"{tmp_path}/own.py:letters", None]
     sweep(config(tmp_path), grid={"task.fitness": ways}, to=tmp_path / "sweep", console=Console(file=out, width=400))
@@ -183,9 +183,7 @@ def test_functions_with_the_same_name_differ_by_path(swept: tuple[Path, dict[str
         compare([first, twin], measure=NAME)
 
 
-def test_fitness_placebos_are_saved(
-    swept: tuple[Path, dict[str, Any], str], tmp_path: Path
-) -> None:
+def test_fitness_placebos_are_saved(swept: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     _, tree, _ = swept
     run = Path(shutil.copytree(sorted(swept[0].glob("*/seed_3"))[0], tmp_path / "run"))
     tree = json.loads(json.dumps(tree)) | {"output_dir": str(run)}

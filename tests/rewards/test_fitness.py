@@ -18,6 +18,7 @@ from rich.console import Console
 
 import evoalign
 from evoalign import evaluation, tasks
+from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import Config, GraderConfig, TaskConfig, code_of, from_dict, to_yaml
 from evoalign.errors import ConfigError, RewardError
 from evoalign.evaluation import Scored
@@ -25,7 +26,6 @@ from evoalign.rewards.objective import Group, Objective, SetObjective, aim, aim_
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.directory import saved_folders
 from evoalign.shaping import Scores
-from evoalign.sweeping.sweep import check_measure
 from own_fitness import seen
 
 HERE = "own_fitness"
@@ -154,9 +154,7 @@ def test_replay_and_counterfactuals_use_the_journal(runs: tuple[Path, str]) -> N
         parse("shaping centered", log)
 
 
-def test_best_checkpoint_is_selected_by_fitness(
-    runs: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_best_checkpoint_is_selected_by_fitness(runs: tuple[Path, str], tmp_path: Path) -> None:
     tree = config(
         tmp_path / "run", str(runs[0] / "questions.jsonl"), "letters", sampling={"temperature": 0.8},
         task={"validation_size": 2, "batch_size": None, "samples": 2},

@@ -308,9 +308,7 @@ def test_required_columns_must_exist(tmp_path: Path) -> None:
     old = write(tmp_path / "old", {"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"})
     with pytest.raises(DataError, match=r"takes answer, which .*; task\.columns calls answer solution"):
         task(exact, train_data=old, columns={"solution": "answer"}).load_data(0)
-    with pytest.raises(
-        DataError, match=r"by_text takes text, .*; a function for one completion takes text and"
-    ):
+    with pytest.raises(DataError, match=r"by_text takes text, .*; a function for one completion takes text and"):
         task(by_text_alone(), train_data=old).load_data(0)
 
 

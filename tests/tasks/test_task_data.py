@@ -250,9 +250,7 @@ def test_times_outside_pythons_range_raise_data_error(kind: pa.DataType, tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_library_messages_are_printable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_messages_are_printable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(*_: object, **__: object) -> None:
         raise pa.ArrowInvalid("don't know what type: \x0f \x1b[2J")
 
@@ -285,9 +283,7 @@ def test_parquet_rows_are_validated_like_json(tmp_path: Path) -> None:
         data.read(str(path))
 
 
-def test_local_files_precede_shipped_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_files_precede_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert locate("data/tasks/countdown/countdown.json").is_absolute()
     assert locate("countdown.json") == Path("countdown.json")

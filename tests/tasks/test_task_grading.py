@@ -135,9 +135,7 @@ def test_pieces_give_the_result_of_one_call(make: Make, isolated: bool, batch: i
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(5, [5, 5, 2]), (None, [12])])
-def test_pieces_do_not_depend_on_arrival_order(
-    make: Make, tmp_path: Path, batch: int | None, sizes: list[int]
-) -> None:
+def test_pieces_do_not_depend_on_arrival_order(make: Make, tmp_path: Path, batch: int | None, sizes: list[int]) -> None:
     task = make("seen", batch=batch)
     cuts = [sum(sizes[:i]) for i in range(len(sizes))]
     wanted = sorted(repr(TEXTS[cut : cut + size]).replace("'", '"') for cut, size in zip(cuts, sizes, strict=True))

@@ -278,5 +278,5 @@ def test_only_raw_needs_the_context(tmp_path: Path) -> None:
 
 
 def test_reward_functions_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="task countdown .* task.name: custom"):
+    with pytest.raises(ConfigError, match=r"task countdown .* task\.name: custom"):
         create(TaskConfig(name="countdown", rewards=["a.py:b"]))

@@ -217,7 +217,9 @@ def test_async_functions_start_in_a_fork_of_a_running_loop(isolate: Isolate) -> 
 
 
 @pytest.mark.parametrize("kind", ["fork", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_output_of_user_code_goes_to_stderr(isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_user_code_goes_to_stderr(
+    isolate: Isolate, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = (
         "import os, sys\n"
         "def loud(completions, **kwargs):\n"

@@ -17,9 +17,9 @@ from rich.console import Console
 
 import evoalign
 from evoalign import tasks
+from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.sweeping.sweep import check_measure
 from evoalign.tasks import Task, answers
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import Gsm8k, Math
@@ -171,9 +171,7 @@ def test_tasks_are_isolated_and_score_bombs_as_wrong(apart: Task) -> None:
     apart.self_check(MATH)
 
 
-def test_killed_worker_raises_an_error_naming_the_completion(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The bounds taken away, the tower hangs: no reward comes of that, and none of the other answers is blamed."""
     monkeypatch.setattr(answers, "MOST_BITS", float("inf"))
     monkeypatch.setattr(answers, "MOST_CALLS", 10**12)

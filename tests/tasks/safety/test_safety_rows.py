@@ -152,9 +152,7 @@ def test_shares_merge_with_earlier_configs(files: dict[str, Any]) -> None:
 def test_protocol_needs_enough_rows(tmp_path: Path) -> None:
     train = written(tmp_path / "train.jsonl", [row(group, i) for group in ("TT", "FF", "FT", "TF") for i in range(110)])
     test = written(tmp_path / "test.jsonl", [{"prompt": "x"}])
-    told = (
-        "protocol published_250 needs 116 FF, but the training data have 110 FF; .* task.shares"
-    )
+    told = "protocol published_250 needs 116 FF, but the training data have 110 FF; .* task.shares"
     with pytest.raises(DataError, match=told):
         loaded(train_data=train, test_data=test, protocol="published_250")
 
