@@ -214,7 +214,7 @@ def test_the_weights_do_not_depend_on_the_state(straight: tuple[Path, str], tmp_
 
 
 def test_a_state_of_another_objective_is_refused(straight: tuple[Path, str], tmp_path: Path) -> None:
-    with pytest.raises(ResumeError, match=r"objective weighted_sum keeps no state .* recorded average, ln_lambda"):
+    with pytest.raises(ResumeError, match=r"objective weighted_sum has the state none, .* recorded average, ln_lambda"):
         WeightedSum().restore({"average": 0.0, "ln_lambda": 0.0})
     copy = Path(shutil.copytree(straight[0], tmp_path / "run"))
     with pytest.raises(ResumeError, match="objective"):
@@ -401,7 +401,7 @@ def test_only_what_the_weights_name_counts() -> None:
     group = grouped(columns_of(task, ["a b"] * 6, [*examples] * 2), ["a b"] * 6, examples, 0)
     assert score(task.objective(), group).tolist() == [[-3.0] * 3] * 2
     assert reported_means(WeightedSum(), group) == {"reward": -3.0, "blanks": 1.0}
-    with pytest.raises(RewardError, match="weights are given for harm, and the rewards are reward, blanks"):
+    with pytest.raises(RewardError, match="weights for harm, but the columns are reward, blanks"):
         score(WeightedSum({"harm": 1.0}), group)
     with pytest.raises(ConfigError, match="finite"):
         WeightedSum({"reward": math.inf})
@@ -418,9 +418,9 @@ def test_only_what_the_weights_name_counts() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({}, r"gave columns named \[\]"),
-        ({"a\n": [1.0]}, "name each with plain text"),
-        ({3: [1.0]}, "name each with plain text"),
+        ({}, r"returned columns named \[\]"),
+        ({"a\n": [1.0]}, "use plain text"),
+        ({3: [1.0]}, "use plain text"),
         ({"a": [1.0, 2.0]}, "returned 2 rewards for 1 texts"),
         ({"a": [1.0], "b": [math.nan]}, "returned nan as the reward of 'text'"),
         ([1.0], "task costly failed to score: TypeError"),
@@ -453,11 +453,11 @@ class Odd(Objective):
     ("objective", "message"),
     [
         (Odd([[1.0], [2.0]]), r"scores of shape \(2, 1\), of which 0 are not finite"),
-        (Odd([[1.0, math.inf]]), "of which 1 are not finite; give one finite number for each of 1 members x 2 prompts"),
+        (Odd([[1.0, math.inf]]), "of which 1 are not finite; .* 1 members x 2 prompts"),
         (Odd("words"), "objective odd failed: ValueError"),
         (Odd(lambda: 1 / 0), "objective odd failed: ZeroDivisionError"),
-        (Odd([[1.0, 2.0]], {"a": math.nan}), "the state of objective odd holds a = nan"),
-        (Odd([[1.0, 2.0]], {"a": "b"}), "the state of objective odd holds a = 'b'"),
+        (Odd([[1.0, 2.0]], {"a": math.nan}), "the state of objective odd has a = nan"),
+        (Odd([[1.0, 2.0]], {"a": "b"}), "the state of objective odd has a = 'b'"),
     ],
 )
 def test_an_objective_that_fails_is_named_and_never_a_score(objective: Objective, message: str) -> None:
@@ -523,7 +523,7 @@ def test_probe_needs_an_objective_without_population(questions: str, tmp_path: P
     assert row["diagnosis"]["control"] is None
     from evoalign.preflight import ladder
 
-    with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, and the probe has none"):
+    with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, but the probe has none"):
         ladder.probe(tree, members=4, examples=1)
 
 
@@ -548,7 +548,7 @@ def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) ->
     pytest.importorskip("trl")
     tree = config(tmp_path / "run", questions, objective=f"{HERE}:Ranks")
     tree |= {"grpo": {"max_steps": 1, "num_generations": 2}}
-    with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, and GRPO has none"):
+    with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, but GRPO has none"):
         evoalign.grpo(tree, console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
     from evoalign.baselines import planning

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs are held against each other by: what they were trained for, where that is one thing."""
+"""The measure by which runs are compared: what they were trained for, if it is the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One number for all that a member answers: where it is the mean, a run is that of the rewards, to the bit."""
+"""`task.fitness`: one number for all completions of a member. With their mean, a run equals that of the rewards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def made(fitness: str, **settings: Any) -> tasks.Task:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """`plain`, a run of the rewards, and `mean`, one of their mean as fitness in a process of its own; what that said.
+    """`plain`, a run of the rewards, and `mean`, an isolated run of their mean as fitness; and its output.
 
     The questions are in questions.jsonl.
     """
@@ -274,7 +274,7 @@ def test_incompatible_settings_are_rejected(runs: tuple[Path, str], tmp_path: Pa
         evoalign.train(config(tmp_path / "run", questions, "letters"), task=plain)
     pytest.importorskip("trl")
     tree = config(tmp_path / "run", questions, "letters", grpo={"max_steps": 1, "num_generations": 2})
-    with pytest.raises(ConfigError, match=r"task\.fitness letters is one score for all .* and GRPO needs one for each"):
+    with pytest.raises(ConfigError, match=r"task\.fitness letters is one score for all .* but GRPO needs one for each"):
         evoalign.grpo(tree)
     assert not (tmp_path / "run").exists()
 

@@ -118,7 +118,7 @@ def test_ambiguous_notation_is_rejected(form: str) -> None:
 
 @given(st.text(alphabet="8634+-*/()= .$_`\\{}×÷−\t", max_size=40))
 def test_accepted_expressions_use_their_own_numbers(text: str) -> None:
-    """The multiset is that of the digits before the equals sign, so that no mark hides or makes a number."""
+    """The multiset has the digits before the equals sign, so that no mark hides or creates a number."""
     try:
         found = evaluate_written(text)
     except ExpressionError:

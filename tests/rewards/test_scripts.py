@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that are programs: what they are asked, what they print, and all that can be wrong with either."""
+"""Reward scripts: input, output and errors."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_unusable_scripts_raise_config_error(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is no import path and no file"):
             made(name)
     error = refused(tmp_path, "echo 1\n")
-    assert "it does not start: Exec format error; does its first line name its interpreter" in str(error)
+    assert "it does not start: Exec format error; its first line has to name its interpreter" in str(error)
 
 
 def test_scripts_run_without_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the grader of arithmetic takes and what it refuses."""
+"""Expressions that the arithmetic grader accepts or rejects."""
 
 import warnings
 from fractions import Fraction

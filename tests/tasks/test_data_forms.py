@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every form that data comes in, and what becomes of it: the rows that it loads as, or what is said."""
+"""Data formats: the rows that each loads as, or the error."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def folder(name: str, **files: bytes) -> Write:
 
 
 def saved(name: str, **parts: list[dict[str, Any]]) -> Write:
-    """What save_to_disk leaves: of several splits, or of one data set."""
+    """Output of save_to_disk: several splits, or one data set."""
 
     def write(place: Path) -> str:
         made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
@@ -337,7 +337,7 @@ def test_rewards_get_prompts_without_system_prompt() -> None:
 
 
 class Own(Task):
-    """A task of one's own, which makes its prompts as it likes."""
+    """Custom task with its own prompts."""
 
     def load_data(self, seed: int) -> Data:
         return Data([{}], [{}])

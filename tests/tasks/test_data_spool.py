@@ -135,7 +135,7 @@ def test_a_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Counting(Task):
-    """Remembers which rows were asked for."""
+    """Records which rows were accessed."""
 
     name = "counting"
 
@@ -213,7 +213,7 @@ told = dry_run(sys.argv[1])
 print(next(line for line in told if line.startswith("rollouts")))
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
-"""Not getrusage's peak, in which a process begins with that of the one that started it."""
+"""Not getrusage's peak, which a process inherits from its parent."""
 
 
 def million() -> Iterator[dict[str, Any]]:

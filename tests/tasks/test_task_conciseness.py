@@ -113,7 +113,7 @@ SIGNS = {"times": "*", "multiplied": "*", "smaller": "larger"}
 
 
 def fact(row: Example) -> frozenset[str]:
-    """What a question is about: its kind and its numbers where it has several, else its words, whatever their order."""
+    """Return the kind and numbers of a question, or its set of words."""
     words = re.findall(r"[^\W\d]+|\d+", f"{row['prompt']} {row['target']}".lower())
     numbers = [word for word in words if word.isdigit()]
     if len(numbers) < 2 or " has " in row["prompt"]:
@@ -123,7 +123,7 @@ def fact(row: Example) -> frozenset[str]:
 
 
 def test_own_questions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From any folder: no fact twice, whatever the phrasing, and none of the published questions."""
+    """No fact is repeated in other words, and none of the published questions."""
     monkeypatch.chdir(tmp_path)
     files = [f"questions_{part}.json" for part in QUESTIONS] + ["conciseness_train.json", "conciseness_test.json"]
     rows = [row for file in files for _, row in data.read(f"data/tasks/conciseness/{file}")]

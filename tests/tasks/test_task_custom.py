@@ -327,7 +327,7 @@ def pops(text: str, example: Any) -> float:
 
 
 def pops_all(prompts: list[Any], completions: list[Any], numbers: list[list[int]], **columns: Any) -> list[float]:
-    """What is left in its row, in the prompt and in the completion, before it takes one away from each."""
+    """Return the sizes of row, prompt and completion, then remove an item from each."""
     rows = list(zip(prompts, completions, numbers, strict=True))
     left = [float(sum(map(len, row))) for row in rows]
     for row in rows:
@@ -337,7 +337,7 @@ def pops_all(prompts: list[Any], completions: list[Any], numbers: list[list[int]
 
 
 class Takes(Task):
-    """A task of one's own, all of whose methods that score empty the row."""
+    """Custom task whose scoring methods all clear the row."""
 
     name = "takes"
     max_reward = 3.0

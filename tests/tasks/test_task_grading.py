@@ -71,14 +71,14 @@ ROWS: list[Example] = [{"prompt": f"row {i}"} for i in range(3)]
 MEMBERS = population(4)
 REQUESTS = [Request(i, (1,), Sampling(1)) for i in range(3)]
 TEXTS = [f"{m}.{r}" for m in range(4) for r in range(3)]
-"""What members say, in canonical order."""
+"""Completions of members in canonical order."""
 
 Make = Callable[..., Task]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Reward functions of `SOURCE`, in a process of their own unless told otherwise."""
+    """Reward functions of `SOURCE`, isolated by default."""
     (tmp_path / "own.py").write_text(SOURCE)
     made: list[Task] = []
 
@@ -93,7 +93,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 class Saying:
-    """An engine that answers in some order, and does what it is told to before an answer."""
+    """Engine that completes in a given order, and calls a hook before each completion."""
 
     def __init__(self, order: Sequence[int] | None = None, before: dict[int, Callable[[], None]] | None = None) -> None:
         self.order, self.before = order or range(12), before or {}
@@ -105,7 +105,7 @@ class Saying:
 
 
 def columns(task: Task, engine: Saying | None = None, graders: Any = None) -> Columns:
-    """Of all completions, as they come."""
+    """Columns of all completions, graded as they arrive."""
     with grading(task, ROWS, graders) as begun:
         answers = begun.of([0, 1, 2] * 4)
         collect(cast(Engine, engine or Saying()), Plan(0, 0.1, MEMBERS), REQUESTS, answers.take)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that only one task has: they reach it, in the worker too, and nobody else takes them."""
+"""Settings that only one task has reach it, also in the worker, and other tasks reject them."""
 
 from __future__ import annotations
 

@@ -49,13 +49,14 @@ displaystyle space
 COMMANDS = frozenset(_COMMANDS.split())
 """LaTeX commands allowed in an answer. Sums, products, integrals and limits are not: they need evaluation."""
 
-_FIRST = (
-    "\\frac{1}{2}x^2+3xy-\\sqrt[3]{5}", "-\\sqrt{2}\\cdot(x+1)^{2n}", "(-\\infty,-2]\\cup[3,5)",
-    "\\{1,-2,\\frac{3}{4}\\}", "\\begin{pmatrix}1&-2\\\\0&x\\end{pmatrix}", "2\\sin^2(x)\\cos x+\\ln x",
-    "\\frac{x^2-1}{x+1}+e^{i\\pi/3}", "y=-x+4", "\\text{Evelyn}", "72", "\\frac{2400}{2}", "50\\%", "90^\\circ",
-    "(3,\\frac{\\pi}{2})", "5!", "\\log_2 8", "\\binom{10}{3}", "3,2,1", "2<x", "1-i", "a_1+b_2", "(x+1)^3(x-2)",
-    "\\frac{-3\\pm\\sqrt{5}}{2}", "[1,2]", "\\tan(x)", "x\\in[1,2)", "120.5", "\\frac{\\sqrt{3}}{2}",
-)  # fmt: skip
+_FIRST = re.split(
+    r"\s{3,}",
+    r"""\frac{1}{2}x^2+3xy-\sqrt[3]{5}   -\sqrt{2}\cdot(x+1)^{2n}   (-\infty,-2]\cup[3,5)   \{1,-2,\frac{3}{4}\}
+    \begin{pmatrix}1&-2\\0&x\end{pmatrix}   2\sin^2(x)\cos x+\ln x   \frac{x^2-1}{x+1}+e^{i\pi/3}   y=-x+4
+    \text{Evelyn}   72   \frac{2400}{2}   50\%   90^\circ   (3,\frac{\pi}{2})   5!   \log_2 8   \binom{10}{3}
+    3,2,1   2<x   1-i   a_1+b_2   (x+1)^3(x-2)   \frac{-3\pm\sqrt{5}}{2}   [1,2]   \tan(x)   x\in[1,2)   120.5
+    \frac{\sqrt{3}}{2}""",
+)
 """Usual answers, parsed once per process to fill the caches of the parser."""
 _BASE = re.compile(r"[\d)}]\s*_")
 """Number in a base other than ten."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run knows by which models it was scored: it is not gone on with by others, here or behind a service."""
+"""A run records its scoring models and does not resume with others, local or behind a service."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_repeated_pairs_are_scored_once(reward: Path, monkeypatch: pytest.Monkey
 def test_no_pairs_have_no_scores_and_lists_have_to_fit(reward: Path) -> None:
     scorer = local(reward)
     assert scorer.score([], []) == {"reward": []}
-    with pytest.raises(RewardError, match="2 prompts and 1 responses"):
+    with pytest.raises(RewardError, match="2 prompts but 1 responses"):
         scorer.score(["a", "b"], ["c"])
 
 
@@ -162,7 +162,7 @@ def test_non_finite_scores_raise_reward_error(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["score_head.weight"][0, 3] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RewardError, match=r"scorer.reward .* gives nan for pair \d of 3"):
+    with pytest.raises(RewardError, match=r"scorer.reward .* returns nan for pair \d of 3"):
         local(folder).score(*pairs(3))
 
 
@@ -188,8 +188,8 @@ def no_layer(folder: Path) -> None:
         (no_weights, "pickle"),
         (no_head, "lack score_head.weight"),
         (no_layer, "lack layers.1.mlp.up_proj.weight"),
-        (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "says LlamaForCausalLM"),
-        (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, and its config.json says otherwise"),
+        (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
+        (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
         (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
         (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "is not taken from a model"),
         (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
@@ -210,7 +210,7 @@ def test_non_scoring_models_raise_model_error(spoil: Any, said: str | None, tmp_
 
 
 def test_models_with_other_label_counts_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="3 labels; a score takes a model of one or two"):
+    with pytest.raises(ModelError, match="3 labels; use a model with one or two"):
         local(classifier(tmp_path, labels=3))
 
 
@@ -261,7 +261,7 @@ def test_pairs_that_were_cut_are_counted(reward: Path) -> None:
 
 def test_the_models_own_positions_bound_the_tokens(reward: Path) -> None:
     assert local(reward).models["reward"].pairs.max_tokens == 256
-    with pytest.raises(ConfigError, match=r"scorer.max_tokens 16: the template alone takes \d+; set at least"):
+    with pytest.raises(ConfigError, match=r"scorer.max_tokens 16: the template alone takes \d+ tokens; set at least"):
         local(reward, max_tokens=16)
 
 
@@ -293,7 +293,7 @@ def test_a_chat_template_that_strips_is_given_stripped_texts(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("{{ messages[1]['content'] }}", "once and in that order"), ("{{ raise_exception('no') }}", "refuses a pair"),
+    [("{{ messages[1]['content'] }}", "once and in this order"), ("{{ raise_exception('no') }}", "rejects a pair"),
      (None, "has no chat template")],
 )  # fmt: skip
 def test_a_chat_template_that_does_not_write_a_pair_is_refused(template: str | None, said: str, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ Isolate = Callable[..., Task]
 
 @pytest.fixture
 def isolate() -> Iterator[Isolate]:
-    """Functions or a task in a worker of their own, closed at the end."""
+    """Isolated functions or tasks, closed at the end."""
     made: list[Task] = []
 
     def isolate(*given: Any, grader: GraderConfig | None = None, **settings: Any) -> Task:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as the same answer, and what a comparison may cost whatever a model says."""
+"""Equality of answers, and the bounds of a comparison."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_is_equal_reads_words_such_as_million(answer: str, gold: str) -> None:
      "6\\text{-%s}", "6\\text{ and a half %s}", "{6} \\mbox{%s}", "12/2\\text{ %s}"],
 )  # fmt: skip
 def test_million_differs_from_units(answer: str, word: str) -> None:
-    """Also where it is not read as one: math-verify drops words."""
+    """Also without a parse as a number: math-verify ignores words."""
     assert not answers.is_equal(answer % word, "6") and not answers.is_equal("6", answer % word)
 
 
@@ -266,7 +266,7 @@ def test_first_comparison_of_a_process_is_within_the_bound() -> None:
 
 
 def test_exceeding_the_bound_survives_a_discarded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As antlr does at every turn: `next` of a generator that nobody holds."""
+    """Like antlr: `next` of a generator without references."""
 
     def rows() -> Iterator[int]:
         yield 1

@@ -69,7 +69,7 @@ def test_safe_first_product_never_raises_an_unsafe_score() -> None:
 
 
 def test_standardize_divides_by_the_deviation_of_the_generation() -> None:
-    """By members it would hide that the second one is better by far."""
+    """Standardising by member would hide that the second one is much better."""
     reward, cost = [1.0, 3.0, 10.0, 30.0], [1.0, -1.0, 2.0, 0.0]
     found = Lagrangian(standardize=True, start=2.0).scores(group(reward, cost))
 
@@ -161,7 +161,7 @@ def test_missing_columns_raise_reward_error() -> None:
         score(Lagrangian(), grouped({"reward": [1.0]}, ["x"], [{}], 0))
     with pytest.raises(RewardError, match="1 of 2 completions have no cost"):
         score(Lagrangian(), grouped({"reward": [1.0, 2.0], "cost": [None, 1.0]}, ["x", "y"], [{}], 0))
-    with pytest.raises(RewardError, match="which nobody has asked"):
+    with pytest.raises(RewardError, match="needs completions of the unperturbed model"):
         score(Lagrangian(), group([1.0, 2.0], [1.0, 1.0]))
     own = Lagrangian(rate=0, reward="good", cost="bad")
     assert score(own, grouped({"good": [3.0], "bad": [1.0]}, ["x"], [{}], 0)).tolist() == [[2.0]]

@@ -33,7 +33,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.fixture
 def corpus(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
-    """That of the recipe, whose modules have names that others have too."""
+    """Load a module of the recipe; other recipes have modules with the same names."""
     monkeypatch.syspath_prepend(ROOT / "recipes" / "safety")
     for name in ("corpus", "tables"):
         sys.modules.pop(name, None)
@@ -47,7 +47,7 @@ def rows(split: str) -> list[dict[str, Any]]:
 
 
 def columns(folder: Path, asked: list[dict[str, Any]]) -> list[Mapping[str, list[float]]]:
-    """Of the first answers, and of the second."""
+    """Labels of the first responses, and of the second."""
     names = {"reward": str(folder / "reward"), "cost": str(folder / "cost")}
     with closing(create(ScorerConfig(name="local", device="cpu", **names))) as scorer:
         prompts = [row["prompt"] for row in asked]

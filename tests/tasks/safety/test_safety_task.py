@@ -155,7 +155,7 @@ def test_unreachable_hub_error_names_the_settings() -> None:
 
 
 def test_default_data_are_those_of_shipped() -> None:
-    """Named by nobody in the run, and by their names in what it is asked with."""
+    """Anonymous in the run, and by name in the requests."""
     train, test = Safety.shipped
     made = TaskConfig(name="safety")
     named = TaskConfig(name="safety", train_data=train, test_data=test)
@@ -280,7 +280,7 @@ def test_run_prints_notes_about_rows(files: dict[str, Any], tmp_path: Path) -> N
     given = Safety(from_dict(tree).task, RuleScorer())
     evoalign.train(tree, task=given, console=Console(file=output, width=200))
     assert "1 training rows are left out: their prompts are also those of another split" in output.getvalue()
-    assert "5 training rows ask 4 different prompts: some are asked again" in output.getvalue()
+    assert "5 training rows have 4 different prompts: some repeat" in output.getvalue()
 
 
 def test_evaluation_calls_the_scorer_once(files: dict[str, Any], tmp_path: Path) -> None:

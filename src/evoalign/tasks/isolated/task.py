@@ -34,22 +34,11 @@ logger = logging.getLogger("evoalign.grader")
 
 NO_MEMORY = re.compile("MemoryError|allocate memory|killed by SIG(KILL|ABRT)")
 """Messages that indicate out of memory (Python, torch, or a killed process)."""
-MISTAKES = frozenset(
-    (
-        "KeyError",
-        "IndexError",
-        "TypeError",
-        "ValueError",
-        "AttributeError",
-        "NameError",
-        "UnboundLocalError",
-        "ZeroDivisionError",
-        "ImportError",
-        "ModuleNotFoundError",
-        "AssertionError",
-        "NotImplementedError",
-    )
-)
+_MISTAKES = """
+KeyError IndexError TypeError ValueError AttributeError NameError UnboundLocalError ZeroDivisionError ImportError
+ModuleNotFoundError AssertionError NotImplementedError
+"""
+MISTAKES = frozenset(_MISTAKES.split())
 """Exceptions that indicate a bug. The reply of a remote judge may cause one too, so that after a first success they are
 retried like others."""
 ASKED_ALONE = 20
