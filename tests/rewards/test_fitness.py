@@ -220,7 +220,7 @@ def test_per_member_objective_returns_one_column() -> None:
 
     group = grouped({"reward": [0.0] * 4}, ["a", "bbb", "cc", "c"], [{}, {}], 0)
     assert judge(Longest(), group).tolist() == [[3.0], [2.0]]
-    with pytest.raises(RewardError, match=r"gave scores of shape \(2, 1\).* 2 members x 2 prompts"):
+    with pytest.raises(RewardError, match=r"returned scores of shape \(2, 1\).* 2 members x 2 prompts"):
         judge(type("Wrong", (Longest,), {"per_member": False})(), group)
 
 
@@ -249,7 +249,7 @@ def test_failing_fitness_raises_reward_error(fitness: str, said: str, reason: st
 @pytest.mark.parametrize(
     ("fitness", "said"),
     [
-        ("later", "is async"), ("one_at_a_time", "does not take completions and examples"), ("NUMBER", "is not a func"),
+        ("later", "is async"), ("one_at_a_time", "does not take exactly two arguments"), ("NUMBER", "is not a func"),
         ("nowhere", "has no 'nowhere'"),
     ],
 )  # fmt: skip

@@ -128,7 +128,7 @@ def test_unusable_scripts_raise_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"write {path}:FUNCTION for a function in it; as a script, .*chmod \+x"):
         made(path)
     for name in ("nowhere.sh", str(tmp_path)):
-        with pytest.raises(ConfigError, match="is no import path and no file"):
+        with pytest.raises(ConfigError, match="is neither an import path nor a file"):
             made(name)
     error = refused(tmp_path, "echo 1\n")
     assert "it does not start: Exec format error; its first line has to name its interpreter" in str(error)

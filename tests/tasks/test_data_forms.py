@@ -205,8 +205,8 @@ FORMS: list[Form] = [
      "no prompt; found conversation; set task.columns: {messages: conversation}"),
     ("no prompt, nothing like it", jsonl({"xyz": "Hi"}), {},
      "no prompt; found xyz; set task.columns: {prompt: COLUMN}, with its name in place of COLUMN"),
-    ("an unknown column", jsonl(*QUESTIONS), {"columns": {"prompt": "questions"}}, "rows.jsonl, line 1: no column "
-     "'questions', which task.columns takes as prompt (did you mean question?); found question, target, n"),
+    ("an unknown column", jsonl(*QUESTIONS), {"columns": {"prompt": "questions"}}, "rows.jsonl, line 1: "
+     "task.columns: no column 'questions' for prompt (did you mean question?); found question, target, n"),
     ("an unknown column of a reward", jsonl(*QUESTIONS), {"columns": {"prompt": "question", "answer": "gold"}},
      "rows.jsonl: task.columns: no column 'gold' for answer; found question, target, n"),
     ("columns that collide", jsonl({"prompt": "Hi", "question": "Ho"}), {"columns": {"prompt": "question"}},

@@ -144,7 +144,7 @@ def test_unavailable_service_ends_the_run_which_can_resume(tmp_path: Path, unbro
         service.stop(signal.SIGKILL)
         assert run.end() == 2, run.said
     *_, last = run.said.splitlines()
-    assert last.startswith(f"error: the scorer at {service.url} has given no scores for 5 s (")
+    assert last.startswith(f"error: no scores from the scorer at {service.url} for 5 s (")
     assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
     broken_off(run, unbroken)
     with (
@@ -172,7 +172,7 @@ def test_restarted_service_with_other_weights_is_rejected(
         with Served(tmp_path, *others, port=service.port):
             assert run.end() == 2, run.said
             *_, last = run.said.splitlines()
-            assert last.startswith(f"error: the scorer at {service.url} has other models, or another template, than ")
+            assert last.startswith(f"error: the scorer at {service.url} changed its models or template")
             assert f"resume with: evoalign train {run.path} --resume" in last and "Traceback" not in run.said
             broken_off(run, unbroken)
             broken = run.journal

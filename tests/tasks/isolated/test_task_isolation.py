@@ -368,7 +368,7 @@ def test_changed_data_file_raises_data_error(isolate: Isolate, tmp_path: Path) -
     task.close()  # the next call starts another worker, which reads the file again
     table = parquet.read_table(data)
     parquet.write_table(table.set_column(0, "prompt", pa.array(["other"] * 5)), data)
-    with pytest.raises(DataError, match=r"row 0 of the train split reads otherwise the second time, in 'prompt'"):
+    with pytest.raises(DataError, match=r"row 0 of the train split differs in 'prompt'"):
         task.rewards(["a"], rows.train[:1])
 
 
@@ -440,9 +440,9 @@ def test_custom_task_errors_and_hangs_raise_reward_error(isolate: Isolate, tmp_p
             task.rewards([text], [row])
     with pytest.raises(DataError, match="row 0 of 1 is no good"):
         task.self_check([row])
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' does it alone"):
+    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'word' causes it alone"):
         task.measures("word", row)
-    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' does it alone") as caught:
+    with pytest.raises(RewardError, match=r"task strict hung: .* the completion 'hang' causes it alone") as caught:
         task.clean("hang")
     assert (caught.value.failed or {})["completion"] == "hang"
 

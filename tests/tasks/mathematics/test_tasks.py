@@ -181,7 +181,7 @@ def test_killed_worker_raises_an_error_naming_the_completion(monkeypatch: pytest
     try:
         data = task.load_data(0)
         texts = ["#### 5", "#### 9^{9^{9^9}}"]
-        with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* does it alone; fix it"):
+        with pytest.raises(RewardError, match=r"hung: no answer within 1 s .*'#### 9\^\{9.* causes it alone; fix it"):
             task.rewards(texts, [data.train[0]] * 2)
         assert task.rewards(texts[:1], [data.train[0]]) == [0.0]
     finally:
