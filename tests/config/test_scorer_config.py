@@ -39,13 +39,13 @@ def test_what_is_written_is_read_as_the_same(scorer: Any, changed: bool, tmp_pat
 
 @pytest.mark.parametrize("key", ["reward", "cost", "template", "max_tokens", "batch_size", "dtype", "device"])
 def test_a_service_is_given_no_models(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* belongs to scorer\.name local, but scorer\.name is service"):
+    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* scorer\.name local, but .* is service"):
         made({**SERVICE, key: 1})
 
 
 @pytest.mark.parametrize("key", ["url", "token_env", "timeout", "deadline", "concurrency"])
 def test_models_of_this_process_have_no_address(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* belongs to scorer\.name service, but scorer\.name is local"):
+    with pytest.raises(ConfigError, match=rf"scorer\.{key} .* scorer\.name service, but .* is local"):
         made({**LOCAL, key: 1})
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from evoalign.config import Section, TaskConfig
@@ -166,7 +165,7 @@ def _stratified(
     random = data.random_state(seed)
     drawn = [random.permutation(len(places[group]))[:n] for group, n in wanted.items()]
     chosen = [places[group][int(i)] for group, picks in zip(wanted, drawn, strict=True) for i in picks]
-    return _at(pool, sorted(chosen))
+    return taken(pool, sorted(chosen))
 
 
 def _held_out(pool: Sequence[Example], train: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
@@ -177,17 +176,13 @@ def _held_out(pool: Sequence[Example], train: Sequence[Example], size: int, seed
             f"task.validation_size is {size}, but only {len(rest)} rows with other prompts than the training rows are "
             "left; lower it, or set task.validation_data"
         )
-    return _at(rest, sorted(data.random_state(seed).permutation(len(rest))[:size].tolist()))
+    return taken(rest, sorted(data.random_state(seed).permutation(len(rest))[:size].tolist()))
 
 
 def _without(rows: Sequence[Example], prompts: Set[str]) -> Sequence[Example]:
     """Return the rows with none of the prompts."""
     places = [place for place, row in enumerate(rows) if _key(row) not in prompts]
-    return rows if len(places) == len(rows) else _at(rows, places)
-
-
-def _at(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
-    return taken(rows, np.array(places, dtype=np.int64))
+    return rows if len(places) == len(rows) else taken(rows, places)
 
 
 def _group(row: Example) -> str:

@@ -104,9 +104,10 @@ def gathered(rows: Iterable[Example]) -> Sequence[Example]:
     return Spooled(store, np.arange(len(store), dtype=np.int64))
 
 
-def taken(rows: Sequence[Example], places: Order) -> Sequence[Example]:
+def taken(rows: Sequence[Example], places: Order | Sequence[int]) -> Sequence[Example]:
     """Return the rows at these places, in this order."""
-    return rows.taken(places) if isinstance(rows, Spooled) else [rows[i] for i in cast("list[int]", places.tolist())]
+    order = np.asarray(places, dtype=np.int64)
+    return rows.taken(order) if isinstance(rows, Spooled) else [rows[i] for i in cast("list[int]", order.tolist())]
 
 
 def held(rows: Sequence[Example]) -> Iterable[tuple[int, Example]]:
