@@ -267,7 +267,7 @@ def test_unavailable_service_raises_error(served: Served) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0 is open to other machines"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0"),
         (("--host", "0.0.0.0", "--token-env", "NOT_THERE_AT_ALL"), "NOT_THERE_AT_ALL"),
         (("--template", "{prompt}"), "--template: write chat"),
         (("--queue", "3"), "--queue 3 is less than --batch-size"),
