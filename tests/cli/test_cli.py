@@ -310,7 +310,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "reward file missing": ([*CUSTOM, "task.rewards=[none.py:x]"], "no file none.py"),
     "reward missing": ([*CUSTOM, "task.rewards=[rewards.py:absent]"], "has no 'absent'; there are nan, "),
     "reward missing in a file of none": ([*CUSTOM, "task.rewards=[mine.py:nan]"], "no function or class is defined"),
-    "one reward without a list": ([*CUSTOM, "task.rewards=rewards.py:nan"], "reward function nan gave nan"),
+    "one reward without a list": ([*CUSTOM, "task.rewards=rewards.py:nan"], "reward function nan returned nan"),
     "layers not as a list": (["lora.target_layers=0,3"], "(given: '0,3'); write [0,3]"),
     "reward without .py": (
         [*CUSTOM, "task.rewards=[mine:nan]"],
@@ -318,9 +318,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "model that is not cached": (["model.name=nobody/nothing"], "HF_HUB_OFFLINE is set; fetch it where there is a "),
     "reward not a function": ([*CUSTOM, "task.rewards=[rewards.py:REWARD]"], "reward 1.0 is not a function"),
-    "NaN reward": (CUSTOM, "reward function nan gave nan"),
+    "NaN reward": (CUSTOM, "reward function nan returned nan"),
     "reward of wrong length": ([*CUSTOM, "task.rewards=[rewards.py:short]"], "returned 1 values for"),
-    "reward of wrong type": ([*CUSTOM, "task.rewards=[rewards.py:words]"], "gave 'good'"),
+    "reward of wrong type": ([*CUSTOM, "task.rewards=[rewards.py:words]"], "returned 'good'"),
     "reward not a list": ([*CUSTOM, "task.rewards=[rewards.py:number]"], "returned 1.0; return a list"),
     "no reward applies": ([*CUSTOM, "task.rewards=[rewards.py:nothing]"], "returned None"),
     "reward raises": ([*CUSTOM, "task.rewards=[rewards.py:raises]"], "reward function raises failed: KeyError"),
@@ -387,7 +387,7 @@ def test_a_reward_that_fails_in_training_alone_leaves_nothing(overwrite: bool, r
     sets = [*CUSTOM[:2], "task.test_data=test.jsonl", "task.rewards=[rewards.py:late]"]
     words = [word for value in sets for word in ("-s", value)]
     done = run("train", "base.yaml", *words, *(["--overwrite"] if overwrite else []))
-    assert done.code == 2 and "reward function late gave inf" in done.err
+    assert done.code == 2 and "reward function late returned inf" in done.err
     told = tmp_path / "run/failed_completion.json"
     assert json.loads(told.read_text())["reason"] == "value"
     told.unlink()

@@ -52,8 +52,8 @@ def test_models_of_this_process_have_no_address(key: str) -> None:
 @pytest.mark.parametrize(
     ("scorer", "said"),
     [
-        ({"name": "local"}, r"set scorer\.reward"),
-        ({"name": "service"}, r"set scorer\.url"),
+        ({"name": "local"}, r"scorer\.reward"),
+        ({"name": "service"}, r"scorer\.url"),
         ({"name": "service", "url": "ftp://x"}, r"scorer\.url"),
         ({"name": "service", "url": "http://user:pass@host"}, "looks like a secret"),
         ({"name": "service", "url": "http://h", "token_env": "not a name"}, r"scorer\.token_env"),

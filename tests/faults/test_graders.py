@@ -456,7 +456,7 @@ def test_a_mistake_is_told_with_its_line_and_the_columns_and_not_waited_for(
         f"reward function mistaken failed: KeyError: 'anwser' in graders.py line {line}; the data has the columns "
         "prompt, log, answer (2 attempts, "
     )
-    assert "; all completions do it, 'a' for one; fix it" in str(error)
+    assert "; all completions cause it, such as 'a'; fix it" in str(error)
     assert waits == [] and (error.failed or {})["completion"] == "a"
     many = refused(make("mistaken", retries=0), ["a"] * 50, row(log))
     assert "all completions that were scored alone, 18 of 50, cause it, such as 'a'" in str(many)
@@ -513,9 +513,9 @@ def test_a_worker_that_dies_between_calls_is_no_failure(make: Make, log: Path) -
 @pytest.mark.parametrize(
     ("values", "message", "completion"),
     [
-        ([1.0, "nan"], "gave nan for the completion 'two'", "two"),
-        (["-inf", 1.0], "gave -inf for the completion 'one'", "one"),
-        ([1.0, True], "gave True for the completion 'two'", "two"),
+        ([1.0, "nan"], "returned nan for the completion 'two'", "two"),
+        (["-inf", 1.0], "returned -inf for the completion 'one'", "one"),
+        ([1.0, True], "returned True for the completion 'two'", "two"),
         ([1.0, [2.0]], "for the completion 'two'", "two"),
         ([1.0], "returned 1 values for 2 completions", None),
         ([1.0, 2.0, 3.0], "returned 3 values for 2 completions", None),
@@ -630,7 +630,7 @@ def test_ctrl_c_in_a_reward_passes() -> None:
     [10**400, pytest.param(10**5000, id="beyond"), float("nan"), None, pytest.param("x" * 1000, id="long"), True],
 )
 def test_a_task_with_a_wrong_value_is_told(value: Any) -> None:
-    with pytest.raises(RewardError, match=r"task own gave .{1,60} as the reward of 'a'"):
+    with pytest.raises(RewardError, match=r"task own returned .{1,60} as the reward of 'a'"):
         rollouts.rewards_of(Own(lambda: value), ["a"], [{}])
 
 
