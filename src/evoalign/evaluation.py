@@ -67,13 +67,12 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`measures` are means over examples, samples and seeds; `measures_E` holds them per example.
+    """Measures of a model on a split: `measures` are means over examples, samples and seeds, `measures_E` per example.
 
-    `reward` is the weighted sum of the task's columns, also where training has another objective: that of a stateful
-    one would change with its state. `reward/NAME` is one of several columns, over the completions that it applies to;
-    per example NaN where it applies to none. So is `right`, the share that is right by gold, where that is known.
-    `fitness/NAME` is what `task.fitness` gives for all answers of a seed, its samples among them, in the mean over
-    seeds. It is of no example alone: it is not in `measures_E`, and `resampled` has it for examples drawn again.
+    `reward` is the weighted sum of the task's columns, whatever the training objective. `reward/NAME` is one of several
+    columns, over the completions that it applies to; NaN for an example if it applies to none. `right` is the share
+    that is right by the gold answer, if known. `fitness/NAME` is the mean over seeds of `task.fitness` for all samples
+    of a seed. It has no value per example, so it is not in `measures_E`; `resampled` has it for bootstrap resamples.
     """
 
     measures: dict[str, float]
@@ -157,11 +156,11 @@ def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored])
 
 
 def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
-    """The evaluation with `task.fitness` for examples drawn again with replacement, `RESAMPLES` times.
+    """Add `task.fitness` of `RESAMPLES` bootstrap resamples of the examples.
 
-    The draws depend on the number of examples alone: those of two evaluations of a split are paired. Nothing is added
-    where that takes more than `RESAMPLE_SECONDS`, or where the function fails for some draw, as one may that needs an
-    example of each class.
+    Resamples depend on the number of examples only, so those of two evaluations of a split are paired. Nothing is added
+    if that takes more than `RESAMPLE_SECONDS`, or if the function fails on a resample (it may need an example of each
+    class).
     """
     aim = task.set_objective
     if aim is None or len(examples) < FEWEST:

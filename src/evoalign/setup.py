@@ -129,15 +129,15 @@ def serve(config: Config) -> Served:
 
 
 def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> tuple[Task, Data]:
-    """Return the task and its splits. Close the task: user-defined code scores in a process of its own."""
+    """Return the task and its splits. Close the task: user-defined code scores in a separate process."""
     rewards = None if reward is None else ([reward] if callable(reward) else list(reward))
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     made = task or tasks.create(config.task, rewards)
     if config.task.fitness is not None and made.set_objective is None:
         raise ConfigError(
-            f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
-            "with TaskConfig(fitness=...)"
+            f"task.fitness {config.task.fitness} does not apply to the given task {made.name}; make that task with "
+            "TaskConfig(fitness=...)"
         )
     _refuse_odd_commands(made)
     _refuse_cut_answers(config, made)
@@ -154,7 +154,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
         data = with_validation(chosen, data, config.task)
         if config.follows_validation is not None and not data.validation:
             raise ConfigError(
-                f"{config.follows_validation} goes by the validation split, and task {chosen.name} has none: set "
+                f"{config.follows_validation} needs a validation split, and task {chosen.name} has none: set "
                 "task.validation_size or task.validation_data; the test split is never used for it"
             )
     except BaseException:

@@ -76,7 +76,7 @@ class Recorder:
         self._display = Display(labels.total, console, unit=labels.unit, still=labels.still, aim=labels.words.aim)
 
     def start(self, at: int | None, missed: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Start the trackers of a run that has `at` rows (None: new), and send the rows they missed. Raises ConfigError."""
+        """Start the trackers of a run with `at` rows (None: new) and send the rows they missed. Raises ConfigError."""
         self.trackers = tracking.create(self.config, self.run.path, at)
         for row in missed:
             self._track(row)
@@ -114,7 +114,7 @@ class Recorder:
         self.ends[split] = Ends(before.estimate(name), None if after is None else after.estimate(name))
 
     def finish(self, before: Evaluation, after: Evaluation, divergence: Mapping[str, float] | None) -> None:
-        """Draw the final figures and finish the trackers. `divergence` is that of the final mean, if measured."""
+        """Draw the final figures and finish the trackers. `divergence`: of the final mean, if measured."""
         if self.run.rows:
             self._draw_reward()
             if divergence is not None:

@@ -84,7 +84,7 @@ def replay(
 def refuse_taken(to: str | Path | None, *, of: str | Path | None = None) -> None:
     """Raise RunExistsError if the folder to be made exists and is not empty.
 
-    Raises ConfigError if it would be among the checkpoints of run `of`: a counterfactual is not one of them.
+    Raises ConfigError if it would be among the checkpoints of run `of`, to which a counterfactual does not belong.
     """
     there = None if to is None else Path(to)
     if there is not None and of is not None and there.resolve().parent in map(Path.resolve, saving_places(Path(of))):
@@ -148,14 +148,14 @@ def rebuilt(
     progress: Progress | None = None,
     other: Counterfactual | None = None,
 ) -> Generator[tuple[Served, Mark]]:
-    """Yield an engine whose mean is that of a generation of the journal, and its mark.
+    """Yield an engine at the mean of a generation of the journal, and its mark.
 
     With `other` coefficients the mark has the hash of the resulting weights.
     """
     log = log.whole(generation)
     count = log.sealed if generation is None else generation
     if not 0 <= count <= log.sealed:
-        raise JournalError(f"{log.path} has {log.sealed} whole generations; generation {generation} is not one of them")
+        raise JournalError(f"{log.path} has {log.sealed} whole generations; there is no generation {generation}")
     served = serve(config_of(log, model))
     try:
         saving.check_start(served, log.header)

@@ -147,7 +147,7 @@ def check_start(served: Served, recorded: Header) -> None:
         "noise_table": "another noise table: another release of evoalign",
         "dtype": f"the model is served in {ours['dtype']}: set model.dtype: {recorded.dtype}",
         "model_hash": f"other base weights: model.name {served.config.model.name} is not the model of the run",
-        "tokenizer_hash": "another tokenizer or chat template than that of the run",
+        "tokenizer_hash": "the tokenizer or chat template differs from the run's",
         "weights_hash": "another starting mean: the settings of the space differ",
     }
     if any(s.kind == "expert" for s in served.engine.specs()):

@@ -88,9 +88,9 @@ class Mean(Protocol):
 
 
 class Algorithm(Protocol):
-    """What a method, ES or GRPO, supplies to a session.
+    """A training method, ES or GRPO, as a session runs it.
 
-    `measurements` are those of a finished run that only this method has, by name; see `Finish`.
+    `measurements` of a finished run come after the common ones, by name; see `Finish`.
     """
 
     config: Config
@@ -172,7 +172,7 @@ def _fluency(finish: Finish) -> Fluency | None:
 
 
 MEASUREMENTS: Mapping[str, Measurement] = {KL: _divergence, DISTANCE: _distance, NATS: _fluency}
-"""Those of every method, in this order."""
+"""Measurements of every method, in this order."""
 
 
 class Session:
@@ -251,7 +251,7 @@ class Session:
         return folder
 
     def reward(self) -> float | None:
-        """Return the mean's reward on the validation split after this step, if known; never that of the test split."""
+        """Return the mean's reward on the validation split after this step, if known. The test split is never used."""
         measures = self.run.rows[self.done - 1].get("validation") if 0 < self.done <= len(self.run.rows) else None
         return float(aim(measures)) if measures else None
 
@@ -441,7 +441,7 @@ def place(config: Config, method: Method, *, resume: bool) -> RunDir:
 
 
 def object_given(task: object, reward: object) -> str | None:
-    """Return which of both was passed as a Python object: "task", "reward" or None."""
+    """Return "task" or "reward" if that was passed as a Python object, else None."""
     return "task" if task is not None else "reward" if reward is not None else None
 
 

@@ -159,7 +159,7 @@ class _Mean:
         self.meter = Meter(parts.config, parts.engine.specs(), parts.space, parts.layout, parts.facts.device)
         self.reference = Reference.of(parts)
         self.weights_hash = ""
-        """Of the mean after the last generation."""
+        """Hash of the mean after the last generation."""
         self.journal_hash: Callable[[], str] = str
 
     def evaluate(self, split: Split = "test") -> tuple[Evaluation, Cost]:
