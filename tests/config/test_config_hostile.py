@@ -139,7 +139,7 @@ def test_a_name_that_no_file_can_have() -> None:
 
 
 def test_nobodys_home() -> None:
-    with pytest.raises(ConfigError, match="output_dir ~nobody-of-that-name/x names the home of nobody here"):
+    with pytest.raises(ConfigError, match="output_dir ~nobody-of-that-name/x: there is no user of that name"):
         RunDir(Path("~nobody-of-that-name/x"))
 
 

@@ -20,7 +20,7 @@ from evoalign.errors import RunExistsError
 from evoalign.rewards.judge.transcript import Item, Plan, Transcript
 from evoalign.rundir import files
 from evoalign.rundir.directory import RunDir, saved_folders
-from evoalign.rundir.links import FOLDERS, LIBRARIES, SAVED, links_in, refuse_links, refuse_links_above
+from evoalign.rundir.files import FOLDERS, LIBRARIES, SAVED, links_in, refuse_links, refuse_links_above
 from evoalign.rundir.method import JOURNAL
 from evoalign.sweeping.children import is_busy
 from evoalign.sweeping.sweep import sweep

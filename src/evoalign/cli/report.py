@@ -31,8 +31,7 @@ def report(
     from evoalign.report.html import page
     from evoalign.report.html.serving import Server
     from evoalign.rundir.directory import REPORT
-    from evoalign.rundir.files import make_folder, write_text
-    from evoalign.rundir.links import refuse_links, refuse_links_above
+    from evoalign.rundir.files import make_folder, refuse_links, refuse_links_above, write_text
     from evoalign.training.reporting.analyses import shared
     from evoalign.training.reporting.run import stamp, views_of
 

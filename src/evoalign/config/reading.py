@@ -91,7 +91,7 @@ def parse(raw: bytes, where: str, mend: str = MEND, *, finite: bool = True) -> A
     Refused: more than DEPTH levels, whole numbers beyond 64 bits, and, with `finite`, numbers that are not finite.
     Half a pair of surrogates, which no file or terminal can take, becomes the sign for what cannot be read.
     """
-    number = _finite if finite else float
+    number = as_finite if finite else float
     try:
         found = json.loads(raw.decode("utf-8"), parse_int=_integer, parse_float=number, parse_constant=number)
         if raw.count(b"[") + raw.count(b"{") > DEPTH and _is_deep(found):
@@ -113,7 +113,8 @@ def _integer(text: str) -> int:
     return value
 
 
-def _finite(text: str) -> float:
+def as_finite(text: str) -> float:
+    """Parse a number of JSON. Raises ValueError for NaN and infinities."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is not finite")

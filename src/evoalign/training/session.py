@@ -40,8 +40,8 @@ from evoalign.report.rows import Row
 from evoalign.rewards.fitness import aim
 from evoalign.rundir import checksums
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
+from evoalign.rundir.identity import command_line, make_manifest
 from evoalign.rundir.journal import Ending
-from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, resume_command
 from evoalign.tasks import Data, Split, Task
 from evoalign.training import ending, heading, saving, stopping

@@ -26,8 +26,7 @@ from evoalign.report.html import page
 from evoalign.report.html.view import State, View
 from evoalign.rundir import checksums, parquet
 from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
-from evoalign.rundir.files import write_text
-from evoalign.rundir.links import ANALYSES, refuse_links
+from evoalign.rundir.files import ANALYSES, refuse_links, write_text
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 from evoalign.training.reporting import words as said
 from evoalign.training.reporting.analyses import analysed
