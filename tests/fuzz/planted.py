@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from evoalign import tokens
 from evoalign.analysis.compare import runs
 from evoalign.baselines import trainer_state
-from evoalign.config import reading, source
+from evoalign.config import reading
 from evoalign.config.es import EsConfig
 from evoalign.config.run import Config
 from evoalign.config.task import TaskConfig
@@ -193,12 +193,12 @@ FAULTS: dict[str, Fault] = {
         TaskConfig, "reward_weights", "value:task.reward_weights", annotation=list[float] | None
     ),
     "unknown settings": loosened(EsConfig, None, "tree", extra="ignore"),
-    "a key twice": patched("configs > text", (source._Loader, "construct_mapping", SAFE.construct_mapping)),
+    "a key twice": patched("configs > text", (reading._Loader, "construct_mapping", SAFE.construct_mapping)),
     "an alias of itself": patched(
-        "configs > text", (source, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
+        "configs > text", (reading, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
     ),
-    "a date that is none": patched("configs > text", (source, "MALFORMED", ()), shows="traceback"),
-    "brackets without end": patched("configs > text", (source, "DEEPEST", 10**9), shows="traceback silent"),
+    "a date that is none": patched("configs > text", (reading, "MALFORMED", ()), shows="traceback"),
+    "brackets without end": patched("configs > text", (reading, "YAML_DEPTH", 10**9), shows="traceback silent"),
     "the earlier wins": patched("configs", (load, "_merge", _early_wins), shows="silent refused"),
     "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
     "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),

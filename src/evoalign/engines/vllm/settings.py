@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from evoalign.config.base import Count, Gib, Word
-from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.config.outside import INSIDE
 
 if TYPE_CHECKING:
@@ -68,13 +68,15 @@ class VllmConfig(EngineSettings):
     def devices(self) -> int:
         return self.tensor_parallel_size
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+    def held(
+        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+    ) -> MemoryUse:
         """Room for every member's factors, and the least cache that is worth starting with: vLLM takes all that
         `gpu_memory_utilization` leaves."""
         from evoalign.engines.specs import on_gpu
         from evoalign.engines.vllm import adapters
 
-        return Held(
+        return MemoryUse(
             cache=(self.kv_cache_gib or 1.0) * 2**30,
             bound="at least",
             setting="engine.kv_cache_gib",

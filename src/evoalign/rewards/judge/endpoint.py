@@ -15,10 +15,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from evoalign.config.addresses import is_loopback, parts_of
 from evoalign.config.reading import parse
 from evoalign.errors import ConfigError, DataError, JudgeError, cut, plain
-from evoalign.http import HttpClient, ReplyError, RequestError
+from evoalign.http import HttpClient, ReplyError, RequestError, is_loopback, parts_of
 from evoalign.http import Reply as HttpReply
 from evoalign.rewards.judge.base import NoReplyError, Reply
 

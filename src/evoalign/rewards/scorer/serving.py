@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from evoalign.config.addresses import is_loopback
 from evoalign.config.scorer import ScorerConfig
 from evoalign.errors import ConfigError
+from evoalign.http import is_loopback
 from evoalign.rewards.scorer.guard import NAMES, Guard
 from evoalign.rewards.scorer.local import Local
 from evoalign.rewards.scorer.service import Limits, Service

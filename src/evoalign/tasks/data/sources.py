@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError, plain
 from evoalign.tasks.data.files import BATCH, FORMS, Row, ending, read_file, rows_of_table
 
