@@ -25,7 +25,7 @@ from evoalign.config.es import EsConfig
 from evoalign.config.run import Config
 from evoalign.config.task import TaskConfig
 from evoalign.engines.transformers import engine
-from evoalign.models import empty, files
+from evoalign.models import files, origin
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, checksums, journal
 from evoalign.tasks import base
@@ -233,7 +233,7 @@ FAULTS: dict[str, Fault] = {
         "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"
     ),
     "files that a model names": patched(
-        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (empty, "refuse_hooks", lambda *_: None)
+        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (origin, "refuse_hooks", lambda *_: None)
     ),
     # run directories
     "checksums": patched(

@@ -161,7 +161,7 @@ HEADERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a low rank beyond memory": ("lowrank", {"config.lowrank.rank": 10**9}, r"lowrank.rank: 1000000000 exceeds"),
     "a config without es": ("lora", {"config": {}}, r"line 1 holds a config that cannot be: missing setting es"),
     "two wrong settings": ("lora", {"config.seed": -1, "config.lora.rank": 0}, r"cannot be: seed: .*; lora\.rank: "),
-    "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "home of nobody"),
+    "nobody's home": ("lora", {"config.model.name": "~nobody-of-that-name/model"}, "no user of that name"),
     "a nul in a name": ("lora", {"config.model.name": "./a\0b"}, "no folder"),
     "code": ("lora", {"config.space": {"name": "evil:Space"}}, r"space\.name to 'evil:Space'"),
     "control characters": ("lora", {"config.model.name": f"./{ESC}"}, "no folder"),

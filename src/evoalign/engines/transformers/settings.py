@@ -66,7 +66,7 @@ class TransformersConfig(EngineSettings):
         from evoalign.engines.specs import on_gpu
         from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
         from evoalign.kernels import compiled
-        from evoalign.models.empty import model_config
+        from evoalign.models.origin import model_config
 
         drawn, model = (config.sampling, config.evaluation), model_config(config.model)
         footprint = Footprint.of_shapes(model, [(spec.name, spec.shape) for spec in specs], dtype.itemsize)
