@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All settings, as one nested, typed tree. Imports no torch, so that a config is read and checked quickly.
+"""All settings in a nested, typed tree. Imports no torch, so that a config is read and checked quickly.
 
 A config is YAML. Later files win over earlier ones, `--set a.b=c` wins over files. An unknown key is refused with the
 nearest name that exists. Every section that is present is checked, used or not.

@@ -63,7 +63,7 @@ class EngineSettings(Section):
     """Settings that may change when a run is resumed elsewhere. They affect batch shapes and kernels, and at most the
     last bits of a score."""
     steady: ClassVar[frozenset[str]] = frozenset()
-    """Those of them that change no bit where completions repeat to the bit."""
+    """Subset of `resources` that changes no bit where completions repeat to the bit."""
     younger: ClassVar[frozenset[str]] = frozenset()
     """Settings added after the first release; at their defaults, they are left out of the hash of a run."""
     serves_here: ClassVar[bool] = False

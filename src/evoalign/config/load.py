@@ -45,7 +45,7 @@ SHIPPED = (("data", "tasks"), ("configs",))
 
 
 def locate(source: str | Path) -> Path:
-    """Return the path, or for a `data/tasks/..` or `configs/..` missing in the working folder, that of the package.
+    """Return the path, or for a `data/tasks/..` or `configs/..` missing in the working folder, the package's.
 
     So the quickstart runs from any folder, without a checkout.
     """

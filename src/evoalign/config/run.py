@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a run, with the sections that have no file of their own."""
+"""The config of a run, with its smaller sections."""
 
 from __future__ import annotations
 

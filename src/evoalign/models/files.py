@@ -301,7 +301,7 @@ def not_cached(error: Exception) -> str | None:
 
 
 def refuse_file(name: str, path: Path) -> None:
-    """Raise ModelError where a model's name is that of a file."""
+    """Raise ModelError where a model's name is a file."""
     try:
         if not path.is_file():
             return

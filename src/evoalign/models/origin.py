@@ -231,7 +231,7 @@ def _settings(name: str, file: Path) -> Mapping[str, Any]:
 
 @cache
 def _adapter_of_hub(name: str, revision: str | None) -> Path | None:
-    """Return the folder in the hub's cache of an adapter; None where the name is not one of an adapter."""
+    """Return the folder in the hub's cache of an adapter; None where it is not an adapter."""
     try:
         settings = find(name, ADAPTER_CONFIG, revision)
         if settings is None:

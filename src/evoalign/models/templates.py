@@ -134,7 +134,7 @@ def _serve(end: socket.socket, tokenizer: Any, how: Callable[[Any, Messages], st
 
 
 def _bound_memory() -> None:
-    """Limit the memory to that of the fork plus ROOM, on Linux."""
+    """Limit the memory to the fork's size plus ROOM, on Linux."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
