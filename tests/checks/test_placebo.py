@@ -23,6 +23,8 @@ from evoalign import cli
 from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import _drift, end_grid
+from evoalign.analysis.sweeping.cells import Cell, Run
+from evoalign.analysis.sweeping.results import collect, placebo_of, table
 from evoalign.checks.placebo import (
     Distances,
     Known,
@@ -42,8 +44,6 @@ from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ResumeError
 from evoalign.exporting.change import placebo_lines
 from evoalign.rundir import checksums
-from evoalign.sweeping.cells import Cell, Run
-from evoalign.sweeping.results import collect, placebo_of, table
 from evoalign.training.placebos import Follower
 from evoalign.types import EvolvedTensor, Layout, TensorSpec
 

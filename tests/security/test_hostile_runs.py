@@ -223,9 +223,7 @@ def test_a_config_that_is_not_the_one_of_its_hash(tmp_path: Path) -> None:
     del first["hash"]
     first["hash"] = digest(first, separators=(",", ":"))
     file.write_text(json.dumps(first, sort_keys=True, separators=(",", ":")) + "\n")
-    with pytest.raises(
-        JournalError, match=r"line 1 has an invalid record: .*config_hash is not that of config"
-    ):
+    with pytest.raises(JournalError, match=r"line 1 has an invalid record: .*config_hash is not that of config"):
         journal.read(file)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from evoalign.checks.placebo import Known, beyond_drift, of_file, sentence
 from evoalign.checks.placebo_file import with_most
 from evoalign.exporting.markdown import plain
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 
 NOT_VERIFIED = (
     "These numbers are **not verified**: the run has no checksums of them (`SHA256SUMS`), because an earlier release "

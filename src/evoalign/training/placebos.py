@@ -25,7 +25,7 @@ from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report import watching
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 from evoalign.rollouts import lengths_of
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.checksums import EVALUATION

@@ -37,7 +37,7 @@ from evoalign.errors import (
 from evoalign.evaluation import Evaluation, with_resampled
 from evoalign.report.progress import Bar
 from evoalign.report.rows import Row
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.rundir import checksums
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, RunDir
 from evoalign.rundir.identity import command_line, make_manifest
@@ -315,8 +315,6 @@ class Session:
             self.recorder.measured("validation", *validation)
         self.recorder.finish(before, after, moved["divergence"])
         self.run.check()
-        if self.config.report:
-            ending.report(self.run.path, self.tell)
         self.tell("\n".join(heading.last_lines(self.run, saved, self.config, task, self.given, placebos)))
         return Result(self.run.path, saved, before, after, verdict)
 
