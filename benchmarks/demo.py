@@ -29,7 +29,7 @@ from rich.console import Console
 from evoalign.cli.scaffold import init
 from evoalign.config import load
 from evoalign.evaluation import Evaluation
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training.counterfactual import parse
 from evoalign.training.placebos import Counterfactuals, open_run
 from evoalign.training.train import train

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import ssl
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -146,3 +148,31 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def parts_of(url: str) -> SplitResult | None:
+    """Return the parts of an http or https address; None where it is not a valid one."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        return None
+    return parts if is_one else None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is localhost or a loopback address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_here(url: str) -> bool:
+    """Return whether an address leads to a loopback address of this machine."""
+    parts = parts_of(url)
+    return parts is not None and is_loopback(parts.hostname or "")

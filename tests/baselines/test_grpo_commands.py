@@ -151,7 +151,7 @@ def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
     shutil.rmtree(here / "loras")
     shutil.copytree(es_run / "loras", here / "loras")
     for what in (lambda: targets.evaluate(here), lambda: evoalign.export(here, tmp_path / "out")):
-        with pytest.raises(CheckpointError, match="is not of a run of GRPO"):
+        with pytest.raises(CheckpointError, match="is not from a run of GRPO"):
             what()
 
 

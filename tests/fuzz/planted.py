@@ -20,12 +20,12 @@ from pydantic import BaseModel
 from evoalign import tokens
 from evoalign.analysis.compare import runs
 from evoalign.baselines import trainer_state
-from evoalign.config import reading, source
+from evoalign.config import reading
 from evoalign.config.es import EsConfig
 from evoalign.config.run import Config
 from evoalign.config.task import TaskConfig
 from evoalign.engines.transformers import engine
-from evoalign.models import empty, files
+from evoalign.models import files, origin
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, checksums, journal
 from evoalign.tasks import base, countdown
@@ -192,12 +192,12 @@ FAULTS: dict[str, Fault] = {
         TaskConfig, "reward_weights", "value:task.reward_weights", annotation=list[float] | None
     ),
     "unknown settings": loosened(EsConfig, None, "tree", extra="ignore"),
-    "a key twice": patched("configs > text", (source._Loader, "construct_mapping", SAFE.construct_mapping)),
+    "a key twice": patched("configs > text", (reading._Loader, "construct_mapping", SAFE.construct_mapping)),
     "an alias of itself": patched(
-        "configs > text", (source, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
+        "configs > text", (reading, "_measure", lambda node, known: (1, 1)), shows="traceback hang silent"
     ),
-    "a date that is none": patched("configs > text", (source, "MALFORMED", ()), shows="traceback"),
-    "brackets without end": patched("configs > text", (source, "DEEPEST", 10**9), shows="traceback silent"),
+    "a date that is none": patched("configs > text", (reading, "MALFORMED", ()), shows="traceback"),
+    "brackets without end": patched("configs > text", (reading, "YAML_DEPTH", 10**9), shows="traceback silent"),
     "the earlier wins": patched("configs", (load, "_merge", _early_wins), shows="silent refused"),
     "secrets": patched("configs > tree", (load, "refuse_secrets", lambda tree: None)),
     "digits lost in writing": patched("configs", (fuzz_configs, "to_yaml", _rounded)),
@@ -232,7 +232,7 @@ FAULTS: dict[str, Fault] = {
         "model folders > weights", (fuzz_models, "load_model", raising(engine.load_model)), shows="traceback"
     ),
     "files that a model names": patched(
-        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (empty, "refuse_hooks", lambda *_: None)
+        "model folders > settings", (tokens, "refuse_hooks", lambda *_: None), (origin, "refuse_hooks", lambda *_: None)
     ),
     # run directories
     "checksums": patched(

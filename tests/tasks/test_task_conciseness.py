@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign.config import TaskConfig
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks import create, data
 from evoalign.types import Example

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from evoalign import tasks
 from evoalign.config import TaskConfig
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet as tables
 from evoalign.tasks import data

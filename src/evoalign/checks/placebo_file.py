@@ -15,12 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evoalign.checks.placebo import Known, Placebos, Split, Whole
 from evoalign.config import FORMAT_VERSION, Config
-from evoalign.config.reading import MissingError, read_object
+from evoalign.config.reading import MissingError, parse, read_bytes, read_object
 from evoalign.errors import DataError
 from evoalign.rundir import checksums
-from evoalign.rundir.checkpoint import Hash
+from evoalign.rundir.checkpoint import NO_JOURNAL, Hash
 from evoalign.rundir.files import write_text
-from evoalign.rundir.journal import last_hash
 from evoalign.rundir.method import JOURNAL
 
 PLACEBO = "results/placebo.json"
@@ -45,7 +44,7 @@ def write(run: Path, config: Config, found: Placebos) -> None:
     kept = {name: value for name, value in found.as_dict().items() if name != "off_task"}
     record = {
         "format_version": FORMAT_VERSION,
-        "journal": last_hash(run / JOURNAL),
+        "journal": _last_hash(run / JOURNAL),
         "settings": _settings(config),
         **kept,
     }
@@ -68,7 +67,7 @@ def read(run: Path, config: Config) -> Known | None:
         where = ".".join(str(part)[:40] for part in error.errors()[0]["loc"])
         raise DataError(f"{file} is damaged ({where}); {MEND}") from None
     checksums.verify(run, PLACEBO, fix=MEND)
-    if record.journal != last_hash(run / JOURNAL):
+    if record.journal != _last_hash(run / JOURNAL):
         raise DataError(f"{file} is not of {run / JOURNAL}; {MEND}")
     if record.settings != _settings(config):
         raise DataError(f"{file} was not evaluated with the settings of {run / 'config.yaml'}; {MEND}")
@@ -90,3 +89,13 @@ def remove(run: Path) -> None:
 def _settings(config: Config) -> dict[str, Any]:
     """How a mean is evaluated; not how often."""
     return config.evaluation.model_dump(mode="json", exclude={"every"})
+
+
+def _last_hash(journal: Path) -> str:
+    """Return the hash of a journal's last line, which depends on all before it; zeros without a journal."""
+    try:
+        lines = read_bytes(journal, 2**36).splitlines()
+        found: Any = parse(lines[-1], str(journal)) if lines else {}
+    except DataError:
+        return NO_JOURNAL
+    return str(found.get("hash")) if isinstance(found, dict) else NO_JOURNAL  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]

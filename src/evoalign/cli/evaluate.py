@@ -46,7 +46,7 @@ def evaluate(
 
     from evoalign.analysis import evaluations
     from evoalign.report.progress import Bar
-    from evoalign.rundir.links import refuse_links_above
+    from evoalign.rundir.files import refuse_links_above
 
     if output is not None:
         refuse_links_above(output)

@@ -48,7 +48,7 @@ def numbers(text: str | None, option: str = "--sigmas") -> list[float] | None:
 def check_folder(to: Path | None) -> None:
     """Raise ConfigError if `--to` is a file, and RunExistsError if it is reached by a link inside a run directory."""
     from evoalign.errors import ConfigError
-    from evoalign.rundir.links import refuse_links_above
+    from evoalign.rundir.files import refuse_links_above
 
     if to is None:
         return

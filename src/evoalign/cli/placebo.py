@@ -36,7 +36,7 @@ def placebo(
 
     from evoalign.config import load
     from evoalign.report.progress import Bar
-    from evoalign.rundir.links import refuse_links, refuse_links_above
+    from evoalign.rundir.files import refuse_links, refuse_links_above
     from evoalign.training.placebos import keep
     from evoalign.training.placebos import placebo as measure
 

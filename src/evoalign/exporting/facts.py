@@ -8,8 +8,8 @@ from typing import Any
 
 from evoalign.checks import placebo_file
 from evoalign.config import Config, ModelConfig, reading
+from evoalign.config.load import locate
 from evoalign.config.outside import CODE, SCRIPT, marked
-from evoalign.config.shipped import locate
 from evoalign.errors import DataError, EvoalignError
 from evoalign.exporting import card
 from evoalign.exporting.excerpts import FIGURE, Sample

@@ -15,9 +15,9 @@ from evoalign.engines import weights_hash
 from evoalign.errors import ModelError
 from evoalign.exporting.source import ADAPTER_CONFIG, Source
 from evoalign.models.adapters import add
-from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import model_path, own_dtype
+from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint
 
 

@@ -16,7 +16,7 @@ from evoalign.preflight import pace, plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
 from evoalign.preflight.work import generated, seconds_text, tried, whole
 from evoalign.rollouts import batch, collect, rewards_of
-from evoalign.rundir.manifest import versions
+from evoalign.rundir.identity import versions
 from evoalign.training import heading
 from evoalign.types import MEAN_PLAN, Member, Request, Rollout, Sampling
 from evoalign.version import install

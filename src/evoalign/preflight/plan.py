@@ -22,7 +22,7 @@ from evoalign.cost.estimate import gib
 from evoalign.cost.share import share_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
-from evoalign.models.empty import model_config
+from evoalign.models.origin import model_config
 from evoalign.preflight.case import NEEDS_FLAG, Case, Finding, need
 from evoalign.rollouts import EARLY
 from evoalign.rundir.directory import RunDir

@@ -23,9 +23,8 @@ from evoalign.rundir import checkpoint
 from evoalign.rundir.checkpoint import Mark, State
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.files import remove_whole
-from evoalign.rundir.identity import config_hash, identity
+from evoalign.rundir.identity import config_hash, identity, versions
 from evoalign.rundir.journal import Header, Log, Recorded
-from evoalign.rundir.manifest import versions
 from evoalign.setup import Parts, Served
 from evoalign.tasks import Data, Task
 from evoalign.types import Summation

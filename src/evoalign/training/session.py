@@ -41,8 +41,8 @@ from evoalign.rewards.objective import aim
 from evoalign.rundir import checksums
 from evoalign.rundir.directory import AFTER_VALIDATION, BEFORE_VALIDATION, MEASURING, REPORT, RunDir
 from evoalign.rundir.files import write_rows
+from evoalign.rundir.identity import command_line, make_manifest
 from evoalign.rundir.journal import Ending
-from evoalign.rundir.manifest import command_line, make_manifest
 from evoalign.rundir.method import COMMANDS, Method, refuse_other, resume_command
 from evoalign.tasks import Data, Split, Task
 from evoalign.training import heading, saving, stopping

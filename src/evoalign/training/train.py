@@ -33,9 +33,8 @@ from evoalign.report.rows import LATER, Row, is_whole, metrics_row, rebuilt_row
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import RunDir
-from evoalign.rundir.identity import differences
+from evoalign.rundir.identity import differences, versions
 from evoalign.rundir.journal import Journal, Log
-from evoalign.rundir.manifest import versions
 from evoalign.setup import ConfigLike, Parts, Rewards, as_config, assemble, check_scorer, layout_of, task_and_data
 from evoalign.tasks import Split, Task
 from evoalign.training import heading, placebos, saving, stopping

@@ -19,9 +19,9 @@ from evoalign.engines import weights_hash
 from evoalign.engines.hash import tensor_sum, weights_hash_of_sums
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, EvoalignError, ModelError
-from evoalign.models.experts import tensors_of
 from evoalign.models.files import load_whole
 from evoalign.models.origin import elsewhere
+from evoalign.models.tensors import tensors_of
 from evoalign.rundir import checkpoint, journal
 from evoalign.rundir.checkpoint import ADAPTER, MEAN, PEFT_PREFIX, RECORD, Mark
 from evoalign.setup import layout_of

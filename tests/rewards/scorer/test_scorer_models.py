@@ -191,7 +191,7 @@ def no_layer(folder: Path) -> None:
         (lambda f: change(f, "config.json", architectures=["LlamaForCausalLM"]), "is LlamaForCausalLM"),
         (lambda f: change(f, "config.json", score_bias=False), "a score_head.bias, unlike score_bias"),
         (lambda f: change(f, "config.json", do_normalize=True, score_type="odd"), "score_type 'odd'"),
-        (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "is not taken from a model"),
+        (lambda f: change(f, "config.json", _attn_implementation="someone/kernel"), "_attn_implementation"),
         (lambda f: change(f, "config.json", vocab_size=1024, auto_map={"AutoModel": "evil.Evil"}), None),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
         (lambda f: (f / "config.json").unlink(), "config.json"),

@@ -15,10 +15,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from evoalign.config.addresses import parts_of
 from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.errors import ConfigError, cut, plain
-from evoalign.http import HttpClient, LoopThread, ReplyError, RequestError
+from evoalign.http import HttpClient, LoopThread, ReplyError, RequestError, parts_of
 
 T = TypeVar("T")
 CONNECT = 10.0

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from evoalign.config.addresses import is_here
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.dialect import Dialect, Server
 from evoalign.engines.server.errors import LostError
 from evoalign.engines.server.process import Command, ServerProcess, free_port
 from evoalign.engines.server.settings import ServerSettings
 from evoalign.errors import ConfigError, EvoalignError, ModelError
+from evoalign.http import is_here
 
 BEGINNING, STARTING = 10.0, 900.0
 """Seconds that are waited for a server that should run already, and for one that starts."""

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from evoalign.config.addresses import is_here
 from evoalign.engines.server.adapters import PeftAdapter, Shelf
 from evoalign.engines.server.asking import Answer, Answers, Asker, apart
 from evoalign.engines.server.client import Client
@@ -23,6 +22,7 @@ from evoalign.engines.server.errors import LostError, RefusedError
 from evoalign.engines.sglang.dialect import SglangDialect
 from evoalign.engines.vllm_server.dialect import VllmDialect
 from evoalign.errors import ConfigError, EvoalignError
+from evoalign.http import is_here
 
 Kind: TypeAlias = Literal["sglang", "vllm"]
 SERVES = {"sglang": "SGLang", "vllm": "vLLM"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from evoalign.config.base import Count, Place, Share
-from evoalign.config.engines import EngineSettings, Held
+from evoalign.config.engines import EngineSettings, MemoryUse
 from evoalign.config.outside import ADDRESS, CERTIFICATES, FOLDER, INSIDE, PROGRAM, SECRET
 
 if TYPE_CHECKING:
@@ -94,13 +94,15 @@ class ServerSettings(EngineSettings):
         population = config.es_.population_size if config.es_ is not None else 1
         return (self.members or population) + 1
 
-    def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
+    def held(
+        self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int
+    ) -> MemoryUse:
         """Room for every member's factors; what the cache takes is the server's choice. The mean lies in this process,
         mostly in the host's memory."""
         host = mean if self.mean_device == "cpu" and self.where != "cpu" else 0
         sides = sum(sum(t.shape) for t in specs if t.name in {e.module for e in layout.tensors})
         room = self.slots(config) * layout.rank * sides * dtype.itemsize
-        return Held(bound="at least", setting="engine.memory_fraction", adapters=room, host=host)
+        return MemoryUse(bound="at least", setting="engine.memory_fraction", adapters=room, host=host)
 
     def limit(self) -> tuple[str, int] | None:
         return None if self.context_length is None else ("engine.context_length", self.context_length)

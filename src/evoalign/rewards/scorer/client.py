@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
-from evoalign.config.addresses import is_here, parts_of
 from evoalign.config.reading import parse
 from evoalign.config.scorer import DIGEST, ScorerConfig
 from evoalign.errors import ConfigError, DataError, RewardError, ScorerAwayError, cut, plain
-from evoalign.http import HttpClient, LoopThread, ReplyError, RequestError
+from evoalign.http import HttpClient, LoopThread, ReplyError, RequestError, is_here, parts_of
 
 Pair: TypeAlias = tuple[str, str]
 COLUMNS = (("reward",), ("reward", "cost"))

@@ -25,10 +25,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from evoalign.config.addresses import is_loopback
 from evoalign.config.scorer import DIGEST, ScorerConfig
 from evoalign.config.secrets import public_path
 from evoalign.errors import ConfigError, RewardError
+from evoalign.http import is_loopback
 from evoalign.rewards.scorer.batching import Batcher, FullError, Meter
 from evoalign.rewards.scorer.models import Local
 from evoalign.version import __version__

@@ -20,8 +20,8 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+from evoalign.config.load import locate
 from evoalign.config.reading import DEPTH, MissingError, open_plain
-from evoalign.config.shipped import locate
 from evoalign.errors import ConfigError, DataError, plain
 from evoalign.rewards.functions import shown
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from evoalign.config import TaskConfig
-from evoalign.config.shipped import locate
+from evoalign.config.load import locate
 from evoalign.errors import ConfigError, DataError, cut, plain
 from evoalign.rewards.functions import shown
 from evoalign.tasks.base import Data, Split
