@@ -17,8 +17,7 @@ import pytest
 from evoalign import http
 from evoalign.config import ScorerConfig
 from evoalign.engines.server import client as server_client
-from evoalign.engines.server.client import Client
-from evoalign.engines.server.errors import LostError
+from evoalign.engines.server.client import Client, LostError
 from evoalign.errors import EvoalignError, JudgeError, RewardError, ScorerAwayError
 from evoalign.rewards.judge import endpoint
 from evoalign.rewards.judge.base import NoReplyError
