@@ -22,7 +22,8 @@ from evoalign.models import tiny
 from evoalign.preflight.canary import Report, examine
 from faulty_server import FAULTS, between
 
-SHORT = ("The capital of France is", "Once upon a time")
+PROMPTS = ("The opposite of hot is", "Once upon a time there was a miller who had three sons, and")
+"""Weak adapters have little effect on these, so that the examination starts below its threshold."""
 Reply = tuple[int, Any]
 
 
@@ -122,7 +123,7 @@ def names(report: Report, status: str) -> set[str]:
 
 def test_examine_blames_nothing_of_a_sound_server(server: TinyServer, tmp_path: Path) -> None:
     with serving(server) as url:
-        report = examine(url, prompts=SHORT)
+        report = examine(url, prompts=PROMPTS)
     assert report.code == 0 and len(names(report, "ok")) == len(report.checks) == 16, report
     assert not server.adapters and not list(tmp_path.iterdir())
 
@@ -133,5 +134,5 @@ def test_examine_finds_a_planted_fault_and_no_other(server: TinyServer, fault: s
     make, wanted = FAULTS[fault]
     server.adapters.clear()
     with serving(server) as url, between(url, "no-key", make()) as address:
-        report = examine(address, prompts=SHORT)
+        report = examine(address, prompts=PROMPTS)
     assert names(report, "FAULT") == wanted and report.code == 1, report

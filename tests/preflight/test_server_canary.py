@@ -43,9 +43,8 @@ def completions(*tokens: tuple[str, float]) -> tuple[Completion, ...]:
 
 def test_distance_ignores_ties_and_counts_sure_tokens() -> None:
     assert distance(completions(("a", -0.7), ("b", -1.0)), completions(("a", -0.7), ("b", -1.5))) == pytest.approx(0.25)
-    assert distance(completions(("a", -0.7), ("b", -9.0)), completions(("c", -0.7), ("b", 0.0))) == pytest.approx(
-        0.0, abs=0.02
-    )
+    tie = (("a", -0.7), ("b", -9.0)), (("c", -0.7), ("b", 0.0))
+    assert distance(*(completions(*one) for one in tie)) == pytest.approx(0.0, abs=0.02)
     sure = distance(completions(("a", -0.05)), completions(("c", -0.05)))
     assert sure == pytest.approx(-0.05 - math.log(1 - math.exp(-0.05)))
     assert distance(completions(("a", 0.0)), completions(("c", -2.0))) == 8.0, "bounded"
