@@ -142,6 +142,23 @@ def on_lora(url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[st
     return undisturbed(folder, {"url": url, "key_variable": KEY}, "lora")
 
 
+@contextmanager
+def launches(groups: list[int]) -> Iterator[None]:
+    """Add the process group of each server that is launched to `groups`."""
+    launch = Connection._launch
+
+    def launched(self: Connection) -> None:
+        try:
+            launch(self)
+        finally:
+            if self.process is not None and self.process.pid is not None:
+                groups.append(self.process.pid)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "_launch", launched)
+        yield
+
+
 def check(fault: str, server: Attached | None, space: str, folder: Path, wanted: list[str], moment: int) -> str:
     """Run with a fault before request `moment`, resume if that is needed, and return how the run ended."""
     engine = LAUNCHED if server is None else server.settings
@@ -162,29 +179,18 @@ def check(fault: str, server: Attached | None, space: str, folder: Path, wanted:
                 file.unlink(missing_ok=True)
         return GARBAGE if fault == "garbage" else None
 
-    launch, ended = Connection._launch, "by itself"
-
-    def launched(self: Connection) -> None:
-        try:
-            launch(self)
-        finally:
-            if self.process is not None and self.process.pid is not None:
-                groups.append(self.process.pid)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "_launch", launched)
-        try:
-            with intercepted(act):
-                train(folder, engine, space)
-        except EvoalignError as error:
-            assert "resume with" in str(error)
-            ended = "resumed"
-        for thread in threads:
-            thread.join()
-        if ended == "resumed":
-            if server is not None:
-                server.restore()
-            train(folder, engine, space, resume=True)
+    ended = "by itself"
+    try:
+        with launches(groups), intercepted(act):
+            train(folder, engine, space)
+    except EvoalignError:
+        ended = "stopped"
+    for thread in threads:
+        thread.join()
+    if ended == "stopped":
+        if server is not None:
+            server.restore()
+        train(folder, engine, space, resume=(folder / "journal.jsonl").exists())
     assert happened and hashes(folder) == wanted and evoalign.replay(folder) == wanted[-1]
     assert not list(adapters.IN_MEMORY.iterdir()) and not any(is_alive(group) for group in groups)
     return ended

@@ -353,7 +353,7 @@ def test_an_unknown_name_may_get_an_error_but_not_end_the_server(
     found = unknown({path: 500}, tmp_path)
     assert found.status == "ok" and "500" in found.detail
     for of_health in (503, 404):
-        with pytest.raises(LostError, match="/v1/completions .*500"):
+        with pytest.raises(LostError, match=r"/v1/completions .*500"):
             unknown({path: 500, health: of_health}, tmp_path)
 
 
