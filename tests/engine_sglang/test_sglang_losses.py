@@ -108,7 +108,7 @@ def test_push_accepts_a_server_that_already_has_the_mean() -> None:
 
 
 def test_a_server_that_comes_back_with_other_weights_is_refused(url: str) -> None:
-    """Its log-probabilities are those of another model."""
+    """The log-probabilities are those of another model."""
     now = Now()
     with between(url, os.environ[KEY], now) as address:
         engine, requests = opened(attached(address))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdapterStore`: folders of ended processes are deleted, and nothing else is."""
+"""`AdapterStore`: deletes folders of ended processes, and no others."""
 
 from __future__ import annotations
 

@@ -453,6 +453,6 @@ def test_open_raises_where_no_server_listens(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(client_module, "RETRIES", 0)
     with (
         closing_connection(connection(SglangDialect())) as found,
-        pytest.raises(ModelError, match="http://127.0.0.1:9"),
+        pytest.raises(ModelError, match=r"http://127.0.0.1:9"),
     ):
         found.open()

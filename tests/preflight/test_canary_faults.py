@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evoalign canary` finds each planted fault, and blames nothing else, of a small server that applies adapters."""
+"""`evoalign canary` finds each planted fault, and no other, on a small server that applies adapters."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class ServerProcess:
         self.command, self.what = command, what
         if shutil.which(command.python) is None:
             raise ConfigError(
-                f"engine.python: {command.python} is not a program; give the Python in whose environment {what} is installed"
+                f"engine.python: {command.python} is not a program; give the Python of the environment that has {what}"
             )
         handle, name = tempfile.mkstemp(prefix="evoalign-", suffix=".log")
         os.close(handle)
