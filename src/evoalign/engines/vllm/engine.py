@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evoalign.config import Config
-from evoalign.engines.base import check_members, pairs_of
+from evoalign.engines.base import EngineDefaults, check_members, pairs_of
 from evoalign.engines.master import check_state, gathered, hash_of, joined
 from evoalign.engines.specs import specs_of_config
 from evoalign.engines.vllm import insides
@@ -41,7 +41,7 @@ LOOK = 8
 """Tokens between two searches for a stop text: vLLM has no tokenizer here."""
 
 
-class VllmEngine:
+class VllmEngine(EngineDefaults):
     """Implements `evoalign.engines.base.Engine`."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
