@@ -37,7 +37,7 @@ FAULT_KEY = "EVOALIGN_FAULTS_KEY"
 HANG, AWAY = 6.0, 3.0
 """Seconds after which a silent server counts as hung, and for which an attached server is away."""
 GARBAGE = b'[{"output_ids": "x", "meta_info": {}}]'
-LAUNCHED = {"context_length": 256, "start_timeout": 120.0}
+LAUNCHED = {"context_length": 256, "start_timeout": 400.0}
 
 
 def settings(folder: Path, engine: dict[str, Any], space: str = "lora") -> dict[str, Any]:

@@ -46,4 +46,4 @@ def test_sglang_meets_the_contract(check: Check, bench: Bench) -> None:
 
 
 def test_facts_note_sampling_without_seeds(bench: Bench) -> None:
-    assert "it draws without seeds" in bench.facts.note and not bench.facts.deterministic
+    assert "without seeds" in bench.facts.note and not bench.facts.deterministic
