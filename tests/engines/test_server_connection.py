@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import queue
 import socket
 import threading
 import time
@@ -428,18 +427,28 @@ def test_an_endless_completion_is_ended_by_the_timeout_of_the_engine(kind: str) 
             assert server.ended.wait(10), "the connection is left open"
 
 
+class FirstCompletes(Completes):
+    """A dialect that completes request 0 without the server."""
+
+    async def generate(self, client: Client, requests: Any, adapter: Any, stop_ids: Any) -> list[Completion]:
+        if requests[0].index == 0:
+            await asyncio.sleep(0.2)  # until the other is sent
+            return [Completion((2,), "stop", None)]
+        return await super().generate(client, requests, adapter, stop_ids)
+
+
 def test_closing_a_rollout_cancels_its_requests() -> None:
-    dialect, request = Completes(), Request(0, (5,), Sampling(4))
-    with hostile(SLOW["body"]) as server, closing_connection(connection(dialect, url=server.url)) as found:
+    dialect, pairs = FirstCompletes(), [(MEAN, Request(i, (5,), Sampling(4))) for i in range(2)]
+    with (
+        hostile(SLOW["body"]) as server,
+        closing_connection(connection(dialect, url=server.url, timeout=60.0)) as found,
+    ):
         found.open()
         engine = engine_over(found, dialect, has_adapters=False)
-        interrupted = threading.Timer(0.1, lambda: None)
-        interrupted.start()
-        found_queue: Any = queue.SimpleQueue()
-        work = found.client.submit(engine._complete_all(MEAN_PLAN, [(MEAN, request)], found_queue))
-        interrupted.join()
-        work.cancel()
-        assert found_queue.get(timeout=10) is None
+        engine._settings.batch = 1
+        completions = engine._completions(MEAN_PLAN, pairs)
+        assert next(completions)[1].index == 0
+        completions.close()
         assert server.ended.wait(10), "the connection is left open"
 
 
