@@ -41,7 +41,8 @@ FIRST_DRAWING = 0.2
 class Labels:
     """What a method's run is called where it is shown. `total` counts its steps, `devices` what it keeps busy.
 
-    `still` is what rows of zero variance are called on the terminal; `note` says why FLOPs are not known.
+    `still` is what rows of zero variance are called on the terminal; `note` says why FLOPs are not known; `smaller`
+    names the settings that need less memory.
     """
 
     method: Method
@@ -51,6 +52,7 @@ class Labels:
     words: Words = ES_WORDS
     devices: int = 1
     note: str = ""
+    smaller: str = ""
 
     @property
     def unit(self) -> str:
