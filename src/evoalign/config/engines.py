@@ -30,8 +30,8 @@ DEFAULT = "transformers"
 _SINGLE = {
     "transformers": "evoalign.engines.transformers.settings:TransformersConfig",
     "vllm": "evoalign.engines.vllm.settings:VllmConfig",
-    "sglang": "evoalign.engines.sglang.settings:SglangConfig",
-    "vllm-server": "evoalign.engines.vllm_server.settings:VllmServerConfig",
+    "sglang": "evoalign.engines.server.settings:SglangConfig",
+    "vllm-server": "evoalign.engines.server.settings:VllmServerConfig",
 }
 _SECTIONS = _SINGLE | {"ray": "evoalign.engines.ray.settings:RayConfig"}
 
