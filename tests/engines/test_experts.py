@@ -134,7 +134,7 @@ def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
     space: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few rows fit at once and few factors are gathered at a time."""
-    from evoalign.engines.transformers import experts
+    from evoalign.engines.transformers import adapters
 
     config = make_config(folders["qwen3_moe"], space, es={"population_size": 5})
     few = make_config(folders["qwen3_moe"], space, es={"population_size": 5}, engine={"max_rows": 4})
@@ -144,7 +144,7 @@ def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
         other.move()
         rebuilt, plan = Rebuilt(bench, folders["qwen3_moe"], update), bench.plan()
         whole = bench.ask(plan, asked)
-        monkeypatch.setattr(experts, "ROOM", 100)
+        monkeypatch.setattr(adapters, "ROOM", 100)
         cut = other.ask(plan, asked)
     for member in plan.members:
         model = rebuilt.become(member, plan.generation)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evoalign.engines.transformers.cache import RoomCache
-from evoalign.engines.transformers.memory import Footprint
+from evoalign.engines.transformers.prefill import RoomCache
+from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import MEAN_PLAN, Sampling
 from families import FAMILIES, Bench, build, ids, make_config, requests
 from live_memory import LiveMemory

@@ -13,10 +13,9 @@ import torch
 
 from evoalign import engines, spaces
 from evoalign.engines.transformers import blocks
-from evoalign.engines.transformers.fixed import LEAST, Made, size_for
-from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
-from evoalign.engines.transformers.reading import Reader
+from evoalign.engines.transformers.settings import STATIC_TYPES, WRITTEN, Footprint, columns
 from evoalign.engines.transformers.static import StaticDecoder
+from evoalign.engines.transformers.static_memory import LEAST, Memory, Reader, size_for
 from evoalign.errors import ConfigError, EvoalignError, NotFiniteError
 from evoalign.kernels import compiled
 from evoalign.types import MEAN, MEAN_PLAN, Request, Rollout, Sampling
@@ -96,11 +95,11 @@ def test_rows_that_wait_move_in_as_others_leave(folder: Path, monkeypatch: pytes
     live: list[int] = []
     own = StaticDecoder._step
 
-    def counted(self: Any, made: Any, size: int, drawn: Any) -> None:
-        done, at = made.state.done[:size].clone(), made.state.position[:size].clone()
+    def counted(self: Any, memory: Any, size: int, draws: Any) -> None:
+        done, at = memory.state.done[:size].clone(), memory.state.position[:size].clone()
         live.append(int((~done).sum()))
-        own(self, made, size, drawn)
-        assert torch.equal(made.state.position[:size], at + ~done), "who is done goes no further"
+        own(self, memory, size, draws)
+        assert torch.equal(memory.state.position[:size], at + ~done), "rows that are done do not advance"
 
     requests = asked("apart", Sampling(60, temperature=1.3))
     many = [replace(r, index=r.index + 100 * k, prompt_ids=r.prompt_ids[k:]) for k in range(3) for r in requests]
@@ -122,7 +121,7 @@ def test_members_whose_factors_do_not_fit_together_take_turns(folder: Path) -> N
         with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": limit}) as bench:
             static: Any = bench.engine
             found.append(bench.ask(bench.plan(), asked("apart", GREEDY)))
-            members.append(static._static._made.shape.slots)
+            members.append(static._static._memory.shape.slots)
     assert {k: r.token_ids for k, r in found[0].items()} == {k: r.token_ids for k, r in found[1].items()}
     assert members[0] == 6 and members[1] < 6
 
@@ -174,7 +173,7 @@ def test_memory_of_one_chunk_serves_the_next_and_grows(folder: Path) -> None:
             for plan in (bench.plan(), MEAN_PLAN):
                 want, got = (b.ask(plan, requests(PROMPTS[prompts], sampling)) for b in (plain, bench))
                 assert {k: r.token_ids for k, r in got.items()} == {k: r.token_ids for k, r in want.items()}
-                shapes.append(static._static._made.shape)
+                shapes.append(static._static._memory.shape)
         assert shapes[0] == shapes[3] and shapes[4].room > shapes[3].room and shapes[4] == shapes[7]
 
 
@@ -214,10 +213,10 @@ def test_rows_that_fill_a_batch_up_have_members_as_the_others(folder: Path, monk
     found: list[tuple[int, int, int]] = []
     own = StaticDecoder._step
 
-    def seen(self: Any, made: Any, size: int, drawn: Any) -> None:
-        members, done = made.state.member[:size], made.state.done[:size]
+    def seen(self: Any, memory: Any, size: int, draws: Any) -> None:
+        members, done = memory.state.member[:size], memory.state.done[:size]
         found.append((int(members.min()), int(members.max()), int(done.sum())))
-        own(self, made, size, drawn)
+        own(self, memory, size, draws)
 
     monkeypatch.setattr(StaticDecoder, "_step", seen)
     with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 20)) as bench:
@@ -233,14 +232,14 @@ def test_rows_that_fill_a_batch_up_have_members_as_the_others(folder: Path, monk
 
 def test_members_that_nobody_asks_get_no_factors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    own = Made.__init__
+    own = Memory.__init__
 
     def counted(self: Any, *arguments: Any) -> None:
         own(self, *arguments)
         write = self.write
         self.write = lambda plan, members: written.append(len(members)) or write(plan, members)
 
-    monkeypatch.setattr(Made, "__init__", counted)
+    monkeypatch.setattr(Memory, "__init__", counted)
     with bench_of(folder, "static") as bench:
         plan = replace(bench.plan(), members=(*bench.plan().members, MEAN))
         of_mean = [replace(r, index=r.index + 100, member=MEAN) for r in asked("apart", GREEDY)]
@@ -272,7 +271,7 @@ def test_what_was_answered_before_does_not_change_how_prompts_are_read(
             bench.ask(bench.plan(), long)
             read.append(list(pieces))
             static: Any = bench.engine
-            assert static._static._made.shape.rows == (80 if before else 72)
+            assert static._static._memory.shape.rows == (80 if before else 72)
     assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
@@ -288,7 +287,7 @@ def test_small_chunks_say_the_same(folder: Path) -> None:
 def test_logits_that_are_not_numbers_end_it(folder: Path, sampling: Sampling) -> None:
     with bench_of(folder, "static") as bench:
         bench.model.model.layers[1].mlp.down_proj.weight.data[3, 3] = torch.nan
-        with pytest.raises(NotFiniteError, match="not numbers"):
+        with pytest.raises(NotFiniteError, match="not finite"):
             bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))
 
 
@@ -301,14 +300,14 @@ def test_joined_weights_are_the_models_own(folder: Path) -> None:
             facts.append(bench.facts)
     assert hashes[0] == hashes[1] and facts[0].model_hash == facts[1].model_hash
     assert [f.note for f in facts] == [
-        "the library decodes, for engine.decoder says so",
-        "steps over fixed memory (decoder static)",
+        "decoder: library, set by engine.decoder",
+        "decoder: static",
     ]
     assert [f.library for f in facts] == ["", "static decoder"], "the journal says which"
 
 
 def test_adapters_that_the_kernels_do_not_serve_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="static cannot decode this: the adapters' rank 20 is above 16"):
+    with pytest.raises(ConfigError, match=r"engine\.decoder: static .* rank 20 is above 16"):
         bench_of(folder, "static", lowrank={"rank": 20})
 
 
@@ -349,9 +348,9 @@ def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:
 @pytest.mark.parametrize(
     ("dtype", "library", "says"),
     [
-        ("float32", "1", "steps over fixed memory (decoder static)"),
-        ("float32", "0", "cannot: evoalign has no compiled numbers here"),
-        ("bfloat16", "1", "cannot: on a CPU it is for float32, and the model's dtype is torch.bfloat16"),
+        ("float32", "1", "decoder: static"),
+        ("float32", "0", "C library is missing"),
+        ("bfloat16", "1", "dtype is torch.bfloat16"),
     ],
 )
 def test_what_auto_takes_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str) -> None:
@@ -359,4 +358,4 @@ def test_what_auto_takes_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str, l
     if library == "1" and not compiled.here():
         pytest.skip("no C compiler made the library")
     with Bench(make_config("tiny", model={"dtype": dtype}, engine={"device": "cpu"})) as bench:
-        assert says in bench.facts.note and (bench.facts.library == "static decoder") == says.startswith("steps")
+        assert says in bench.facts.note and (bench.facts.library == "static decoder") == (says == "decoder: static")

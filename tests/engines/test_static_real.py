@@ -21,7 +21,7 @@ import torch
 from test_parity import Rebuilt
 
 from evoalign.config import Config
-from evoalign.engines.transformers import fixed
+from evoalign.engines.transformers import static_memory
 from evoalign.types import MEAN, Member, Rollout, Sampling
 from families import Bench, ids, make_config, requests
 
@@ -81,8 +81,8 @@ def members_are_plain_models(
     config: Config, path: Path | str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = list[int]()
-    keep: Callable[..., None] = fixed.State.keep
-    monkeypatch.setattr(fixed.State, "keep", lambda state, rows: left.append(len(rows)) or keep(state, rows))
+    keep: Callable[..., None] = static_memory.State.keep
+    monkeypatch.setattr(static_memory.State, "keep", lambda state, rows: left.append(len(rows)) or keep(state, rows))
     prompts = [ids(length, length) for length in LENGTHS]
     with Bench(config, range(0, vocabulary, 12)) as bench:
         rebuilt = Rebuilt(bench, path, bench.move(), "cuda" if torch.cuda.is_available() else "cpu")

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from evoalign.kernels import available, population
+from evoalign.kernels.population import Heads, Terms
 from population_checks import (
     Block,
     S,
@@ -81,14 +82,14 @@ def test_more_elements_than_32_bits_address():
     dots = torch.zeros(rows, 2, 1, device="cuda")
     dots[-3:] = draw.dots(3, 2)
     x, a, b, down = draw.normal(rows, 64), [draw.a(64)] * 2, [draw.b(width)] * 2, draw.a(width)
-    out, parts = population.gate(gate_up, dots, b, down, members, rank=1)
+    out, parts = population.gate(gate_up, dots, b, down, Terms(members, 1))
     few = gate_up[-3:].clone()
-    last, last_parts = population.gate(few, dots[-3:], b, down, members[-3:], rank=1)
+    last, last_parts = population.gate(few, dots[-3:], b, down, Terms(members[-3:], 1))
     assert same(out[-3:], last)
     assert same(parts[-3:], last_parts)
     assert not out[:-3].any()
-    population.add(gate_up, x, a, b, members, rank=1)
-    population.add(few, x[-3:], a, b, members[-3:], rank=1)
+    population.add(gate_up, x, a, b, Terms(members, 1))
+    population.add(few, x[-3:], a, b, Terms(members[-3:], 1))
     assert same(gate_up[-3:], few)
     assert not gate_up[:-3].any()
 
@@ -181,16 +182,13 @@ def test_warm_up_leaves_nothing_to_compile():
 
     hidden, inner, heads, kv_heads, head = QWEN_HALF_B
     draw = Draw(2, 16, torch.float16, "cuda")
-    population.warm_up(
-        "cuda", torch.float16, hidden=hidden, intermediate=inner, heads=heads, kv_heads=kv_heads, head_dim=head,
-        rank=2, padded_rank=16,
-    )  # fmt: skip
+    shape = {"hidden": hidden, "intermediate": inner, "rank": 2, "padded_rank": 16}
+    population.warm_up("cuda", torch.float16, Heads(heads, kv_heads, head), **shape)
     jitted = (kernels._add, kernels._norm, kernels._rotate, kernels._gate)
     before = [len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted]
     model = Block(draw, QWEN_HALF_B, 2)
     members = draw.members(6)
     model.by_kernels(population, draw.normal(6, hidden), torch.arange(6, device="cuda"), members)
-    population.add(
-        draw.normal(6, hidden), draw.normal(6, inner), [draw.a(inner)], [draw.b(hidden)], members, rank=2, scaling=S
-    )
+    y, x = draw.normal(6, hidden), draw.normal(6, inner)
+    population.add(y, x, [draw.a(inner)], [draw.b(hidden)], Terms(members, 2, S))
     assert [len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted] == before

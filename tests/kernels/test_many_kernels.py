@@ -149,7 +149,7 @@ def test_members_without_an_adapter_or_of_another_scaling_are_not_written():
 
     made, layout = make("lowrank", 2)
     slots = list(slots_of(layout, WHOLE, 0, 2))
-    for space, error, said in ((Mute, ModelError, "no adapter for members"), (Loud, ConfigError, "scaling")):
+    for space, error, said in ((Mute, ModelError, "`adapter` returned None"), (Loud, ConfigError, "scaling")):
         write = space(made.config).writer(layout, None, slots)
         with pytest.raises(error, match=said):
             write(Plan(0, 0.1, MEMBERS), MEMBERS)

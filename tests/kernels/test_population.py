@@ -6,6 +6,7 @@ import torch
 
 import population_math as exact
 from evoalign.kernels import population, reference
+from evoalign.kernels.population import Heads, Terms
 from population_checks import (
     SMALL,
     Block,
@@ -55,7 +56,7 @@ def test_add_leaves_rows_without_member_alone(form):
     y[1, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
     x[1] = torch.nan
     before = y.clone()
-    form.add(y, x, [draw.a(60)], [draw.b(50)], torch.tensor([0, -1, 2, -1], dtype=torch.int32), rank=1)
+    form.add(y, x, [draw.a(60)], [draw.b(50)], Terms(torch.tensor([0, -1, 2, -1], dtype=torch.int32), 1))
     assert same(y[[1, 3]], before[[1, 3]])
     assert not torch.equal(y[[0, 2]], before[[0, 2]])
 
@@ -65,7 +66,7 @@ def test_add_takes_rows_of_a_wider_tensor(rank=3):
     members, wide, x = draw.members(5), draw.normal(5, 100), draw.normal(5, 90)[:, 10:70]
     y, a, b = wide[:, 20:70], [draw.a(60)], [draw.b(50)]
     before, want = wide.clone(), y.double() + exact.terms(x, a, b, members, rank, 1.0)
-    population.add(y, x, a, b, members, rank=rank)
+    population.add(y, x, a, b, Terms(members, rank))
     assert worst(y, want) < BOUNDS[torch.float32]
     assert torch.equal(wide[:, :20], before[:, :20])
     assert torch.equal(wide[:, 70:], before[:, 70:])
@@ -138,8 +139,8 @@ def test_gate_in_every_dtype_and_number_of_rows(form, dtype, rows):
 def test_gate_without_a_layer_after_it(form):
     draw = Draw(2, 8, torch.float32)
     members, dots, gate_up, b = draw.members(3), draw.dots(3, 2), draw.normal(3, 100), [draw.b(50), draw.b(50)]
-    whole, _ = form.gate(gate_up, dots, b, draw.a(50), members, rank=2)
-    out, parts = form.gate(gate_up, dots, b, None, members, rank=2)
+    whole, _ = form.gate(gate_up, dots, b, draw.a(50), Terms(members, 2))
+    out, parts = form.gate(gate_up, dots, b, None, Terms(members, 2))
     assert torch.equal(out, whole)
     assert parts.shape == (3, 0, 2)
 
@@ -191,10 +192,10 @@ def test_dots_of_a_row_without_member_are_zero(form):
     draw = Draw(2, 8, torch.float32)
     x, members = draw.normal(2, 72), torch.tensor([1, -1], dtype=torch.int32)
     x[1] = torch.nan
-    _, dots = form.norm(x, None, draw.normal(72), 1e-5, members, rank=2, into_a=[draw.a(72)] * 2)
+    _, dots = form.norm(x, None, draw.normal(72), 1e-5, Terms(members, 2), [draw.a(72)] * 2)
     gate_up, b = draw.normal(2, 100), [draw.b(50)] * 2
     gate_up[1] = torch.nan
-    _, parts = form.gate(gate_up, dots, b, draw.a(50), members, rank=2)
+    _, parts = form.gate(gate_up, dots, b, draw.a(50), Terms(members, 2))
     assert dots[0].all() and parts[0].all()
     assert not dots[1].any() and not parts[1].any()
 
@@ -210,11 +211,11 @@ def test_tensors_that_lie_otherwise_are_refused():
     draw = Draw(1, 8, torch.float32)
     members, y, x, b = draw.members(2), draw.normal(2, 8), draw.normal(2, 16), draw.b(8)
     with pytest.raises(ValueError, match="contiguous factors"):
-        population.add(y, x, [draw.a(32)[..., ::2]], [b], members, rank=1)
+        population.add(y, x, [draw.a(32)[..., ::2]], [b], Terms(members, 1))
     with pytest.raises(ValueError, match="consecutive columns"):
-        population.add(y, draw.normal(2, 32)[:, ::2], [draw.a(16)], [b], members, rank=1)
+        population.add(y, draw.normal(2, 32)[:, ::2], [draw.a(16)], [b], Terms(members, 1))
     with pytest.raises(ValueError, match="dots"):
-        population.gate(y, draw.dots(2, 3)[:, :2], [draw.b(4)] * 2, None, members, rank=1)
+        population.gate(y, draw.dots(2, 3)[:, :2], [draw.b(4)] * 2, None, Terms(members, 1))
 
 
 def test_without_an_interpreter_the_cpu_takes_torch(monkeypatch):
@@ -234,10 +235,8 @@ def test_warm_up_calls_every_kernel(monkeypatch):
         real = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, _f=real, _n=name, **k: called.append(_n) or _f(*a, **k))
     monkeypatch.setattr(kernels, "row_sizes", lambda: (1, 2))
-    population.warm_up(
-        "cpu", torch.float32, hidden=32, intermediate=48, heads=2, kv_heads=1, head_dim=16, rank=2, padded_rank=8,
-        qk_norm=True,
-    )  # fmt: skip
+    heads = Heads(2, 1, 16, torch.ones(16), torch.ones(16))
+    population.warm_up("cpu", torch.float32, heads, hidden=32, intermediate=48, rank=2, padded_rank=8)
     assert sorted(called) == sorted(["norm"] * 8 + ["rotate"] * 2 + ["gate"] * 2 + ["add"] * 8)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from evoalign.kernels import compiled, population, population_cpu, reference
+from evoalign.kernels.population import Terms
 from population_checks import (
     SMALL,
     Shape,
@@ -108,8 +109,8 @@ def test_members_that_change_in_place_are_seen() -> None:
     for order in ([0, 0, 1, 1], [1, 1, 0, 0], [2, 0, 1, 1]):
         members[:] = torch.tensor(order)
         y, wanted = torch.zeros(4, 50), torch.zeros(4, 50)
-        population_cpu.add(y, x, [a], [b], members, rank=1)
-        reference.add(wanted, x, [a], [b], members, rank=1)
+        population_cpu.add(y, x, [a], [b], Terms(members, 1))
+        reference.add(wanted, x, [a], [b], Terms(members, 1))
         assert worst(y, wanted) < 2e-6
         found.append(y)
     assert not torch.equal(found[0], found[1])
@@ -124,11 +125,11 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(population_cpu.gate(gate_up, dots, [b, b], down, members, rank=2))
+            found.append(population_cpu.gate(gate_up, dots, [b, b], down, Terms(members, 2)))
     finally:
         torch.set_num_threads(before)
     assert all(same(one, other) for one, other in zip(*found, strict=True))
-    wanted = reference.gate(gate_up, dots, [b, b], down, members, rank=2)
+    wanted = reference.gate(gate_up, dots, [b, b], down, Terms(members, 2))
     assert all(worst(one, other) < 2e-5 for one, other in zip(found[0], wanted, strict=True))
 
 
@@ -137,7 +138,7 @@ def test_a_gate_far_out_is_a_gate() -> None:
     left = torch.tensor([[-1e38, -1e4, -120.0, -88.5, -87.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.5, 1e4, torch.nan]])
     gate_up, nobody = torch.cat([left, torch.ones_like(left)], dim=1), torch.tensor([-1], dtype=torch.int32)
     b = torch.zeros(1, 1, left.shape[1], 1)
-    found, _ = population_cpu.gate(gate_up, torch.zeros(1, 2, 1), [b, b], None, nobody, rank=1)
+    found, _ = population_cpu.gate(gate_up, torch.zeros(1, 2, 1), [b, b], None, Terms(nobody, 1))
     wanted = torch.nn.functional.silu(left.double())
     assert bool(found[0, -1].isnan())
     assert torch.allclose(found[:, :-1].double(), wanted[:, :-1], rtol=1e-6, atol=1e-30)
@@ -150,14 +151,14 @@ def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monke
 
     def added(form, x: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(3, 50)
-        form.add(y, x, [a.to(x.dtype)], [b.to(x.dtype)], members, rank=1)
+        form.add(y, x, [a.to(x.dtype)], [b.to(x.dtype)], Terms(members, 1))
         return y
 
     wide = draw.normal(3, 120)[:, ::2]
     many, sums = Draw(17, 17, torch.float32), (torch.zeros(3, 50), torch.zeros(3, 50))
     wide_a, wide_b = many.a(60), many.b(50)
     for form, y in zip((population_cpu, reference), sums, strict=True):  # C has room for rank 16
-        form.add(y, x, [wide_a], [wide_b], members, rank=17)
+        form.add(y, x, [wide_a], [wide_b], Terms(members, 17))
     assert same(*sums)
     for other in (x.bfloat16(), wide):
         assert same(added(population_cpu, other), added(reference, other))

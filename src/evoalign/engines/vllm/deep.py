@@ -156,20 +156,17 @@ class Deep:
     def __init__(self, decoder: Any, rows: Rows, rank: int, scaling: float, fixed: bool) -> None:
         self._decoder, self._rows = decoder, rows
         self._plain = decoder.forward
-        self._terms: Any = {"rank": rank, "scaling": scaling}
-        self._tiles: Any = {"fixed": fixed}
+        self._rank, self._scaling, self._fixed = rank, scaling, fixed
         self._blocks = [_Block(layer) for layer in decoder.layers]
 
     def warm_up(self) -> None:
         """Compile the kernels for this model's shapes, so that no rollout waits for them."""
         block = self._blocks[0]
-        a, attention = block.qkv.a[0], block.attention
-        population.warm_up(
-            a.device, a.dtype, hidden=a.shape[3], intermediate=block.down.a[0].shape[3],
-            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim,
-            rank=self._terms["rank"], padded_rank=a.shape[2], rotary_dim=block.cos_sin.shape[1],
-            cos_sin_dtype=block.cos_sin.dtype, qk_norm=bool(_head_norms(attention)), **self._tiles,
-        )  # fmt: skip
+        a = block.qkv.a[0]
+        shape = {"hidden": a.shape[3], "intermediate": block.down.a[0].shape[3], "rank": self._rank}
+        shape |= {"padded_rank": a.shape[2], "rotary_dim": block.cos_sin.shape[1]}
+        table = block.cos_sin.dtype
+        population.warm_up(a.device, a.dtype, block.heads(), **shape, cos_sin_dtype=table, fixed=self._fixed)
 
     def __call__(
         self,
@@ -182,17 +179,17 @@ class Deep:
         if not self._rows.any:
             return self._plain(input_ids, positions, intermediate_tensors, inputs_embeds)
         hidden = self._decoder.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        members = self._rows.of(len(hidden))
+        terms = population.Terms(self._rows.of(len(hidden)), self._rank, self._scaling, self._fixed)
         residual = source = None
         for block in self._blocks:
-            hidden, residual, source = self._layer(block, positions, members, hidden, residual, source)
-        return self._norm(self._decoder.norm, hidden, residual, members, (), source)[0]
+            hidden, residual, source = self._layer(block, positions, terms, hidden, residual, source)
+        return self._norm(self._decoder.norm, hidden, residual, terms, (), source)[0]
 
     def _layer(
         self,
         block: _Block,
         positions: torch.Tensor,
-        members: torch.Tensor,
+        terms: population.Terms,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         source: Any,
@@ -201,15 +198,13 @@ class Deep:
 
         A function of its own, so that a layer's activations are gone before those of the next are made.
         """
-        normed, dots = self._norm(block.before, hidden, residual, members, block.qkv.a, source)
+        normed, dots = self._norm(block.before, hidden, residual, terms, block.qkv.a, source)
         residual = hidden if residual is None else residual
-        attended = self._attend(block, block.qkv(normed), positions, dots, members)
-        hidden, source = self._sum(block.o, attended, members, population.Dot(attended, block.o.a[0], block.o.b[0]))
-        normed, dots = self._norm(block.after, hidden, residual, members, block.gate_up.a, source)
-        gated, partial = population.gate(
-            block.gate_up(normed), dots, block.gate_up.b, block.down_a, members, **self._terms, **self._tiles
-        )
-        hidden, source = self._sum(block.down, gated, members, population.Partial(partial, block.down.b[0]))
+        attended = self._attend(block, block.qkv(normed), positions, dots, terms)
+        hidden, source = self._sum(block.o, attended, terms, population.Dot(attended, block.o.a[0], block.o.b[0]))
+        normed, dots = self._norm(block.after, hidden, residual, terms, block.gate_up.a, source)
+        gated, partial = population.gate(block.gate_up(normed), dots, block.gate_up.b, block.down_a, terms)
+        hidden, source = self._sum(block.down, gated, terms, population.Partial(partial, block.down.b[0]))
         return hidden, residual, source
 
     def _norm(
@@ -217,33 +212,26 @@ class Deep:
         norm: Any,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-        members: torch.Tensor,
+        terms: population.Terms,
         into: tuple[torch.Tensor, ...],
         source: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return population.norm(
-            hidden, residual, norm.weight, norm.variance_epsilon, members,
-            into_a=into, source=source, **self._terms, **self._tiles,
-        )  # fmt: skip
+        return population.norm(hidden, residual, norm.weight, norm.variance_epsilon, terms, into, source)
 
     def _attend(
-        self, block: _Block, qkv: torch.Tensor, positions: torch.Tensor, dots: torch.Tensor, members: torch.Tensor
+        self, block: _Block, qkv: torch.Tensor, positions: torch.Tensor, dots: torch.Tensor, terms: population.Terms
     ) -> torch.Tensor:
         attention = block.attention
-        population.rotate(
-            qkv, positions, block.cos_sin, dots, block.qkv.b, members,
-            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim,
-            **block.head_norms(), **self._terms,
-        )  # fmt: skip
+        population.rotate(qkv, positions, block.cos_sin, dots, block.qkv.b, terms, block.heads())
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         return attention.attn(query, key, value)
 
-    def _sum(self, linear: _Linear, x: torch.Tensor, members: torch.Tensor, source: Any) -> tuple[torch.Tensor, Any]:
+    def _sum(self, linear: _Linear, x: torch.Tensor, terms: population.Terms, source: Any) -> tuple[torch.Tensor, Any]:
         """A row-parallel product, and where its members' term still has to come from."""
         product = linear(x)
         if linear.layer.tp_size == 1:
             return product, source
-        population.add(product, x, linear.a, linear.b, members, **self._terms, **self._tiles)
+        population.add(product, x, linear.a, linear.b, terms)
         return tensor_model_parallel_all_reduce(product), None
 
 
@@ -259,12 +247,13 @@ class _Block:
         # As vLLM does before it rotates: the table in the dtype of the queries.
         self.cos_sin = self.attention.rotary_emb._match_cos_sin_cache_dtype(weight)
 
-    def head_norms(self) -> dict[str, Any]:
-        """What `rotate` has to know of the norms of q and k."""
-        norms = _head_norms(self.attention)
+    def heads(self) -> population.Heads:
+        """Return the attention heads of this rank, with the norms of q and k."""
+        attention, norms = self.attention, _head_norms(self.attention)
+        counts = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         if not norms:
-            return {}
-        return {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": norms[0].variance_epsilon}
+            return population.Heads(*counts)
+        return population.Heads(*counts, norms[0].weight, norms[1].weight, norms[0].variance_epsilon)
 
 
 def _linear(layer: Any) -> _Linear:

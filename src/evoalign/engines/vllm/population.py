@@ -113,10 +113,8 @@ class Terms:
         """y [T, sum N_i] += the members' terms, in place. Nothing is launched, or captured, without members."""
         if self.rows.any:
             asked = self.settings
-            population.add(
-                y, x, lora_a_stacked, lora_b_stacked, self.rows.of(len(y)),
-                rank=asked.rank, scaling=asked.scaling, fixed=asked.fixed,
-            )  # fmt: skip
+            terms = population.Terms(self.rows.of(len(y)), asked.rank, asked.scaling, asked.fixed)
+            population.add(y, x, lora_a_stacked, lora_b_stacked, terms)
         return y
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -174,7 +172,8 @@ def _warm_up(layers: Iterable[Any], terms: Terms) -> None:
             for count in population.row_sizes(a[0].device):
                 members = a[0].new_full((count,), -1, dtype=torch.int32)
                 y, x = a[0].new_zeros(count, sum(shape[1:])), a[0].new_zeros(count, shape[0])
-                population.add(y, x, a, b, members, rank=terms.settings.rank, fixed=terms.settings.fixed)
+                asked = terms.settings
+                population.add(y, x, a, b, population.Terms(members, asked.rank, fixed=asked.fixed))
 
 
 def replace_step(runner: Any, rows: Rows) -> None:
