@@ -62,7 +62,7 @@ def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: 
     assert ("; not: embed_tokens, gate, lm_head" in shares[0]) == (space != "full")
 
 
-def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(folders: dict[str, Path]) -> None:
+def test_target_modules_may_exclude_experts_or_select_one_matrix(folders: dict[str, Path]) -> None:
     def of(space: str, modules: list[str]) -> set[str]:
         config = make_config(folders["qwen3_moe"], space, **{space: {"target_modules": modules}})
         with Bench(config) as bench:
@@ -90,7 +90,7 @@ def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(fold
         ("gpt_oss", "full", "transformers", None),
     ],
 )
-def test_what_does_not_evolve_is_told_with_its_reason(
+def test_left_out_names_tensors_with_the_reason(
     family: str, space: str, engine: str, told: str | None, tmp_path: Path
 ) -> None:
     """And nothing else is said to be left out; what is said to evolve does."""
@@ -103,7 +103,7 @@ def test_what_does_not_evolve_is_told_with_its_reason(
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_vllm_in_process_is_refused_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
+def test_vllm_refuses_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
     """It would load the model first, and keep the experts as nothing that ES can move."""
     config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
     with pytest.raises(ModelError, match=r"\(mixtral\) is a mixture of experts, .* vllm .* engine transformers"):
@@ -113,7 +113,7 @@ def test_vllm_in_process_is_refused_a_mixture_before_it_starts(space: str, folde
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.first("mixtral-lora ab", "qwen3_moe-lowrank")
-def test_members_with_experts_of_their_own_are_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
+def test_members_of_a_mixture_equal_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
     """A shared beginning, padding, rows that leave at stop tokens; the mean after an update, too."""
     space, sections = SPACES[name]
     stops = range(0, VOCABULARY, 12)
@@ -122,7 +122,7 @@ def test_members_with_experts_of_their_own_are_plain_models(family: str, name: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
-def test_the_noise_is_as_wide_as_a_layers_experts_and_projections_are_large(
+def test_noise_multiplier_scales_by_experts_and_projections(
     family: str, folders: dict[str, Path]
 ) -> None:
     config = make_config(folders[family], "lowrank", es={"noise_multiplier": 0.3, "learning_rate": 0.3})
@@ -130,7 +130,7 @@ def test_the_noise_is_as_wide_as_a_layers_experts_and_projections_are_large(
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
+def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(
     space: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few rows fit at once and few factors are gathered at a time."""
@@ -156,7 +156,7 @@ def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
                 assert torch.allclose(torch.tensor(got.logprobs), want, atol=1e-4)
 
 
-def test_in_bfloat16_members_are_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
+def test_bfloat16_members_of_a_mixture_equal_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
     """The mean lies in float32 beside the served experts, which are that rounded; members differ and add up."""
     from evoalign.testing.answers import written
 

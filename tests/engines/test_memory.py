@@ -43,7 +43,7 @@ def skipped_where_torch_has_no_kernel() -> Generator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_formula_bounds_what_lives_in_a_prefill(
+def test_footprint_bounds_the_memory_of_a_prefill(
     family: str, padded: bool, dtype: str, folders: dict[str, Path]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -87,7 +87,7 @@ def peak(
     ("space", "target", "temperature"),
     [("lora", None, 0.0), ("lora", None, 1.0), ("lora", [1], 0.0), ("full", None, 0.0)],
 )
-def test_a_rollout_keeps_to_its_limit(
+def test_rollout_stays_within_memory_gib(
     space: str, target: list[int] | None, temperature: float, decoder: str, folders: dict[str, Path]
 ) -> None:
     free = peak(folders["qwen2"], space, 1.0, temperature, target, decoder)
@@ -95,7 +95,7 @@ def test_a_rollout_keeps_to_its_limit(
     assert peak(folders["qwen2"], space, limit / 2**30, temperature, target, decoder) < limit
 
 
-def test_what_the_static_decoder_keeps_from_one_rollout_to_the_next_is_within_the_limit(
+def test_static_decoder_memory_stays_within_the_limit_across_rollouts(
     folders: dict[str, Path],
 ) -> None:
     """Memory for many short rows beside that for few long ones would be more than either needs."""
@@ -112,7 +112,7 @@ def test_what_the_static_decoder_keeps_from_one_rollout_to_the_next_is_within_th
     assert live.peak < limit
 
 
-def test_a_batch_that_fits_what_is_kept_is_planned_anew_where_its_logits_take_more(folders: dict[str, Path]) -> None:
+def test_static_decoder_reallocates_when_logits_need_more_memory(folders: dict[str, Path]) -> None:
     """Drawing takes more than the likeliest token does, beside rows that were made for longer texts."""
     limit = 4 * 2**20
     config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
@@ -128,7 +128,7 @@ def test_a_batch_that_fits_what_is_kept_is_planned_anew_where_its_logits_take_mo
 
 @pytest.mark.first("qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_members_answer_alike_whatever_the_pieces(family: str, folders: dict[str, Path]) -> None:
+def test_completions_do_not_depend_on_prefill_pieces(family: str, folders: dict[str, Path]) -> None:
     """Prompts read in one piece, in a few, and one by one, with a shared beginning and padding."""
     start, firsts = ids(20, 1), []
     prompts = [start + ids(3 + i % 3, 2 + i) for i in range(5)]

@@ -174,7 +174,7 @@ def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
 @pytest.mark.slow
 @pytest.mark.last("[lora b]", "[lora ab]", "noise_multiplier", "[lowrank]", "[full]", "full, antithetic")
 @pytest.mark.parametrize("name", SPACES)
-def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
+def test_members_of_tiny_equal_plain_models(name: str) -> None:
     from evoalign.models import tiny
 
     space, sections = SPACES[name]
@@ -186,7 +186,7 @@ def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("decoder", ["library", "static"])
 @pytest.mark.parametrize(("space", "sigma"), [("lora", 0.01), ("lowrank", 0.01), ("full", 0.003)])
-def test_members_of_a_published_model_are_plain_models(space: str, sigma: float, decoder: str, smollm2: Path) -> None:
+def test_members_of_smollm2_equal_plain_models(space: str, sigma: float, decoder: str, smollm2: Path) -> None:
     es = {"sigma": sigma, "learning_rate": sigma / 2, "population_size": 4}
     config = make_config(smollm2, space, model={"dtype": "float32"}, es=es, engine={"decoder": decoder})
     run(config, smollm2, tiny_prompts(config), generate=True)
@@ -205,7 +205,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_members_of_every_family_are_plain_models(
+def test_members_of_every_family_equal_plain_models(
     family: str, prompts: str, deterministic: bool, folders: dict[str, Path]
 ) -> None:
     """All linear projections, in a batch with padding that rows leave, with and without a prefix."""
@@ -217,7 +217,7 @@ def test_members_of_every_family_are_plain_models(
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_members_are_plain_models_to_the_static_decoder(
+def test_members_of_the_static_decoder_equal_plain_models(
     family: str, name: str, prompts: str, folders: dict[str, Path]
 ) -> None:
     space, sections = SPACES[name]
@@ -228,7 +228,7 @@ def test_members_are_plain_models_to_the_static_decoder(
 @pytest.mark.first("llama-lora")
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_every_space_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:
+def test_every_space_works_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:
     space, sections = SPACES[name]
     run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"])
 
@@ -244,7 +244,7 @@ def test_all_linear_projections_of_the_layers_are_targets(folders: dict[str, Pat
     assert found["opt"] == {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}
 
 
-def test_chosen_layers_and_modules_alone_evolve(folders: dict[str, Path]) -> None:
+def test_only_selected_layers_and_modules_evolve(folders: dict[str, Path]) -> None:
     section = {"target_layers": [1], "target_modules": ["query_key_value"]}
     config = make_config(folders["gpt_neox"], lora=section, es={"sigma": 0.3, "learning_rate": 0.1})
     with Bench(config) as bench:
@@ -260,7 +260,7 @@ def test_chosen_layers_and_modules_alone_evolve(folders: dict[str, Path]) -> Non
         ({"target_modules": ["c_attn"]}, "target_modules: no module 'c_attn'; the model has dense, dense_4h_to_h, "),
     ],
 )
-def test_a_target_that_is_not_there_is_named(
+def test_missing_targets_are_named_in_the_error(
     space: str, section: dict[str, Any], message: str, folders: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError) as error:

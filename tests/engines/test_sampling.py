@@ -119,7 +119,7 @@ def test_members_with_the_same_distribution_draw_the_same_tokens(bench: Bench) -
     assert len({apart[m.index, 0].token_ids for m in bench.members}) > 1
 
 
-def test_the_seed_of_a_request_decides_and_its_place_does_not(bench: Bench) -> None:
+def test_draws_depend_on_the_seed_and_not_on_the_order(bench: Bench) -> None:
     prompt = PROMPTS["apart"][0]
     asked = [Request(i, prompt, WARM, seed) for i, seed in enumerate([8, 9, 8, 2**62 + 8])]
     cells = bench.ask(MEAN_PLAN, asked)
@@ -150,14 +150,14 @@ def test_logprobs_are_those_of_a_plain_forward(bench: Bench, sampling: Sampling)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), wanted, atol=2e-4, rtol=0)
 
 
-def test_logprobs_come_where_they_were_asked_for(bench: Bench) -> None:
+def test_logprobs_are_returned_only_on_request(bench: Bench) -> None:
     prompts = PROMPTS["apart"]
     asked = [Request(i, p, WARM, i, logprobs=i == 1) for i, p in enumerate(prompts)]
     cells = bench.ask(MEAN_PLAN, asked)
     assert [cells[-1, i].logprobs is None for i in range(3)] == [True, False, True]
 
 
-def test_requests_that_differ_in_sampling_are_answered_as_alone(bench: Bench) -> None:
+def test_requests_with_other_sampling_give_the_same_completions_together(bench: Bench) -> None:
     asked = [Request(0, (30, 31), Sampling(4)), Request(1, (30, 31), Sampling(5)), Request(2, (30, 31), WARM, 7)]
     together = bench.ask(MEAN_PLAN, asked)
     assert [len(together[-1, i].token_ids) <= n for i, n in enumerate((4, 5))] == [True, True]

@@ -55,7 +55,7 @@ def both(folder: Path, requests: Sequence[Request], **more: Any) -> list[dict[tu
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_the_library_says_the_same(folder: Path, space: str, prompts: str, sampling: Sampling) -> None:
+def test_static_decoder_equals_the_library_decoder(folder: Path, space: str, prompts: str, sampling: Sampling) -> None:
     wanted, found = both(folder, asked(prompts, sampling), space=space, stop_ids=range(0, VOCABULARY, 40))
     assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows have to leave at different steps"
     for key, rollout in wanted.items():
@@ -71,7 +71,7 @@ def test_the_library_says_the_same(folder: Path, space: str, prompts: str, sampl
 
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_layers_below_the_first_that_evolves_read_each_prompt_once(
+def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(
     space: str, prompts: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int, int]] = []
@@ -91,7 +91,7 @@ def test_layers_below_the_first_that_evolves_read_each_prompt_once(
     assert below and above == 6 * below, "once a prompt, and once a prompt and member"
 
 
-def test_rows_that_wait_move_in_as_others_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rows_enter_as_others_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live: list[int] = []
     own = StaticDecoder._step
 
@@ -115,7 +115,7 @@ def test_rows_that_wait_move_in_as_others_leave(folder: Path, monkeypatch: pytes
     assert len(while_some_wait) > 60 and sum(while_some_wait) > 0.8 * 12 * len(while_some_wait)
 
 
-def test_members_whose_factors_do_not_fit_together_take_turns(folder: Path) -> None:
+def test_members_are_served_in_turns_when_factors_do_not_fit(folder: Path) -> None:
     found, members = [], []
     for limit in (1.0, 0.0012):
         with bench_of(folder, "static", engine={"decoder": "static", "memory_gib": limit}) as bench:
@@ -127,7 +127,7 @@ def test_members_whose_factors_do_not_fit_together_take_turns(folder: Path) -> N
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_the_mean_answers_beside_members(space: str, folder: Path) -> None:
+def test_mean_and_members_generate_in_one_rollout(space: str, folder: Path) -> None:
     """Each their own requests, in one rollout: as it answers alone."""
     said = []
     for decoder in ("library", "static"):
@@ -147,7 +147,7 @@ def test_the_mean_answers_beside_members(space: str, folder: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_a_text_ends_an_answer_where_the_library_ends_it(folder: Path) -> None:
+def test_stop_texts_end_completions_like_the_library_decoder(folder: Path) -> None:
     plain, _ = both(folder, asked("apart", GREEDY))
     text = next(r.text for r in plain.values() if len(r.text) > 6)
     stop = Sampling(21, stop=(text[3:5], text[1]))
@@ -160,7 +160,7 @@ def test_a_text_ends_an_answer_where_the_library_ends_it(folder: Path) -> None:
         )  # fmt: skip
 
 
-def test_memory_of_one_chunk_serves_the_next_and_grows(folder: Path) -> None:
+def test_memory_is_reused_by_the_next_batch_and_grows(folder: Path) -> None:
     with bench_of(folder, "static") as bench, bench_of(folder, "library") as plain:
         static: Any = bench.engine
         shapes = []
@@ -177,14 +177,14 @@ def test_memory_of_one_chunk_serves_the_next_and_grows(folder: Path) -> None:
         assert shapes[0] == shapes[3] and shapes[4].room > shapes[3].room and shapes[4] == shapes[7]
 
 
-def test_an_answer_that_is_left_half_way_leaves_nothing(folder: Path) -> None:
+def test_an_abandoned_rollout_does_not_change_the_next(folder: Path) -> None:
     with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 9)) as bench:
         whole = bench.ask(bench.plan(), asked("apart", GREEDY))
         next(iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY))))
         assert bench.ask(bench.plan(), asked("apart", GREEDY)) == whole
 
 
-def test_two_rollouts_at_a_time_are_refused_and_not_mixed_up(folder: Path) -> None:
+def test_a_rollout_is_refused_after_another_has_begun(folder: Path) -> None:
     with bench_of(folder, "static", stop_ids=range(0, VOCABULARY, 9)) as bench:
         wanted = bench.ask(bench.plan(), asked("apart", GREEDY))
         first = iter(bench.engine.rollout(bench.plan(), asked("apart", GREEDY)))
@@ -194,7 +194,7 @@ def test_two_rollouts_at_a_time_are_refused_and_not_mixed_up(folder: Path) -> No
             list(first)
 
 
-def test_members_are_served_after_the_mean_was_asked_before_there_were_any(folder: Path) -> None:
+def test_members_are_served_after_a_rollout_of_the_mean_before_start(folder: Path) -> None:
     config = make_config(folder, "lowrank", engine={"decoder": "static", "max_rows": 1}, es={"population_size": 3})
     with Bench(config, ()) as other:
         wanted = other.ask(other.plan(), requests(PROMPTS["apart"], GREEDY))
@@ -208,7 +208,7 @@ def test_members_are_served_after_the_mean_was_asked_before_there_were_any(folde
     assert len({r.token_ids for r in found}) > len(PROMPTS["apart"])
 
 
-def test_rows_that_fill_a_batch_up_have_members_as_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_rows_have_members_like_the_other_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's fast kernels are for batches in which all rows have one, or none; the mean beside members too."""
     found: list[tuple[int, int, int]] = []
     own = StaticDecoder._step
@@ -230,7 +230,7 @@ def test_rows_that_fill_a_batch_up_have_members_as_the_others(folder: Path, monk
         assert max(most for _, most, _ in found) == -1
 
 
-def test_members_that_nobody_asks_get_no_factors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_members_with_requests_get_factors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     own = Memory.__init__
 
@@ -248,7 +248,7 @@ def test_members_that_nobody_asks_get_no_factors(folder: Path, monkeypatch: pyte
     assert written == [1]
 
 
-def test_what_was_answered_before_does_not_change_how_prompts_are_read(
+def test_earlier_rollouts_do_not_change_prefill_pieces(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a deterministic run, whose memory is what the largest batch so far took."""
@@ -275,7 +275,7 @@ def test_what_was_answered_before_does_not_change_how_prompts_are_read(
     assert read[0] == read[1] and max(map(len, read[0])) > 1
 
 
-def test_small_chunks_say_the_same(folder: Path) -> None:
+def test_max_rows_does_not_change_completions(folder: Path) -> None:
     answers = []
     for rows in (None, 5):
         with bench_of(folder, "static", engine={"decoder": "static", "max_rows": rows}) as bench:
@@ -284,14 +284,14 @@ def test_small_chunks_say_the_same(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_logits_that_are_not_numbers_end_it(folder: Path, sampling: Sampling) -> None:
+def test_nan_logits_raise_not_finite_error(folder: Path, sampling: Sampling) -> None:
     with bench_of(folder, "static") as bench:
         bench.model.model.layers[1].mlp.down_proj.weight.data[3, 3] = torch.nan
         with pytest.raises(NotFiniteError, match="not finite"):
             bench.ask(MEAN_PLAN, requests(PROMPTS["apart"], sampling))
 
 
-def test_joined_weights_are_the_models_own(folder: Path) -> None:
+def test_joined_weights_are_views_of_the_parameters(folder: Path) -> None:
     hashes, facts = [], []
     for decoder in ("library", "static"):
         with bench_of(folder, decoder, "full") as bench:
@@ -306,12 +306,12 @@ def test_joined_weights_are_the_models_own(folder: Path) -> None:
     assert [f.library for f in facts] == ["", "static decoder"], "the journal says which"
 
 
-def test_adapters_that_the_kernels_do_not_serve_are_refused(folder: Path) -> None:
+def test_static_refuses_ranks_above_the_kernels_limit(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.decoder: static .* rank 20 is above 16"):
         bench_of(folder, "static", lowrank={"rank": 20})
 
 
-def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+def test_static_refuses_other_model_families(tmp_path: Path) -> None:
     other = build("gemma2", tmp_path / "gemma2")
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM is not of the Llama, Qwen2 or Qwen3 family; set auto"):
         bench_of(other, "static")
@@ -320,7 +320,7 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
         bench_of(windows, "static")
 
 
-def test_the_dry_run_counts_the_memory_that_is_fixed(folder: Path) -> None:
+def test_batch_bytes_counts_the_fixed_memory(folder: Path) -> None:
     """And knows by the configuration which models have it."""
     assert set(STATIC_TYPES) == {cls.config_class.model_type for cls in blocks._MODELS}
     config = make_config(folder, "lowrank", engine={"memory_gib": 1, "device": "cpu"}, sampling={"max_tokens": 20})
@@ -339,7 +339,7 @@ def test_the_dry_run_counts_the_memory_that_is_fixed(folder: Path) -> None:
     assert said("auto", torch.bfloat16) == said("library", torch.bfloat16) != said("static", torch.bfloat16)
 
 
-def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:
+def test_static_size_for_returns_few_sizes() -> None:
     sizes = [size_for(rows, 1 << 20) for rows in range(1, 4097)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert sizes[0] == LEAST and len(set(sizes)) == 19 and size_for(1536, 1 << 20) == 1536 and size_for(950, 960) == 960
@@ -353,7 +353,7 @@ def test_sizes_of_batches_are_few_and_hold_the_rows() -> None:
         ("bfloat16", "1", "dtype is torch.bfloat16"),
     ],
 )
-def test_what_auto_takes_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str) -> None:
+def test_auto_chooses_the_decoder_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str) -> None:
     monkeypatch.setenv("EVOALIGN_COMPILED", library)
     if library == "1" and not compiled.here():
         pytest.skip("no C compiler made the library")

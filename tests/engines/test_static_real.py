@@ -113,7 +113,7 @@ def config_of(path: Path | str, space: str, members: int, sigma: float) -> Confi
 
 
 @pytest.mark.parametrize("space", SIGMAS)
-def test_members_of_the_tiny_model(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_members_of_tiny_equal_merged_models(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from evoalign.models import tiny
 
     members_are_plain_models(config_of("tiny", space, 30, SIGMAS[space]), tiny(), 33, 1024, monkeypatch)
@@ -122,7 +122,7 @@ def test_members_of_the_tiny_model(space: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
-def test_members_of_a_published_model(space: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_members_of_smollm2_equal_merged_models(space: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members_are_plain_models(config_of(smollm2, space, 30, PUBLISHED[space]), smollm2, 17, 49152, monkeypatch)
 
 
@@ -155,7 +155,7 @@ def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
-def test_members_of_half_a_billion_weights(space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_members_of_half_a_billion_weights_equal_merged_models(space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few members where no GPU computes the plain models."""
     members = 30 if torch.cuda.is_available() else 6
     members_are_plain_models(

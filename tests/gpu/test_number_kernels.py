@@ -61,7 +61,7 @@ def scaled(device, shape, slices, dtype, generation=LAST):
                         slices=slices, dtype=dtype)  # fmt: skip
 
 
-def test_there_are_kernels():
+def test_kernels_are_available():
     assert kernels.available("cuda") and not kernels.available("cpu") and not kernels.interpreted()
 
 
@@ -108,7 +108,7 @@ def test_padded_outputs(shape):
     assert bool((slots == 7.0).all())
 
 
-def test_more_than_two_to_the_31_elements():
+def test_noise_addresses_more_than_2_to_the_31_elements():
     """Addresses and masks beyond 32 bits, where the output itself is that long."""
     count = 2**31 + 5000
     if torch.cuda.mem_get_info()[0] < 2.5 * count:
@@ -247,7 +247,7 @@ def test_moves_of_all_matrices_at_once(monkeypatch, rank, sharded, memory):
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_members_straight_into_served_weights(dtype):
+def test_dense_members_are_written_to_served_weights(dtype):
     made, layout = make("full")
     plan = Plan(3, 0.01, (Member(0, LAST, -1),))
     part = (slice(5, 500), slice(16, 760))

@@ -64,7 +64,7 @@ def test_every_kernel(shape, dtype, rank, padded):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "turning"), [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
 )
-def test_rotations_of_other_models(rank, padded, heads, kv_heads, width, turning):
+def test_rotate_handles_the_heads_of_other_models(rank, padded, heads, kv_heads, width, turning):
     """Rotating a part of each head, heads of no power of two, many heads; with norms of q and k."""
     check_rotate(
         population, Draw(rank, padded, torch.bfloat16, "cuda"), 9, heads, kv_heads, width, turning, qk_norm=True
@@ -156,7 +156,7 @@ def test_a_graph_replays_with_new_members_and_factors(rank, padded):
         last = out.clone()
 
 
-def test_a_number_of_rows_is_not_compiled_anew():
+def test_another_number_of_rows_compiles_nothing():
     from evoalign.kernels import population_triton as kernels
 
     draw = Draw(1, 1, torch.bfloat16, "cuda")

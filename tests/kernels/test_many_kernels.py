@@ -67,7 +67,7 @@ def count_launches(monkeypatch, module, kernel):
      (8, 0, "columns", torch.float16), (3, 5, "rows", torch.bfloat16)],
 )  # fmt: skip
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, rank, pad, dtype):
+def test_writer_gives_all_matrices_the_bits_of_each_alone(monkeypatch, variant, cut, rank, pad, dtype):
     from evoalign.kernels import noise as kernel
 
     space, layout = make(variant, rank, dtype)
@@ -93,7 +93,7 @@ def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, ra
 
 
 @pytest.mark.slow
-def test_parts_of_the_same_size_from_other_places():
+def test_jobs_share_a_launch_for_parts_at_other_offsets():
     """They lie alike in memory, and differ in where a Philox call begins and where the next row does."""
     from evoalign.kernels.noise import Job, Jobs
 
@@ -108,7 +108,7 @@ def test_parts_of_the_same_size_from_other_places():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_mean_alone_is_written_too(variant):
+def test_writer_writes_the_mean(variant):
     space, layout = make(variant, 2)
     means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
     slots = list(slots_of(layout, WHOLE, 0, 2))
@@ -121,7 +121,7 @@ def test_the_mean_alone_is_written_too(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_space_with_methods_of_its_own_keeps_them(variant):
+def test_writer_calls_overridden_methods(variant):
     """Whatever is derived from a space is asked, matrix by matrix."""
     base = type(make(variant, 1)[0])
     assert base in (Lora, LowRank)
@@ -138,7 +138,7 @@ def test_a_space_with_methods_of_its_own_keeps_them(variant):
     assert all(bool((s.a[:4] == 5).all()) and bool((s.b[:4] == 5).all()) for s in slots)
 
 
-def test_members_without_an_adapter_or_of_another_scaling_are_not_written():
+def test_writer_refuses_missing_adapters_and_other_scalings():
     class Mute(LowRank):
         def adapter(self, layout, module, master, plan, members, slices=None, out=None):
             return None
@@ -149,7 +149,7 @@ def test_members_without_an_adapter_or_of_another_scaling_are_not_written():
 
     made, layout = make("lowrank", 2)
     slots = list(slots_of(layout, WHOLE, 0, 2))
-    for space, error, said in ((Mute, ModelError, "`adapter` returned None"), (Loud, ConfigError, "scaling")):
+    for space, error, said in ((Mute, ModelError, "no adapter for members"), (Loud, ConfigError, "scaling")):
         write = space(made.config).writer(layout, None, slots)
         with pytest.raises(error, match=said):
             write(Plan(0, 0.1, MEMBERS), MEMBERS)
@@ -198,7 +198,7 @@ def ordered(space, layout, name, up, master, start):
     [(1, WHOLE, False, 1 << 25), (2, ROWS, False, 5000), (8, COLUMNS, False, 1), (2, COLUMNS, True, 1 << 25)],
     ids=["whole, rank 1", "rows, in two batches", "columns, one by one, rank 8", "turned columns"],
 )
-def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned, memory):
+def test_mover_gives_all_matrices_the_bits_of_each_alone(monkeypatch, rank, cut, turned, memory):
     from evoalign.kernels import update as kernel
 
     monkeypatch.setattr(spaces.lowrank, "_ROOM", memory)
@@ -226,7 +226,7 @@ def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned,
 @pytest.mark.last("0.0-", "None", "served1")
 @pytest.mark.parametrize("served", [None, *BITS])
 @pytest.mark.parametrize("decay", [0.0, 0.125])
-def test_moves_alone_are_the_same(served, decay):
+def test_accumulate_equals_the_reference_move(served, decay):
     space, layout = make("lowrank", 3)
     up, mine = update(4, decay=decay), list(parts_of(layout, ROWS, served, decay != 0))
     space.mover(layout, [part for part, _ in mine])(up)
@@ -236,7 +236,7 @@ def test_moves_alone_are_the_same(served, decay):
 
 
 @pytest.mark.slow
-def test_what_moves_nothing_and_what_cannot():
+def test_mover_skips_zero_coefficients_and_refuses_decay_without_start():
     space, layout = make("lowrank", 2)
     mine = list(parts_of(layout, WHOLE, None, True))
     move = space.mover(layout, [p for p, _ in mine])
@@ -254,7 +254,7 @@ def test_what_moves_nothing_and_what_cannot():
 
 
 @pytest.mark.slow
-def test_a_layer_without_noise_does_not_move():
+def test_mover_leaves_layers_of_scale_zero_unchanged():
     """Beside layers that have some: its scale is 0."""
     still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in SPECS]
     space, layout = make("lowrank", 1, specs=still)
@@ -264,7 +264,7 @@ def test_a_layer_without_noise_does_not_move():
         assert same(kept[0], random(part.master.shape, i)) == (still[i].layer == 1)
 
 
-def test_there_is_a_mover_where_it_helps(monkeypatch):
+def test_mover_exists_only_on_devices_with_kernels(monkeypatch):
     space, layout = make("lowrank", 1)
     parts = [p for p, _ in parts_of(layout, WHOLE, None, False)]
     assert space.mover(layout, parts) and space.mover(layout, []) is None

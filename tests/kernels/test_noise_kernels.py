@@ -55,7 +55,7 @@ def tuned(monkeypatch):
     return choose
 
 
-def test_kernels_are_used_here():
+def test_noise_uses_the_kernels():
     assert kernels.available("cpu")
     assert kernels.interpreted()
 
@@ -96,7 +96,7 @@ def test_zero_width_keeps_the_signs_of_zeros(tuned):
 
 @pytest.mark.first("shape0", "shape1", others="long")
 @pytest.mark.parametrize("shape", [(20, 1), (20, 3), (3, 20), (6, 300)])
-def test_padded_and_turned_outputs(tuned, shape):
+def test_scaled_writes_padded_and_transposed_outputs(tuned, shape):
     """As factors lie in an engine's slots; nothing beside them is touched."""
     rows, columns = shape
     want = in_torch(shape, 1, [4, 9], (0.5, 0.25)).bfloat16()

@@ -92,7 +92,7 @@ def test_norm_in_every_dtype_and_number_of_rows(form, dtype, rows):
 
 
 @forms
-def test_the_last_norm_takes_no_dots(form):
+def test_norm_without_a_next_projection_returns_no_dots(form):
     check_norm(form, Draw(2, 8, torch.float32), 3, "partial", layers=0)
 
 
@@ -158,7 +158,7 @@ def test_a_row_alone_is_the_row_among_others(form, rank, padded):
         assert all(same(one[0], all_[row]) for one, all_ in zip(alone, together, strict=True))
 
 
-def test_fixed_takes_the_same_tiles_for_all_numbers_of_rows():
+def test_add_tiles_do_not_depend_on_rows_when_fixed():
     from evoalign.kernels import population_triton as kernels
 
     many = (1, 60, 129, 100_000)
@@ -187,7 +187,7 @@ def test_rows_without_member_get_the_plain_function(form, rank, padded):
 
 
 @forms
-def test_dots_of_a_row_without_member_are_zero(form):
+def test_norm_and_gate_return_zero_dots_for_rows_without_member(form):
     """Even of a row that is no number, so that no later sum takes it up."""
     draw = Draw(2, 8, torch.float32)
     x, members = draw.normal(2, 72), torch.tensor([1, -1], dtype=torch.int32)
@@ -200,14 +200,14 @@ def test_dots_of_a_row_without_member_are_zero(form):
     assert not dots[1].any() and not parts[1].any()
 
 
-def test_no_rows_are_no_launch():
+def test_all_functions_accept_zero_rows():
     draw = Draw(1, 1, torch.float32)
     inputs = inputs_of(draw, SMALL, 1)
     members = torch.zeros(0, dtype=torch.int32)
     assert all(len(r) == 0 for r in everything(population, draw, SMALL, inputs, slice(0), members, fixed=False))
 
 
-def test_tensors_that_lie_otherwise_are_refused():
+def test_strided_tensors_are_refused():
     draw = Draw(1, 8, torch.float32)
     members, y, x, b = draw.members(2), draw.normal(2, 8), draw.normal(2, 16), draw.b(8)
     with pytest.raises(ValueError, match="contiguous factors"):
@@ -218,7 +218,7 @@ def test_tensors_that_lie_otherwise_are_refused():
         population.gate(y, draw.dots(2, 3)[:, :2], [draw.b(4)] * 2, None, Terms(members, 1))
 
 
-def test_without_an_interpreter_the_cpu_takes_torch(monkeypatch):
+def test_population_uses_torch_on_a_cpu_without_interpreter(monkeypatch):
     draw = Draw(1, 8, torch.bfloat16)
     inputs, members = inputs_of(draw, SMALL, 3), draw.members(3)
     twin = everything(reference, draw, SMALL, inputs, slice(None), members, fixed=False)
@@ -244,7 +244,7 @@ def test_warm_up_calls_every_kernel(monkeypatch):
 @pytest.mark.first("1-1-plain-torch.float32", others="long")
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
-def test_three_layers_are_the_model_with_each_members_weights(rank, padded, dtype, qk_norm):
+def test_three_layers_equal_a_model_with_each_members_weights(rank, padded, dtype, qk_norm):
     draw = Draw(rank, padded, dtype)
     model = Block(draw, SMALL, 3, qk_norm=qk_norm)
     members = torch.tensor([2, -1, 0, 3, 3, 1, -1], dtype=torch.int32)

@@ -60,7 +60,7 @@ def drawn(order: str, rank: int, padded: int) -> Ordered:
 @pytest.mark.parametrize("order", [order for order in ORDERS if order != "nobody's"])  # whose dots have no size
 @ranks
 @pytest.mark.usefixtures("poisoned")
-def test_every_function_is_what_it_says(order: str, rank: int, padded: int) -> None:
+def test_every_c_function_equals_float64(order: str, rank: int, padded: int) -> None:
     """Slots that no row has, and ranks beyond the one in use, are NaN here: they are not read."""
     rows = len(ORDERS[order])
     check_add(population_cpu, drawn(order, rank, padded), rows, 60, (96, 40, 40))
@@ -75,7 +75,7 @@ def test_every_function_is_what_it_says(order: str, rank: int, padded: int) -> N
 
 @orders
 @ranks
-def test_all_are_the_simple_form_up_to_rounding(order: str, rank: int, padded: int) -> None:
+def test_c_equals_torch_up_to_rounding(order: str, rank: int, padded: int) -> None:
     draw = drawn(order, rank, padded)
     members = draw.members(len(ORDERS[order]))
     inputs = inputs_of(draw, SMALL, len(members))
@@ -102,7 +102,7 @@ def test_a_row_alone_is_the_row_among_others(order: str, rank: int, padded: int)
         assert all(same(a[0], t[row]) for a, t in zip(alone, together, strict=True))
 
 
-def test_members_that_change_in_place_are_seen() -> None:
+def test_add_reads_members_changed_in_place() -> None:
     draw, members = Draw(1, 1, torch.float32), torch.tensor([0, 0, 1, 1], dtype=torch.int32)
     x, a, b = draw.normal(4, 60), draw.a(60), draw.b(50)
     found = []
@@ -116,7 +116,7 @@ def test_members_that_change_in_place_are_seen() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_has_the_same_bits_for_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many rows as are worth two of them."""
     monkeypatch.setattr(compiled, "_SHARED", 0)
     draw, members = Draw(2, 2, torch.float32), torch.arange(300, dtype=torch.int32) % 4 - 1
@@ -133,7 +133,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(worst(one, other) < 2e-5 for one, other in zip(found[0], wanted, strict=True))
 
 
-def test_a_gate_far_out_is_a_gate() -> None:
+def test_gate_handles_extreme_values_and_nan() -> None:
     """Where e^-x leaves float32, and where x is no number."""
     left = torch.tensor([[-1e38, -1e4, -120.0, -88.5, -87.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.5, 1e4, torch.nan]])
     gate_up, nobody = torch.cat([left, torch.ones_like(left)], dim=1), torch.tensor([-1], dtype=torch.int32)
@@ -145,7 +145,7 @@ def test_a_gate_far_out_is_a_gate() -> None:
 
 
 @needs_library
-def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_runs_without_the_library_and_for_unsupported_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, members = Draw(1, 1, torch.float32), torch.tensor([0, -1, 1], dtype=torch.int32)
     x, a, b = draw.normal(3, 60), draw.a(60), draw.b(50)
 
@@ -167,7 +167,7 @@ def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monke
     assert same(added(population_cpu, x), added(reference, x))
 
 
-def test_a_cpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_population_uses_c_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     draw = drawn("even", 1, 1)
     members = draw.members(8)

@@ -302,16 +302,12 @@ def _at(tensor: torch.Tensor, row: int, column: int) -> int:
 def _share(work: Callable[[int, int, int, int, int], Any], part: Lines, members: int) -> list[Any]:
     """Run a part in pieces `(base, runs, length, row, column)`: of its rows, or of its single run."""
     if part.flat and part.rows > 1:
-        part = Lines(part.base, part.rows * part.columns, tuple(_flat(v) for v in part.views))
+        part = Lines(part.base, part.rows * part.columns, tuple(v.flatten(-2).unsqueeze(-2) for v in part.views))
     if part.rows == 1:
         pieces = _pieces(part.columns, members, _CHUNK)
         return _run(work, [(part.base + a, 1, b - a, 0, a) for a, b in pieces])
     pieces = _pieces(part.rows, part.columns * members, 1)
     return _run(work, [(part.base + a * part.pitch, b - a, part.columns, a, 0) for a, b in pieces])
-
-
-def _flat(view: torch.Tensor) -> torch.Tensor:
-    return view.flatten(-2).unsqueeze(-2)
 
 
 def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:

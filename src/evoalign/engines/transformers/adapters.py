@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members' low-rank terms in the forward of transformers: each row adds y += scaling * (x A^T) B^T of its own member.
+"""Members' low-rank terms in the forward of transformers: y += scaling * (x A^T) B^T, by the member of each row.
 
 Linear layers have forward hooks. In a *grouped* batch every member has the same number of consecutive rows, and one
 batched product serves all members without copying a factor. In a *ragged* batch (rows have left) each row has its
@@ -102,7 +102,12 @@ class _Layer:
         if adapter is None or not output.numel():
             return
         if self._version != self._owner.version:
-            self._arrange(adapter, self._owner.rows)
+            # down [G or 1, in, R] and up [G, R, out], for one product per group
+            rows, down, up = self._owner.rows, adapter.a.transpose(1, 2), adapter.b.transpose(1, 2)
+            if rows is not None and len(up) > 1:
+                down = down if len(down) == 1 else down[rows]
+                up = up[rows]
+            self._down, self._up = (down[0] if len(down) == 1 else down), up
             self._version = self._owner.version
         groups = len(self._up)
         x = inputs[0].reshape(groups, -1, inputs[0].shape[-1])
@@ -110,14 +115,6 @@ class _Layer:
         hidden = x @ self._down
         # Under autocast the layer's output is in half precision, and in-place operators do not cast.
         y.baddbmm_(hidden, self._up.to(y.dtype), alpha=adapter.scaling)
-
-    def _arrange(self, adapter: Adapter, rows: torch.Tensor | None) -> None:
-        """Arrange the factors for the products: down [G or 1, in, R], up [G, R, out]."""
-        down, up = adapter.a.transpose(1, 2), adapter.b.transpose(1, 2)
-        if rows is not None and len(up) > 1:
-            down = down if len(down) == 1 else down[rows]
-            up = up[rows]
-        self._down, self._up = (down[0] if len(down) == 1 else down), up
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,8 @@ class Decoder:
                 cache.select(index)
                 if adapters is not None and not alone:
                     adapters.scatter(slots[rows.identity])
-            logits = self._step(token, rows, cache)
+            logits = self.forward(token[:, None], rows.mask, rows.position[:, None], cache)
+            rows.position = rows.position + 1
 
     def _staying(self, step: int, rows: _Rows) -> torch.Tensor | None:
         """Return the rows that stay in the batch, in order, or None for all. Finished rows pad it to its size."""
@@ -141,12 +142,6 @@ class Decoder:
             mask=None if mask is None else self.forward.decoding_mask(mask),
             done=torch.zeros(len(pairs), dtype=torch.bool, device=device),
         )
-
-    def _step(self, token: torch.Tensor, rows: _Rows, cache: RoomCache) -> torch.Tensor:
-        """Return logits [B, V] after one more token per row."""
-        logits = self.forward(token[:, None], rows.mask, rows.position[:, None], cache)
-        rows.position = rows.position + 1
-        return logits
 
     def _choose(self, logits: torch.Tensor, rows: _Rows, step: int, sampling: Sampling) -> torch.Tensor:
         if bool(logits.isnan().any()):

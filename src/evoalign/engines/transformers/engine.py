@@ -55,9 +55,9 @@ class _Chunk:
 
 
 class TransformersEngine(KeepsMean):
-    """See `evoalign.engines.base.Engine` for what each method promises.
+    """See `evoalign.engines.base.Engine` for the methods.
 
-    `model` is an already loaded model, such as one in training: each rollout uses its current weights.
+    `model` is an already loaded model, for example in training: each rollout uses its current weights.
     """
 
     def __init__(self, config: Config, tokens: Tokens, model: Any = None) -> None:
@@ -145,7 +145,10 @@ class TransformersEngine(KeepsMean):
         """
         check_members(plan, requests)
         self._check_length(requests)
-        for batch in _alike(requests):
+        alike: dict[tuple[Sampling, bool], list[Request]] = {}
+        for request in requests:
+            alike.setdefault((request.sampling, request.member is None), []).append(request)
+        for batch in alike.values():
             if self._mean is None or self.mean.space.carrier == "dense":
                 yield from self._dense(plan, batch)
             else:
@@ -178,7 +181,9 @@ class TransformersEngine(KeepsMean):
                 for part in parts:
                     yield from self._generate(plan, members, part, chunk)
             finally:  # other callers of the model get it without adapters
-                self._clear_adapters()
+                assert self._adapters is not None
+                for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
+                    self._adapters.set(module, None)
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         """Raise DataError for a request that exceeds the model's positions."""
@@ -247,11 +252,6 @@ class TransformersEngine(KeepsMean):
             found |= adapter is not None
         check_adapted(space, found, members)
 
-    def _clear_adapters(self) -> None:
-        assert self._adapters is not None
-        for module in dict.fromkeys(t.module for t in self.mean.layout.tensors):
-            self._adapters.set(module, None)
-
     def _generate(self, plan: Plan, members: Sequence[Member], pairs: Pairs, chunk: _Chunk) -> Iterator[Rollout]:
         """Generate one batch of these members, whose slots for adapters are in this order."""
         sampling, static = pairs[0][1].sampling, self._static
@@ -282,14 +282,6 @@ def _free(device: torch.device) -> float:
     """Return the bytes available for tensors on a device, including memory that torch has reserved."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def _alike(requests: Sequence[Request]) -> list[list[Request]]:
-    """Group requests by sampling settings, and by whether they name their member."""
-    found: dict[tuple[Sampling, bool], list[Request]] = {}
-    for request in requests:
-        found.setdefault((request.sampling, request.member is None), []).append(request)
-    return list(found.values())
 
 
 def _chunks(

@@ -71,12 +71,11 @@ class RoomLayer(CacheLayerMixin):
     def select(self, rows: torch.Tensor) -> None:
         """Keep, drop or repeat rows. Only the filled columns are copied."""
         assert self.keys is not None and self.values is not None
-        self.keys, self.values = (self._take(t, rows) for t in (self.keys, self.values))
-
-    def _take(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        taken = tensor.new_empty(len(rows), *tensor.shape[1:])
-        torch.index_select(tensor[:, :, : self.length], 0, rows, out=taken[:, :, : self.length])
-        return taken
+        kept: list[torch.Tensor] = []
+        for tensor in (self.keys, self.values):
+            kept.append(tensor.new_empty(len(rows), *tensor.shape[1:]))
+            torch.index_select(tensor[:, :, : self.length], 0, rows, out=kept[-1][:, :, : self.length])
+        self.keys, self.values = kept
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
