@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the population kernels against float64, on CPUs and GPUs. `form` is the module that has the functions."""
+"""Checks of the population kernels against float64, on CPUs and GPUs. `form` is the module with the functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = Shape(72, 100, 3, 1, 16)
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is full of NaN."""
+    """Fill fresh memory with NaN."""
     empty = torch.empty
 
     def full_of_nan(*args, **options):
@@ -51,7 +51,7 @@ def check_add(form, draw: Draw, rows: int, inner: int, outer: Sequence[int]) -> 
 
 
 def source_of(form, kind: str, draw: Draw, members: torch.Tensor, width: int, inner: int):
-    """A source of `norm`, and its term in float64."""
+    """Return a source of `norm`, and its term in float64."""
     b = draw.b(width)
     if kind == "dot":
         x, a = draw.normal(len(members), inner), draw.a(inner)
@@ -113,7 +113,7 @@ def check_gate(form, draw: Draw, rows: int, width: int) -> None:
 def everything(
     form, draw: Draw, shape: Shape, inputs: dict, rows: slice, members: torch.Tensor, *, fixed: bool
 ) -> list[torch.Tensor]:
-    """Results of every function for some rows of `inputs`; factors, weights and tables are the same for all."""
+    """Return the results of every function for some rows of `inputs`, with common factors, weights and tables."""
     x, residual, qkv, gate_up, wide, positions, dots = (
         inputs[k][rows].clone() for k in ("x", "residual", "qkv", "gate_up", "wide", "positions", "dots")
     )
@@ -132,7 +132,7 @@ def everything(
 
 
 def inputs_of(draw: Draw, shape: Shape, rows: int) -> dict:
-    """What `everything` takes."""
+    """Return inputs for `everything`."""
     width, q, kv = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     return {
         "x": draw.normal(rows, width), "residual": draw.normal(rows, width), "wide": draw.normal(rows, q),
@@ -145,7 +145,7 @@ def inputs_of(draw: Draw, shape: Shape, rows: int) -> dict:
 
 
 class Block:
-    """Layers of Qwen's kind; any function of q, k and v of a row stands in for the attention."""
+    """Layers like Qwen's, with a simple function of q, k and v of a row in place of attention."""
 
     def __init__(self, draw: Draw, shape: Shape, layers: int, *, qk_norm: bool = False) -> None:
         self.draw, self.shape, self.qk_norm = draw, shape, qk_norm
@@ -174,7 +174,7 @@ class Block:
         return torch.tanh(q * k) + v
 
     def by_kernels(self, form, hidden: torch.Tensor, positions: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-        """As an engine would call them."""
+        """Run the layers as an engine does."""
         terms, shape = Terms(members, self.draw.rank, S), (self.shape.heads, self.shape.kv_heads, self.shape.head)
 
         def gemm(x, weight):
@@ -196,7 +196,7 @@ class Block:
         return form.norm(hidden, residual, self.final, 1e-5, terms, source=source)[0]
 
     def exactly(self, hidden: torch.Tensor, positions: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-        """The same model row by row in float64, each row with its member's own dense weights."""
+        """Run the same model row by row in float64, each row with its member's dense weights."""
 
         def linear(x, layer, slot):
             weight, a, b = layer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes through the model: shared prefixes once, finished rows no more, chunks that lose nobody."""
+"""The library decoder's forwards: shared prefixes once, finished rows leave, batches are complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def forwards(bench: Bench) -> Iterator[list[tuple[int, int]]]:
-    """The shape (rows, tokens) of every forward."""
+    """Record the shape (rows, tokens) of every forward."""
     seen: list[tuple[int, int]] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def test_samples_share_the_prefill_and_differ(folder: Path) -> None:
 
 @contextmanager
 def rows_through(module: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of everything that goes through a module."""
+    """Record rows and tokens of every call of a module."""
     seen: list[tuple[int, int]] = []
     handle = module.register_forward_pre_hook(lambda _module, inputs: seen.append(tuple(inputs[0].shape[:2])))
     try:
@@ -104,7 +104,7 @@ def test_prefill_runs_layers_below_the_evolved_ones_once_per_prompt(folder: Path
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "mpt", "mistral"])
 def test_shared_layers_give_the_log_probabilities_of_separate_ones(family: str, prompts: str, tmp_path: Path) -> None:
-    """Log-probabilities with the first layer computed once a prompt, and once a member."""
+    """Compare log-probabilities with the first layer computed once per prompt and once per member."""
     found: list[torch.Tensor] = []
     for shares in (True, False):
         config = small(build(family, tmp_path), lora={"target_layers": [1]})
@@ -119,7 +119,7 @@ def test_shared_layers_give_the_log_probabilities_of_separate_ones(family: str, 
 
 @contextmanager
 def masks(bench: Bench) -> Iterator[list[torch.Tensor]]:
-    """The mask that each forward is given."""
+    """Record the mask of each forward."""
     seen: list[torch.Tensor] = []
     note = lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"])  # noqa: E731
     handle = bench.model.register_forward_pre_hook(note, with_kwargs=True)
@@ -135,7 +135,7 @@ def masks(bench: Bench) -> Iterator[list[torch.Tensor]]:
     [("qwen2", True), ("opt", True), ("gpt_neox", True), ("mistral", False), ("qwen2_windows", False), ("mpt", False)],
 )
 def test_decoding_mask_is_made_once_if_it_only_covers_padding(family: str, once: bool, tmp_path: Path) -> None:
-    """The library makes one of each step where a window or ALiBi counts columns. Answers are the same to the bit."""
+    """With a window or ALiBi transformers makes a mask in each step. Completions have the same bits."""
     said: list[list[Rollout]] = []
     for own in (once, False):
         with Bench(small(build(family, tmp_path)), stop_ids=[]) as bench, masks(bench) as seen:
@@ -168,7 +168,7 @@ def test_finished_rows_leave_at_once(folder: Path) -> None:
 
 
 def test_forward_disables_cudnn_attention(folder: Path) -> None:
-    """A mask makes torch choose cuDNN on recent GPUs; the process has its choice again afterwards."""
+    """With a mask torch prefers cuDNN on recent GPUs. The process's setting is restored afterwards."""
     asked = torch.backends.cuda.cudnn_sdp_enabled
     found: list[bool] = []
     with Bench(small(folder)) as bench:
@@ -179,7 +179,7 @@ def test_forward_disables_cudnn_attention(folder: Path) -> None:
 
 
 def test_size_for_returns_few_sizes_close_to_the_rows() -> None:
-    """A GPU looks for its kernels anew at each size; no row more than an eighth of those that are needed."""
+    """A GPU selects kernels for each new size; padding is at most an eighth of the rows."""
     sizes = {rows: size_for(rows) for rows in range(1, 4097)}
     assert all(rows <= size <= rows * 9 / 8 for rows, size in sizes.items())
     assert len(set(sizes.values())) == 16 + SIZES * 8 and set(range(1, 17)) < set(sizes.values())
@@ -240,7 +240,7 @@ def test_low_memory_makes_small_batches(space: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("space", SPACES)
 def test_small_batches_give_the_log_probabilities_of_one_batch(space: str, folder: Path) -> None:
-    """Texts may differ with the shape of a batch; the log-probabilities of a first token hardly do."""
+    """Texts may depend on the batch shape; log-probabilities of a first token differ only by rounding."""
     firsts = []
     for max_rows in (1000, 7, 2):
         config = small(folder, space, engine={"max_rows": max_rows})
@@ -356,7 +356,7 @@ def test_bfloat16_serves_the_rounded_mean_and_distinct_members(space: str, folde
 
 
 def test_bfloat16_is_close_to_float32(folder: Path) -> None:
-    """Log-probabilities of a forced first token under each member, in both precisions."""
+    """Compare log-probabilities of a forced first token under each member in both dtypes."""
     logprobs = []
     for dtype in ("float32", "bfloat16"):
         with Bench(make_config(folder, model={"dtype": dtype}, es={"sigma": 0.01})) as bench:
@@ -366,7 +366,7 @@ def test_bfloat16_is_close_to_float32(folder: Path) -> None:
 
 
 def test_rollout_works_under_autocast(folder: Path) -> None:
-    """As a trainer in mixed precision asks them: float32 weights and adapters, arithmetic in bfloat16."""
+    """As in a mixed-precision trainer: float32 weights and adapters, bfloat16 arithmetic."""
     with Bench(small(folder)) as bench:
         asked = requests([ids(5, 2)], Sampling(1), logprobs=True)
         plain = bench.ask(bench.plan(), asked)
@@ -378,7 +378,7 @@ def test_rollout_works_under_autocast(folder: Path) -> None:
 
 
 def test_hooks_add_nothing_after_a_rollout(folder: Path) -> None:
-    """Whoever else calls the model gets the model, also where the rollout was left half-way."""
+    """Other callers get the plain model, also after an abandoned rollout."""
     with Bench(small(folder)) as bench:
         before = next_logits(bench.model, PROMPTS["apart"][0], [30, 31])
         bench.move()

@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: dict[str, Path]) -> None:
-    """A matrix each, 4 experts in 2 layers; the router evolves in space full alone; the dry run knows what starts."""
+    """There are 4 experts in 2 layers. The router evolves only in space full. The dry run has the same tensors."""
     config = make_config(folders[family], space)
     with Bench(config) as bench:
         modules = Counter(module_of(t.module) for t in bench.layout.tensors if "norm" not in t.module)
@@ -93,7 +93,7 @@ def test_target_modules_may_exclude_experts_or_select_one_matrix(folders: dict[s
 def test_left_out_names_tensors_with_the_reason(
     family: str, space: str, engine: str, told: str | None, tmp_path: Path
 ) -> None:
-    """And nothing else is said to be left out; what is said to evolve does."""
+    """Only those tensors are left out."""
     config = make_config(build(family, tmp_path / family), space, engine={"name": engine})
     specs = specs_of_config(config)
     layout = spaces.create(config).layout(specs, torch.float32)
@@ -104,7 +104,7 @@ def test_left_out_names_tensors_with_the_reason(
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_vllm_refuses_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
-    """It would load the model first, and keep the experts as nothing that ES can move."""
+    """It must not load the model first."""
     config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
     with pytest.raises(ModelError, match=r"\(mixtral\) is a mixture of experts, .* vllm .* engine transformers"):
         specs_of_config(config)
@@ -114,7 +114,7 @@ def test_vllm_refuses_a_mixture_before_it_starts(space: str, folders: dict[str, 
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.first("mixtral-lora ab", "qwen3_moe-lowrank")
 def test_members_of_a_mixture_equal_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
-    """A shared beginning, padding, rows that leave at stop tokens; the mean after an update, too."""
+    """With a shared prefix, padding and rows that leave at stop tokens; also the mean after an update."""
     space, sections = SPACES[name]
     stops = range(0, VOCABULARY, 12)
     run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"], stop_ids=stops)
@@ -122,9 +122,7 @@ def test_members_of_a_mixture_equal_plain_models(family: str, name: str, folders
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
-def test_noise_multiplier_scales_by_experts_and_projections(
-    family: str, folders: dict[str, Path]
-) -> None:
+def test_noise_multiplier_scales_by_experts_and_projections(family: str, folders: dict[str, Path]) -> None:
     config = make_config(folders[family], "lowrank", es={"noise_multiplier": 0.3, "learning_rate": 0.3})
     run(config, folders[family], PROMPTS["apart"])
 
@@ -133,7 +131,7 @@ def test_noise_multiplier_scales_by_experts_and_projections(
 def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(
     space: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where few rows fit at once and few factors are gathered at a time."""
+    """Also with few rows per batch and few factors gathered at a time."""
     from evoalign.engines.transformers import adapters
 
     config = make_config(folders["qwen3_moe"], space, es={"population_size": 5})
@@ -157,7 +155,7 @@ def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(
 
 
 def test_bfloat16_members_of_a_mixture_equal_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
-    """The mean lies in float32 beside the served experts, which are that rounded; members differ and add up."""
+    """The float32 mean is kept besides the served experts, which are its rounding; members differ."""
     from evoalign.testing.answers import written
 
     config = make_config(folders["mixtral"], "lowrank", model={"dtype": "bfloat16"}, es={"population_size": 4})
@@ -186,7 +184,7 @@ def test_bfloat16_members_of_a_mixture_equal_their_weights_up_to_rounding(folder
 
 
 class _Plain:
-    """What `written` wants of a bench."""
+    """The attributes of a bench that `written` uses."""
 
     def __init__(self, bench: Bench) -> None:
         self.config, self.engine, self.space, self.layout = bench.config, bench.engine, bench.space, bench.layout

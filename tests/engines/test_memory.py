@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout keeps to `engine.memory_gib`: cache, logits, and what lives while prompts are read."""
+"""A rollout stays within `engine.memory_gib`: cache, logits, and activations of a prefill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def skipped_where_torch_has_no_kernel() -> Generator[None]:
-    """A CPU with AMX that is told to do without AVX-512 (ATEN_CPU_CAPABILITY): torch packs bfloat16 for it and raises.
+    """On a CPU with AMX and ATEN_CPU_CAPABILITY without AVX-512, torch packs bfloat16 for AMX and raises.
 
     A CPU that has neither is asked for no such packing.
     """
@@ -68,7 +68,7 @@ def test_footprint_bounds_the_memory_of_a_prefill(
 def peak(
     folder: Path, space: str, limit: float | None, temperature: float, target: list[int] | None, decoder: str
 ) -> int:
-    """Most bytes that live in a rollout of members on long prompts of several lengths."""
+    """Return the peak bytes of a rollout of members on long prompts of several lengths."""
     section = {} if space == "full" else {space: {"target_layers": target}}
     config = make_config(
         folder, space, es={"population_size": 2}, engine={"memory_gib": limit, "decoder": decoder}, **section
@@ -98,7 +98,7 @@ def test_rollout_stays_within_memory_gib(
 def test_static_decoder_memory_stays_within_the_limit_across_rollouts(
     folders: dict[str, Path],
 ) -> None:
-    """Memory for many short rows beside that for few long ones would be more than either needs."""
+    """Memory for many short rows and for few long ones together would exceed what either needs."""
     limit = 4 * 2**20
     config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
     with Bench(config, stop_ids=[]) as bench:
@@ -113,7 +113,7 @@ def test_static_decoder_memory_stays_within_the_limit_across_rollouts(
 
 
 def test_static_decoder_reallocates_when_logits_need_more_memory(folders: dict[str, Path]) -> None:
-    """Drawing takes more than the likeliest token does, beside rows that were made for longer texts."""
+    """Sampling needs more memory than greedy decoding, on top of rows allocated for longer texts."""
     limit = 4 * 2**20
     config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
     with Bench(config, stop_ids=[]) as bench:
@@ -129,7 +129,7 @@ def test_static_decoder_reallocates_when_logits_need_more_memory(folders: dict[s
 @pytest.mark.first("qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_completions_do_not_depend_on_prefill_pieces(family: str, folders: dict[str, Path]) -> None:
-    """Prompts read in one piece, in a few, and one by one, with a shared beginning and padding."""
+    """Prompts are read in one piece, in a few, and one by one, with a shared prefix and padding."""
     start, firsts = ids(20, 1), []
     prompts = [start + ids(3 + i % 3, 2 + i) for i in range(5)]
     for limit in (1.0, 2.5e-3, 1e-5):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding over fixed memory, against the library's forward on the same members: tokens and log-probabilities."""
+"""The static decoder against the library decoder on the same members: tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bench_of(folder: Path, decoder: str, space: str = "lowrank", stop_ids: Seque
 
 
 def asked(prompts: str, sampling: Sampling, *, samples: int = 2) -> list[Request]:
-    """Each prompt so many times, with a seed each; log-probabilities wanted."""
+    """Return `samples` requests per prompt, each with its own seed, with log-probabilities."""
     return [
         Request(samples * i + k, prompt, sampling, 7 * i + k, logprobs=True)
         for i, prompt in enumerate(PROMPTS[prompts])
@@ -57,7 +57,7 @@ def both(folder: Path, requests: Sequence[Request], **more: Any) -> list[dict[tu
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_static_decoder_equals_the_library_decoder(folder: Path, space: str, prompts: str, sampling: Sampling) -> None:
     wanted, found = both(folder, asked(prompts, sampling), space=space, stop_ids=range(0, VOCABULARY, 40))
-    assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows have to leave at different steps"
+    assert len({len(r.token_ids) for r in wanted.values()}) > 3, "rows must leave at different steps"
     for key, rollout in wanted.items():
         got = found[key]
         assert (got.token_ids, got.text, got.finish_reason) == (
@@ -66,7 +66,7 @@ def test_static_decoder_equals_the_library_decoder(folder: Path, space: str, pro
         assert got.logprobs is not None and rollout.logprobs is not None
         assert got.logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
     alike = sum(found[member, i].token_ids == found[-1, i].token_ids for member, i in found if member >= 0)
-    assert alike < len(found) / 4, "members have to differ from the mean"
+    assert alike < len(found) / 4, "members must differ from the mean"
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
@@ -86,9 +86,9 @@ def test_static_decoder_runs_layers_below_the_evolved_ones_once_per_prompt(
     for key, rollout in wanted.items():
         assert found[key].token_ids == rollout.token_ids
         assert found[key].logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
-    assert len({found[key].token_ids for key in found}) > len(found) / 3, "members have to differ"
+    assert len({found[key].token_ids for key in found}) > len(found) / 3, "members must differ"
     below, above = (sum(n for first, end, n in read if (first, end) == of) for of in ((0, 1), (1, 2)))
-    assert below and above == 6 * below, "once a prompt, and once a prompt and member"
+    assert below and above == 6 * below, "once per prompt, and once per prompt and member"
 
 
 def test_waiting_rows_enter_as_others_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_members_are_served_in_turns_when_factors_do_not_fit(folder: Path) -> No
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_mean_and_members_generate_in_one_rollout(space: str, folder: Path) -> None:
-    """Each their own requests, in one rollout: as it answers alone."""
+    """In one rollout with separate requests, the mean generates the same as alone."""
     said = []
     for decoder in ("library", "static"):
         with bench_of(folder, decoder, space) as bench:
@@ -209,7 +209,7 @@ def test_members_are_served_after_a_rollout_of_the_mean_before_start(folder: Pat
 
 
 def test_padding_rows_have_members_like_the_other_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU's fast kernels are for batches in which all rows have one, or none; the mean beside members too."""
+    """Padding rows copy the member of the row before them, also with the mean among members."""
     found: list[tuple[int, int, int]] = []
     own = StaticDecoder._step
 
@@ -248,10 +248,8 @@ def test_only_members_with_requests_get_factors(folder: Path, monkeypatch: pytes
     assert written == [1]
 
 
-def test_earlier_rollouts_do_not_change_prefill_pieces(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a deterministic run, whose memory is what the largest batch so far took."""
+def test_earlier_rollouts_do_not_change_prefill_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a deterministic run, whose memory is that of the largest batch so far."""
     pieces: list[tuple[int, ...]] = []
     own = Reader._pieces
 
@@ -303,7 +301,7 @@ def test_joined_weights_are_views_of_the_parameters(folder: Path) -> None:
         "decoder: library, set by engine.decoder",
         "decoder: static",
     ]
-    assert [f.library for f in facts] == ["", "static decoder"], "the journal says which"
+    assert [f.library for f in facts] == ["", "static decoder"], "the journal names the decoder"
 
 
 def test_static_refuses_ranks_above_the_kernels_limit(folder: Path) -> None:
@@ -321,7 +319,7 @@ def test_static_refuses_other_model_families(tmp_path: Path) -> None:
 
 
 def test_batch_bytes_counts_the_fixed_memory(folder: Path) -> None:
-    """And knows by the configuration which models have it."""
+    """The configuration alone decides which models are supported."""
     assert set(STATIC_TYPES) == {cls.config_class.model_type for cls in blocks._MODELS}
     config = make_config(folder, "lowrank", engine={"memory_gib": 1, "device": "cpu"}, sampling={"max_tokens": 20})
     with Bench(config) as bench:
@@ -353,7 +351,9 @@ def test_static_size_for_returns_few_sizes() -> None:
         ("bfloat16", "1", "dtype is torch.bfloat16"),
     ],
 )
-def test_auto_chooses_the_decoder_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str) -> None:
+def test_auto_chooses_the_decoder_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, library: str, says: str
+) -> None:
     monkeypatch.setenv("EVOALIGN_COMPILED", library)
     if library == "1" and not compiled.here():
         pytest.skip("no C compiler made the library")

@@ -41,7 +41,7 @@ CASES = [
 ]
 """Shape, dtype, rank, padded rank: few, because each is compiled."""
 OTHER_HEADS = [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
-"""Heads that turn in part, heads of no power of two, many heads."""
+"""Partial rotation, heads that are no power of two, many heads."""
 
 
 @pytest.mark.parametrize(("shape", "dtype", "rank", "padded"), CASES)
@@ -65,14 +65,14 @@ def test_every_kernel(shape, dtype, rank, padded):
     ("heads", "kv_heads", "width", "turning"), [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
 )
 def test_rotate_handles_the_heads_of_other_models(rank, padded, heads, kv_heads, width, turning):
-    """Rotating a part of each head, heads of no power of two, many heads; with norms of q and k."""
+    """Partial rotation, heads that are no power of two, many heads; with norms of q and k."""
     check_rotate(
         population, Draw(rank, padded, torch.bfloat16, "cuda"), 9, heads, kv_heads, width, turning, qk_norm=True
     )
 
 
 def test_more_elements_than_32_bits_address():
-    """gate_up of a large prefill: 2^31 elements and more; the last rows are right."""
+    """gate_up of a large prefill has more than 2^31 elements; the last rows must be right."""
     width, rows = 18944, 57_000
     draw = Draw(1, 1, torch.bfloat16, "cuda")
     members = torch.full((rows,), -1, dtype=torch.int32, device="cuda")

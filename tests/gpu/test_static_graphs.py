@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static decoder as CUDA graphs against the library's forward, and whole runs by it. Skipped where no GPU is.
+"""The static decoder with CUDA graphs against the library decoder, and whole runs. Skipped without a GPU.
 
 Random models of the three families, all projections evolved; float32 without TF32, and bfloat16. Run alone, without
 pytest, in a process that says so:
@@ -94,7 +94,7 @@ def test_static_decoder_equals_the_library_decoder(
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_bfloat16_error_is_at_most_that_of_the_library_decoder(space: str, folders: dict[str, Path]) -> None:
-    """Log-probabilities of what float32 says; of texts that agree with it so far."""
+    """Return log-probabilities of the float32 tokens, for texts that agree with them so far."""
     wanted = _forced(folders["qwen2"], space, "library", "float32")
     errors = {}
     for decoder in ("library", "static"):
@@ -104,7 +104,7 @@ def test_bfloat16_error_is_at_most_that_of_the_library_decoder(space: str, folde
 
 
 def _forced(folder: Path, space: str, decoder: str, dtype: str) -> dict[tuple[int, int], torch.Tensor]:
-    """Log-probabilities of the first token after many prompts: there all have read the same."""
+    """Return log-probabilities of the first token after many prompts, where all have read the same."""
     prompts = [PROMPTS["apart"][i % 3][i // 9 :] + PROMPTS["apart"][(i + 1) % 3][: i % 9] for i in range(27)]
     requests = [Request(i, p, Sampling(2), logprobs=True) for i, p in enumerate(prompts)]
     with bench_of(folder, space, decoder, dtype) as bench:
@@ -122,7 +122,7 @@ def test_two_deterministic_processes_give_the_same_bits(space: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_batch_limits_and_earlier_shapes_do_not_change_completions(sampling: Sampling, folders: dict[str, Path]) -> None:
+def test_batch_limits_do_not_change_completions(sampling: Sampling, folders: dict[str, Path]) -> None:
     found: list[Cells] = []
     for rows in (None, 7):
         with bench_of(folders["qwen2"], "lowrank", "static", engine={"max_rows": rows}) as bench:

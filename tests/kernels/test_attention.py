@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one token a row against exact arithmetic: plain torch, a CPU's form, the kernel in an interpreter."""
+"""Attention of one token per row against float64: in plain torch, in C, and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def exact(qkv, keys, values, slots, positions, heads, scale):
-    """Row by row in float64, from a cache that has the new columns."""
+    """Return the attention row by row in float64, from a cache with the new columns."""
     width, shared = keys.shape[3], keys.shape[1]
     out = []
     for row, slot, position in zip(qkv.double(), slots.tolist(), positions.tolist(), strict=True):
         q = row[: heads * width].view(heads, width)
         group = torch.arange(heads) // (heads // shared)
-        past, told = (t[slot, :, : position + 1].double()[group] for t in (keys, values))
+        past, kept = (t[slot, :, : position + 1].double()[group] for t in (keys, values))
         weights = (torch.einsum("hd,hnd->hn", q, past) * scale).softmax(-1)
-        out.append(torch.einsum("hn,hnd->hd", weights, told).flatten())
+        out.append(torch.einsum("hn,hnd->hd", weights, kept).flatten())
     return torch.stack(out)
 
 
@@ -43,7 +43,7 @@ def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, sh
     slots, room = torch.tensor(SLOTS[order]), 131
     shape = (9, shared, room, width)
     keys, values = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
-    for slot, position in zip(slots, positions, strict=True):  # what nobody has written may be anything
+    for slot, position in zip(slots, positions, strict=True):  # unwritten memory may hold anything
         keys[slot, :, position:], values[slot, :, position:] = torch.nan, torch.nan
     qkv = torch.randn(7, (heads + 2 * shared) * width, generator=draw).to(dtype)
     before = keys.clone(), values.clone()
@@ -75,7 +75,7 @@ def test_decode_gives_a_row_the_same_bits_in_any_batch(decode):
 
 
 def test_decode_in_c_handles_long_pasts_and_extreme_scores(monkeypatch):
-    """More columns than C sees at once, the highest score early and late; threads change no bit."""
+    """More columns than one block, with the highest score early or late; threads do not change the bits."""
     for size in ("_SHARED", "_PIECE"):
         monkeypatch.setattr(compiled, size, 1)
     draw = torch.Generator().manual_seed(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of weights that change runs, small and in plain torch, and says what it measured."""
+"""The benchmark of dense updates runs at a small size in plain torch and writes its measurements."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of mix64 in a kernel against the one in plain torch."""
+"""The kernel of `tensor_sum` against plain torch."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many matrices by a few launches: the bits that each alone gets, and nothing beside them touched."""
+"""Many matrices in a few launches get the same bits as each alone, and nothing else is written."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def same(got, want):
 
 
 def slots_of(layout, cut, pad, rank, count=6):
-    """As in an engine: more slots than members, of a padded rank, filled with 7."""
+    """Return slots as in an engine: more than members, of a padded rank, filled with 7."""
     for name, (rows, columns) in cut.items():
         a = torch.full((count, 1, rank + pad, columns.stop - columns.start), 7.0, dtype=layout.torch_dtype)
         b = torch.full((count, 1, rows.stop - rows.start, rank + pad), 7.0, dtype=layout.torch_dtype)
@@ -48,7 +48,7 @@ def slots_of(layout, cut, pad, rank, count=6):
 
 
 def count_launches(monkeypatch, module, kernel):
-    """The number of launches of a kernel, in a list."""
+    """Return a list to which each launch of a kernel is added."""
     launches, inner = [], getattr(module, kernel)
 
     class Counted:
@@ -94,7 +94,7 @@ def test_writer_gives_all_matrices_the_bits_of_each_alone(monkeypatch, variant, 
 
 @pytest.mark.slow
 def test_jobs_share_a_launch_for_parts_at_other_offsets():
-    """They lie alike in memory, and differ in where a Philox call begins and where the next row does."""
+    """Parts with the same strides differ in where a Philox call and the next row begin."""
     from evoalign.kernels.noise import Job, Jobs
 
     places = [((3, 37), 5), ((3, 40), 8), ((3, 40), 5), ((3, 48), 8), ((3, 37), 6), ((3, 40), 16)]
@@ -122,7 +122,7 @@ def test_writer_writes_the_mean(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_writer_calls_overridden_methods(variant):
-    """Whatever is derived from a space is asked, matrix by matrix."""
+    """A subclass with its own methods is called matrix by matrix."""
     base = type(make(variant, 1)[0])
     assert base in (Lora, LowRank)
 
@@ -161,7 +161,7 @@ def update(size, *, antithetic=False, sigma=0.01, decay=0.0):
 
 
 def parts_of(layout, cut, served, start, turned=False):
-    """Cuts out of whole tensors, in memory row by row or column by column."""
+    """Return parts of whole tensors, row-major or column-major in memory."""
     for i, (name, part) in enumerate(cut.items()):
         shape = layout[name].shape
         kept = [random(shape, i), random(shape, 100 + i) if start else None, None]
@@ -179,7 +179,7 @@ def moved_alone(space, layout, cut, up, served, start):
 
 
 def ordered(space, layout, name, up, master, start):
-    """The move written out: each product rounded and added in order."""
+    """Return the move in plain operations: each product rounded and added in order."""
     weights = space._weights(layout, name, up)
     whole = WHOLE[name]
     factors = space._of_streams(layout, name, up, list(weights), whole, torch.device("cpu"))
@@ -255,7 +255,7 @@ def test_mover_skips_zero_coefficients_and_refuses_decay_without_start():
 
 @pytest.mark.slow
 def test_mover_leaves_layers_of_scale_zero_unchanged():
-    """Beside layers that have some: its scale is 0."""
+    """A layer of scale 0 among others."""
     still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in SPECS]
     space, layout = make("lowrank", 1, specs=still)
     mine = list(parts_of(layout, WHOLE, None, False))

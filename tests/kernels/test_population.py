@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The population kernels in Triton's interpreter, and their twins in torch, against float64."""
+"""The population kernels in Triton's interpreter and their equivalents in torch, against float64."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ some_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 LAYERS = [(60, (96, 40, 40)), (4100, (72,)), (72, (8200, 90)), (33, (50, 50))]
-"""Inputs, outputs: fused layers, an input wider than one step, an output of many tiles, widths that are odd."""
+"""Inputs and outputs: fused layers, an input wider than one step, an output of many tiles, odd widths."""
 
 
 @pytest.mark.first("torch", "-3-8", others="long")
@@ -97,7 +97,7 @@ def test_norm_without_a_next_projection_returns_no_dots(form):
 
 
 HEADS = [(7, 1, 16, 16), (3, 3, 12, 12), (2, 1, 16, 8), (5, 2, 12, 4)]
-"""Heads, key-value heads, their width, and how much of it turns: counts and widths that are no powers of two."""
+"""Heads, key-value heads, head width, rotary width: counts and widths that are no powers of two."""
 
 
 @pytest.mark.first("torch", "2-1-16-8-2-8", others="long")
@@ -170,7 +170,7 @@ def test_add_tiles_do_not_depend_on_rows_when_fixed():
 @pytest.mark.first("torch", others="long")
 @pytest.mark.parametrize(("rank", "padded"), [(1, 1), (3, 8)])
 def test_rows_without_member_get_the_plain_function(form, rank, padded):
-    """The same bits as in a batch without members, even where inputs are infinite and dots are not numbers."""
+    """The bits are those of a batch without members, even if inputs are infinite and dots are NaN."""
     draw = Draw(rank, padded, torch.bfloat16)
     members, inputs = draw.members(6), inputs_of(draw, SMALL, 6)
     members[:] = torch.tensor([0, -1, 3, -1, 1, -1])
@@ -188,7 +188,7 @@ def test_rows_without_member_get_the_plain_function(form, rank, padded):
 
 @forms
 def test_norm_and_gate_return_zero_dots_for_rows_without_member(form):
-    """Even of a row that is no number, so that no later sum takes it up."""
+    """Even for a NaN row, so that no later sum includes it."""
     draw = Draw(2, 8, torch.float32)
     x, members = draw.normal(2, 72), torch.tensor([1, -1], dtype=torch.int32)
     x[1] = torch.nan

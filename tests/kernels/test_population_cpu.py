@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The population's functions as a CPU has them, against float64, and beside the simple form."""
+"""The population's functions in C, against float64 and against plain torch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["poisoned"]  # a fixture
 needs_library = pytest.mark.skipif(not compiled.here(), reason="no C compiler made the library")
 ORDERS: dict[str, list[int]] = {
     "even": [0, 0, 1, 1, 2, 2, 3, 3],
-    "from the second on": [1, 1, 1, 1, 2, 2, 2, 2],
-    "of one": [2] * 8,
+    "from the second": [1, 1, 1, 1, 2, 2, 2, 2],
+    "one member": [2] * 8,
     "one each": [0, 1, 2, 3],
     "rows have left": [0, 0, 0, 1, 2, 3, 3, 3],
     "a member has left": [0, 0, 0, 0, 2, 2, 3, 3],
     "in no order": [3, 0, 2, 2, 1, 0, 3, 1],
     "backwards": [3, 2, 1, 0],
-    "nobody's": [-1] * 4,
-    "some nobody's": [0, -1, 1, 1],
+    "no member": [-1] * 4,
+    "some without member": [0, -1, 1, 1],
 }
 orders = pytest.mark.parametrize("order", ORDERS)
 ranks = pytest.mark.parametrize(("rank", "padded"), [(1, 1), (1, 8), (3, 8), (4, 4)])
@@ -44,7 +44,7 @@ ranks = pytest.mark.parametrize(("rank", "padded"), [(1, 1), (1, 8), (3, 8), (4,
 
 @dataclass
 class Ordered(Draw):
-    """Rows of the slots that are said."""
+    """Inputs whose rows have the slots of `order`."""
 
     order: list[int] = field(default_factory=list)
 
@@ -57,11 +57,11 @@ def drawn(order: str, rank: int, padded: int) -> Ordered:
     return Ordered(rank, padded, torch.float32, order=ORDERS[order])
 
 
-@pytest.mark.parametrize("order", [order for order in ORDERS if order != "nobody's"])  # whose dots have no size
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "no member"])  # whose dots have no size
 @ranks
 @pytest.mark.usefixtures("poisoned")
 def test_every_c_function_equals_float64(order: str, rank: int, padded: int) -> None:
-    """Slots that no row has, and ranks beyond the one in use, are NaN here: they are not read."""
+    """Slots without rows and ranks beyond the one in use are NaN: they must not be read."""
     rows = len(ORDERS[order])
     check_add(population_cpu, drawn(order, rank, padded), rows, 60, (96, 40, 40))
     for kind in ("none", "dot", "partial"):
@@ -117,7 +117,7 @@ def test_add_reads_members_changed_in_place() -> None:
 
 
 def test_gate_has_the_same_bits_for_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many rows as are worth two of them."""
+    """With enough rows for several threads."""
     monkeypatch.setattr(compiled, "_SHARED", 0)
     draw, members = Draw(2, 2, torch.float32), torch.arange(300, dtype=torch.int32) % 4 - 1
     gate_up, dots, b, down = draw.normal(300, 2 * 1000), draw.dots(300, 2), draw.b(1000), draw.a(1000)
@@ -134,7 +134,7 @@ def test_gate_has_the_same_bits_for_any_number_of_threads(monkeypatch: pytest.Mo
 
 
 def test_gate_handles_extreme_values_and_nan() -> None:
-    """Where e^-x leaves float32, and where x is no number."""
+    """Where e^-x overflows float32, and for NaN."""
     left = torch.tensor([[-1e38, -1e4, -120.0, -88.5, -87.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.5, 1e4, torch.nan]])
     gate_up, nobody = torch.cat([left, torch.ones_like(left)], dim=1), torch.tensor([-1], dtype=torch.int32)
     b = torch.zeros(1, 1, left.shape[1], 1)

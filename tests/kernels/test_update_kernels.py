@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates in one pass against the same operations one by one in torch, bit for bit."""
+"""Updates in one pass against the same operations one by one in torch: the same bits."""
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def test_dense_moves_nothing_when_weights_cancel(in_torch):
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("part", PARTS)
 def test_lowrank_moves_are_the_ordered_sum(part, decay):
-    """Each product is rounded and added in order, so that shards move as the whole does."""
+    """Each product is rounded and added in order, so that shards get the bits of the whole."""
     space, layout = make("lowrank", torch.bfloat16)
     name, up = NAMES["lowrank"], update(7, decay=decay)
     got, served = accumulated(space, layout, name, up, part, torch.bfloat16)
