@@ -150,7 +150,7 @@ class _EvolutionStrategies:
             "es",
             self.config.es.num_generations,
             f"{parts.task.name}, {parts.space.name}, N {self.config.es.population_size}",
-            words=dataclasses.replace(figures.ES_WORDS, aim=parts.task.aim),
+            words=dataclasses.replace(figures.ES_WORDS, aim=parts.objective.measure),
             devices=self._meter.devices,
             note=self._meter.note,
         )
@@ -314,11 +314,8 @@ class _EvolutionStrategies:
         return self.log
 
     def _generations(self, session: Session) -> Iterator[Generation]:
-        parts = self.parts
-        return evolve.evolve(
-            self.config, parts.task, parts.data.train, parts.engine, parts.tokens, self.journal,
-            lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus, parts.graders,
-        )  # fmt: skip
+        run = self.parts.run(self.journal, lambda: session.evaluate().measures, self._course.plateaus)
+        return evolve.evolve(run, session.done)
 
     def _end_if_due(self, session: Session) -> None:
         """Before the last generation, where the settings say so."""
