@@ -298,7 +298,7 @@ def test_rollout_of_the_mean_works_before_start(folder: Path) -> None:
     engine = engines.create(config, tokens.load(config.model))
     asked = requests(PROMPTS["apart"], Sampling(4))
     assert len(list(engine.rollout(MEAN_PLAN, asked))) == 3
-    with pytest.raises(EvoalignError, match="call start first"):
+    with pytest.raises(EvoalignError, match="no space yet"):
         list(engine.rollout(Plan(0, 0.1, (MEAN, MEAN)), asked))
     engine.close()
 

@@ -119,10 +119,10 @@ def test_static_decoder_reallocates_when_logits_need_more_memory(folders: dict[s
     with Bench(config, stop_ids=[]) as bench:
         bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(60)], Sampling(LONG)))
         static = bench.engine._static  # type: ignore[attr-defined]
-        rows = static._made.shape.rows
+        rows = static._memory.shape.rows
         bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(rows)], Sampling(4, 1.0)))
         footprint = Footprint.of(bench.model)
-        taken = static._kept(static._made.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
+        taken = static._bytes_of(static._memory.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
     assert rows < 60 and taken <= limit
 
 

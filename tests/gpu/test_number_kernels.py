@@ -164,7 +164,7 @@ def test_lowrank_updates_are_the_ordered_sum(in_torch):
     made, layout = make("lowrank")
     total = torch.zeros(SHAPE)
     weights = made._weights(layout, NAME, up)
-    factors = made._of_streams(layout, NAME, up, list(weights), whole, torch.device("cpu"))
+    factors = made._served(layout, NAME, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
     for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
         for k in range(layout.rank):
             total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]

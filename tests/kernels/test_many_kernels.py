@@ -182,7 +182,7 @@ def ordered(space, layout, name, up, master, start):
     """Return the move in plain operations: each product rounded and added in order."""
     weights = space._weights(layout, name, up)
     whole = WHOLE[name]
-    factors = space._of_streams(layout, name, up, list(weights), whole, torch.device("cpu"))
+    factors = space._served(layout, name, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
     total = torch.zeros(layout[name].shape)
     for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
         for k in range(layout.rank):

@@ -103,7 +103,7 @@ def test_lowrank_moves_are_the_ordered_sum(part, decay):
     part = part or whole
     total = torch.zeros(SHAPE)
     weights = space._weights(layout, name, up)
-    factors = space._of_streams(layout, name, up, list(weights), whole, torch.device("cpu"))
+    factors = space._served(layout, name, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
     for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
         for k in range(layout.rank):
             total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]

@@ -152,7 +152,7 @@ def elsewhere(run, tmp_path, monkeypatch):
 
     def other(self, layout, name, update, slices, total):
         for streams in reversed(list(self._weights(layout, name, update))):
-            factors = self._of_streams(layout, name, update, [streams], slices, total.device)
+            factors = self._served(layout, name, update, [streams], [1], slices, total.device)
             weight = self._weights(layout, name, update)[streams]
             total.add_((factors.b[0] * weight) @ factors.a[0])
         return total
