@@ -356,11 +356,10 @@ def add(
     rows, inner = x.shape
     outer, rank = tuple(one.shape[2] for one in b), terms.rank
     tiles = tiles or add_tiles(inner, max(outer), rows, rank, terms.fixed)
-    tensors = (y, x, tuple(a), tuple(b), terms.members)
     shape = {"Y_STRIDE": y.stride(0), "X_STRIDE": x.stride(0), "K": inner, "NS": outer}
     shape |= {"BK": tiles.depth, "BNS": tuple(min(tiles.columns, power(n)) for n in outer), "GROUPS": tiles.groups}
     options = _options(tiles, rank, b[0].shape[3])
-    _add[(rows, tiles.groups)](*tensors, float(terms.scaling), **shape, **options)
+    _add[(rows, tiles.groups)](y, x, tuple(a), tuple(b), terms.members, float(terms.scaling), **shape, **options)
 
 
 def norm(
@@ -410,12 +409,11 @@ def rotate(
     """See `population.rotate`."""
     _check((qkv,), (cos_sin, dots, *b))
     half, rank, width = cos_sin.shape[-1] // 2, terms.rank, heads.head_dim
-    rest = width - 2 * half
     tiles = tiles or rotate_tiles(heads.heads, half, rank)
     tensors = (qkv, positions, cos_sin, dots, tuple(b), terms.members, heads.q_norm, heads.k_norm)
     shape = {"STRIDE": qkv.stride(0), "HQ": heads.heads, "HK": heads.kv_heads, "D": width, "HALF": half}
     shape |= {"QB": power(heads.heads), "KB": power(heads.kv_heads), "VB": power(heads.kv_heads * width)}
-    shape |= {"CB": power(half), "RB": power(rest) if rest else 0}
+    shape |= {"CB": power(half), "RB": power(width - 2 * half) if width > 2 * half else 0}
     options = _options(tiles, rank, b[0].shape[3])
     _rotate[(qkv.shape[0],)](*tensors, float(heads.eps), float(terms.scaling), **shape, **options)
 
