@@ -84,7 +84,7 @@ class TransformersEngine(KeepsMean):
         self._why_library = ""
         if model is None and config.engine.decoder != "library":
             self._use_static(self._obstacle())
-        self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)
+        self._parameters: dict[str, torch.Tensor] = tensors_of(self.model)  # views, with the static decoder
         self._adapters: Adapters | None = None
         self._planned = 0.0
 
