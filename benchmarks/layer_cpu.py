@@ -33,10 +33,8 @@ def calls() -> dict[str, Callable[[Any, torch.Tensor], object]]:
     gate_up, dots, down = torch.randn(total, 2 * INNER), torch.randn(total, 2, 1), torch.randn(MEMBERS, 1, 1, INNER)
     source = reference.Partial(torch.zeros(total, 1, 1), b)
     return {
-        "norm": lambda form, members: form.norm(
-            x, residual, weight, 1e-6, members, rank=1, into_a=[a, a], source=source
-        ),
-        "gate": lambda form, members: form.gate(gate_up, dots, [inner, inner], down, members, rank=1),
+        "norm": lambda form, members: form.norm(x, residual, weight, 1e-6, reference.Terms(members, 1), [a, a], source),
+        "gate": lambda form, members: form.gate(gate_up, dots, [inner, inner], down, reference.Terms(members, 1)),
     }
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from evoalign.kernels import available, population
-from evoalign.kernels.population import Dot, Partial
+from evoalign.kernels.population import Dot, Heads, Partial, Terms
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, LAYERS = 3584, 18944, 28, 4, 128, 28
 Q, KV = HEADS * HEAD, KV_HEADS * HEAD
@@ -50,7 +50,7 @@ class Case:
     members: torch.Tensor
 
     def __post_init__(self) -> None:
-        rows = self.rows
+        rows, self.terms = self.rows, Terms(self.members, self.rank)
         self.x, self.residual, self.attended = noise(rows, HIDDEN), noise(rows, HIDDEN), noise(rows, Q)
         self.qkv, self.gate_up, self.inner = noise(rows, Q + 2 * KV), noise(rows, 2 * INNER), noise(rows, INNER)
         self.out = torch.empty_like(self.inner)
@@ -65,29 +65,22 @@ class Case:
         a, b = factors[kind]
         source = Dot(self.attended, a[0], b[0]) if kind == "o" else Partial(self.parts, b[0])
         into_a = factors["up" if kind == "o" else "qkv"][0]
-        call(
-            self.x, self.residual, self.weight, 1e-6, self.members,
-            rank=self.rank, into_a=into_a, source=source, **tiles,
-        )  # fmt: skip
+        call(self.x, self.residual, self.weight, 1e-6, self.terms, into_a, source, **tiles)
 
     def rotate(self, factors: Factors, call: Callable[..., Any] = population.rotate, **tiles: Any) -> None:
         """The rotation of q and k."""
-        call(
-            self.qkv, self.positions, self.table, self.dots, factors["qkv"][1], self.members,
-            heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD, rank=self.rank, **tiles,
-        )  # fmt: skip
+        heads = Heads(HEADS, KV_HEADS, HEAD)
+        call(self.qkv, self.positions, self.table, self.dots, factors["qkv"][1], self.terms, heads, **tiles)
 
     def gate(self, factors: Factors, call: Callable[..., Any] = population.gate, **tiles: Any) -> Any:
         """SwiGLU."""
-        return call(
-            self.gate_up, self.two_dots, factors["up"][1], factors["down"][0][0], self.members, rank=self.rank, **tiles
-        )
+        return call(self.gate_up, self.two_dots, factors["up"][1], factors["down"][0][0], self.terms, **tiles)
 
     def add(self, factors: Factors, name: str, call: Callable[..., Any] = population.add, **tiles: Any) -> None:
         """The terms of one linear layer."""
         y = {"qkv": self.qkv, "o": self.x, "up": self.gate_up, "down": self.x}[name]
         x = {"qkv": self.x, "o": self.attended, "up": self.x, "down": self.inner}[name]
-        call(y, x, *factors[name], self.members, rank=self.rank, **tiles)
+        call(y, x, *factors[name], self.terms, **tiles)
 
     def deep(self, factors: Factors) -> None:
         """All that a layer needs."""

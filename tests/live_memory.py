@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the tensors that live at once, counted as torch makes them and lets them go: the same on every machine."""
+"""Count the bytes of tensors that are alive at once, as torch allocates and frees them: the same on every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """`peak`: the most bytes at once of what is made inside. What a kernel keeps to itself is not seen."""
+    """`peak` is the most bytes alive at once inside the context. Memory inside a kernel is not counted."""
 
     def __init__(self) -> None:
         super().__init__()

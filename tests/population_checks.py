@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the population kernels against float64, on CPUs and GPUs. `form` is the module that has the functions."""
+"""Checks of the population kernels against float64, on CPUs and GPUs. `form` is the module with the functions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from evoalign.kernels.population import Heads, Terms
 from population_math import Draw, apart, dotted, expanded, gated, matrix, rms, rotated, same, terms, worst
 
 S = 0.75
@@ -30,7 +31,7 @@ SMALL = Shape(72, 100, 3, 1, 16)
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is full of NaN."""
+    """Fill fresh memory with NaN."""
     empty = torch.empty
 
     def full_of_nan(*args, **options):
@@ -44,13 +45,13 @@ def check_add(form, draw: Draw, rows: int, inner: int, outer: Sequence[int]) -> 
     members, y, x = draw.members(rows), draw.normal(rows, sum(outer)), draw.normal(rows, inner)
     a, b = [draw.a(inner) for _ in outer], [draw.b(n) for n in outer]
     want, before = y.double() + terms(x, a, b, members, draw.rank, S), y.clone()
-    form.add(y, x, a, b, members, rank=draw.rank, scaling=S)
+    form.add(y, x, a, b, Terms(members, draw.rank, S))
     assert worst(y, want) < draw.bound
     assert same(y[members < 0], before[members < 0])
 
 
 def source_of(form, kind: str, draw: Draw, members: torch.Tensor, width: int, inner: int):
-    """A source of `norm`, and its term in float64."""
+    """Return a source of `norm`, and its term in float64."""
     b = draw.b(width)
     if kind == "dot":
         x, a = draw.normal(len(members), inner), draw.a(inner)
@@ -70,9 +71,7 @@ def check_norm(
     source, term = source_of(form, kind, draw, members, width, inner)
     total = hidden.double() + term + (residual.double() if residual is not None else 0.0)
     kept = hidden.clone()
-    out, dots = form.norm(
-        hidden, residual, weight, 1e-5, members, rank=draw.rank, scaling=S, into_a=into_a, source=source
-    )
+    out, dots = form.norm(hidden, residual, weight, 1e-5, Terms(members, draw.rank, S), into_a, source)
     assert worst(out, rms(total, weight, 1e-5)) < draw.bound
     assert worst(hidden if residual is None else residual, total) < draw.bound
     assert residual is None or same(hidden, kept)
@@ -94,10 +93,8 @@ def check_rotate(
     term = torch.cat([expanded(dots[:, i].double(), b[i], members, S) for i in range(3)], dim=1)
     want = rotated(qkv.double() + term, table[positions], heads, kv_heads, q_norm, k_norm, 1e-5)
     before = qkv.clone()
-    form.rotate(
-        qkv, positions, table, dots, b, members, heads=heads, kv_heads=kv_heads, head_dim=width, rank=draw.rank,
-        scaling=S, q_norm=q_norm, k_norm=k_norm, eps=1e-5,
-    )  # fmt: skip
+    shape = Heads(heads, kv_heads, width, q_norm, k_norm, 1e-5)
+    form.rotate(qkv, positions, table, dots, b, Terms(members, draw.rank, S), shape)
     assert worst(qkv, want) < draw.bound
     v = slice((heads + kv_heads) * width, None)
     assert same(qkv[members < 0][:, v], before[members < 0][:, v])
@@ -107,7 +104,7 @@ def check_gate(form, draw: Draw, rows: int, width: int) -> None:
     members, dots = draw.members(rows), draw.dots(rows, 2)
     gate_up, b, down = draw.normal(rows, 2 * width), [draw.b(width), draw.b(width)], draw.a(width)
     term = torch.cat([expanded(dots[:, i].double(), b[i], members, S) for i in range(2)], dim=1)
-    out, parts = form.gate(gate_up, dots, b, down, members, rank=draw.rank, scaling=S)
+    out, parts = form.gate(gate_up, dots, b, down, Terms(members, draw.rank, S))
     assert worst(out, gated(gate_up.double() + term)) < draw.bound
     assert parts.dtype == torch.float32
     assert apart(parts.double().sum(1), dotted(out, down, members, draw.rank)) < 2e-5
@@ -116,29 +113,26 @@ def check_gate(form, draw: Draw, rows: int, width: int) -> None:
 def everything(
     form, draw: Draw, shape: Shape, inputs: dict, rows: slice, members: torch.Tensor, *, fixed: bool
 ) -> list[torch.Tensor]:
-    """Results of every function for some rows of `inputs`; factors, weights and tables are the same for all."""
+    """Return the results of every function for some rows of `inputs`, with common factors, weights and tables."""
     x, residual, qkv, gate_up, wide, positions, dots = (
         inputs[k][rows].clone() for k in ("x", "residual", "qkv", "gate_up", "wide", "positions", "dots")
     )
-    common = {"rank": draw.rank, "scaling": S, "fixed": fixed}
+    terms, heads = Terms(members, draw.rank, S, fixed), (shape.heads, shape.kv_heads, shape.head)
     a, b, weight, table = inputs["a"], inputs["b"], inputs["weight"], inputs["table"]
-    first = form.norm(x, None, weight, 1e-5, members, into_a=[a["x"]] * 3, **common)
-    form.rotate(
-        qkv, positions, table, dots, [b["q"], b["kv"], b["kv"]], members,
-        heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head,
-        rank=draw.rank, scaling=S, q_norm=weight[: shape.head], k_norm=weight[-shape.head :],
-    )  # fmt: skip
-    gate = form.gate(gate_up, dots[:, :2].contiguous(), [b["i"], b["i"]], a["i"], members, **common)
-    second = form.norm(x, residual, weight, 1e-5, members, source=form.Partial(gate[1], b["x"]), **common)
+    norms = weight[: shape.head], weight[-shape.head :]
+    first = form.norm(x, None, weight, 1e-5, terms, [a["x"]] * 3)
+    form.rotate(qkv, positions, table, dots, [b["q"], b["kv"], b["kv"]], terms, Heads(*heads, *norms))
+    gate = form.gate(gate_up, dots[:, :2].contiguous(), [b["i"], b["i"]], a["i"], terms)
+    second = form.norm(x, residual, weight, 1e-5, terms, source=form.Partial(gate[1], b["x"]))
     carried = residual.clone()
-    third = form.norm(x, residual, weight, 1e-5, members, source=form.Dot(wide, a["wide"], b["x"]), **common)
-    form.add(gate_up, x, [a["x"]] * 2, [b["i"], b["i"]], members, **common)
-    form.add(x, wide, [a["wide"]], [b["x"]], members, **common)
+    third = form.norm(x, residual, weight, 1e-5, terms, source=form.Dot(wide, a["wide"], b["x"]))
+    form.add(gate_up, x, [a["x"]] * 2, [b["i"], b["i"]], terms)
+    form.add(x, wide, [a["wide"]], [b["x"]], terms)
     return [*first, qkv, *gate, *second, carried, *third, residual, gate_up, x]
 
 
 def inputs_of(draw: Draw, shape: Shape, rows: int) -> dict:
-    """What `everything` takes."""
+    """Return inputs for `everything`."""
     width, q, kv = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     return {
         "x": draw.normal(rows, width), "residual": draw.normal(rows, width), "wide": draw.normal(rows, q),
@@ -151,7 +145,7 @@ def inputs_of(draw: Draw, shape: Shape, rows: int) -> dict:
 
 
 class Block:
-    """Layers of Qwen's kind; any function of q, k and v of a row stands in for the attention."""
+    """Layers like Qwen's, with a simple function of q, k and v of a row in place of attention."""
 
     def __init__(self, draw: Draw, shape: Shape, layers: int, *, qk_norm: bool = False) -> None:
         self.draw, self.shape, self.qk_norm = draw, shape, qk_norm
@@ -180,9 +174,8 @@ class Block:
         return torch.tanh(q * k) + v
 
     def by_kernels(self, form, hidden: torch.Tensor, positions: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-        """As an engine would call them."""
-        common = {"rank": self.draw.rank, "scaling": S}
-        shape = {"heads": self.shape.heads, "kv_heads": self.shape.kv_heads, "head_dim": self.shape.head}
+        """Run the layers as an engine does."""
+        terms, shape = Terms(members, self.draw.rank, S), (self.shape.heads, self.shape.kv_heads, self.shape.head)
 
         def gemm(x, weight):
             return (x.float() @ weight.float().T).to(x.dtype)
@@ -191,23 +184,19 @@ class Block:
         for layer in self.layers:
             (qkv_w, qkv_a, qkv_b), (o_w, o_a, o_b) = layer["qkv"], layer["o"]
             (up_w, up_a, up_b), (down_w, down_a, down_b) = layer["up"], layer["down"]
-            x, dots = form.norm(hidden, residual, layer["before"], 1e-5, members, into_a=qkv_a, source=source, **common)
+            x, dots = form.norm(hidden, residual, layer["before"], 1e-5, terms, qkv_a, source)
             residual = hidden if residual is None else residual
             qkv = gemm(x, qkv_w)
-            form.rotate(
-                qkv, positions, self.table, dots, qkv_b, members, eps=1e-5, **shape, **layer["heads"], **common,
-            )  # fmt: skip
+            form.rotate(qkv, positions, self.table, dots, qkv_b, terms, Heads(*shape, **layer["heads"], eps=1e-5))
             attended = self.attention(qkv.float()).to(qkv.dtype)
-            x, dots = form.norm(
-                gemm(attended, o_w), residual, layer["after"], 1e-5, members, into_a=up_a,
-                source=form.Dot(attended, o_a[0], o_b[0]), **common,
-            )  # fmt: skip
-            x, parts = form.gate(gemm(x, up_w), dots, up_b, down_a[0], members, **common)
+            source = form.Dot(attended, o_a[0], o_b[0])
+            x, dots = form.norm(gemm(attended, o_w), residual, layer["after"], 1e-5, terms, up_a, source)
+            x, parts = form.gate(gemm(x, up_w), dots, up_b, down_a[0], terms)
             hidden, source = gemm(x, down_w), form.Partial(parts, down_b[0])
-        return form.norm(hidden, residual, self.final, 1e-5, members, source=source, **common)[0]
+        return form.norm(hidden, residual, self.final, 1e-5, terms, source=source)[0]
 
     def exactly(self, hidden: torch.Tensor, positions: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-        """The same model row by row in float64, each row with its member's own dense weights."""
+        """Run the same model row by row in float64, each row with its member's dense weights."""
 
         def linear(x, layer, slot):
             weight, a, b = layer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the population kernels compute, a second time in float64, and inputs to try them with.
+"""The computations of the population kernels in float64, and random inputs.
 
 Nothing here imports the package. A row's own matrices are used one after another; nothing is shared or folded.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-"""Relative error of the worst row: a few roundings to the dtype. Triton's interpreter truncates to bfloat16."""
+"""Bounds on the relative error of the worst row: a few roundings. Triton's interpreter truncates to bfloat16."""
 DEVICE_BOUNDS = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @dataclass
 class Draw:
-    """Random inputs. What must not be read is NaN: ranks beyond the one in use, and the last slot."""
+    """Random inputs. Memory that must not be read is NaN: ranks beyond the one in use, and the last slot."""
 
     rank: int
     padded: int
@@ -51,7 +51,7 @@ class Draw:
         return drawn
 
     def members(self, rows: int) -> torch.Tensor:
-        """Slots in no order, about a fifth of the rows without; the first row has one."""
+        """Return slots in random order, with about a fifth of the rows without one; the first row has one."""
         drawn = torch.randint(-1, self.slots - 1, (rows,), generator=self._generator, device=self.device)
         drawn[0] = drawn[0].abs()
         return drawn.to(torch.int32)
@@ -61,12 +61,12 @@ class Draw:
 
 
 def matrix(a: torch.Tensor, b: torch.Tensor, slot: int, rank: int, scaling: float) -> torch.Tensor:
-    """scaling * B A of one slot, float64 [N, K]."""
+    """Return scaling * B A of one slot, float64 [N, K]."""
     return scaling * b[slot, 0, :, :rank].double() @ a[slot, 0, :rank].double()
 
 
 def dotted(x: torch.Tensor, a: torch.Tensor, members: torch.Tensor, rank: int) -> torch.Tensor:
-    """x A^T of each row, float64 [T, R]; 0 without a member."""
+    """Return x A^T of each row, float64 [T, R]; 0 without a member."""
     out = torch.zeros(len(x), rank, dtype=torch.float64, device=x.device)
     for row, slot in enumerate(members.tolist()):
         if slot >= 0:
@@ -75,7 +75,7 @@ def dotted(x: torch.Tensor, a: torch.Tensor, members: torch.Tensor, rank: int) -
 
 
 def expanded(taken: torch.Tensor, b: torch.Tensor, members: torch.Tensor, scaling: float) -> torch.Tensor:
-    """scaling * dots B^T of each row, float64 [T, N]; 0 without a member."""
+    """Return scaling * dots B^T of each row, float64 [T, N]; 0 without a member."""
     rank = taken.shape[1]
     out = torch.zeros(len(taken), b.shape[2], dtype=torch.float64, device=b.device)
     for row, slot in enumerate(members.tolist()):
@@ -87,17 +87,17 @@ def expanded(taken: torch.Tensor, b: torch.Tensor, members: torch.Tensor, scalin
 def terms(
     x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], members: torch.Tensor, rank: int, s: float
 ) -> torch.Tensor:
-    """What `add` adds, float64 [T, sum N]."""
+    """Return the terms of `add`, float64 [T, sum N]."""
     return torch.cat([expanded(dotted(x, i, members, rank), j, members, s) for i, j in zip(a, b, strict=True)], dim=1)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension."""
+    """Return the RMSNorm over the last dimension."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] rotated: dimension i with i + half, by angles [T, 2 * half] (cosines, then sines)."""
+    """Rotate x [T, heads, D]: dimension i with i + half, by angles [T, 2 * half] (cosines, then sines)."""
     half = angles.shape[-1] // 2
     out = x.clone()
     for i in range(half):
@@ -111,7 +111,7 @@ def rotated(
     qkv: torch.Tensor, angles: torch.Tensor, heads: int, kv_heads: int, q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """qkv (float64, terms added) with q's and k's heads normed and rotated."""
+    """Normalise and rotate the heads of q and k in qkv (float64, terms added)."""
     parts = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     q, k, v = parts.split([heads, kv_heads, kv_heads], dim=1)
     q, k = (rms(z, w, eps) if w is not None else z for z, w in ((q, q_norm), (k, k_norm)))
@@ -125,7 +125,7 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def worst(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative error of the worst row; infinite where anything is not a number."""
+    """Return the relative error of the worst row; infinite if anything is NaN."""
     got, want = got.double().reshape(len(got), -1), want.double().reshape(len(want), -1)
     if not got.isfinite().all():
         return float("inf")
@@ -133,13 +133,13 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest error in units of the root mean square: sums can be near zero, and have no relative error then."""
+    """Return the largest error relative to the root mean square, because sums may be near zero."""
     if not got.isfinite().all():
         return float("inf")
     return float((got.double() - want).abs().max() / want.square().mean().sqrt())
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """The same bits, NaN and the sign of zero included."""
+    """Return whether the bits are the same, including NaN and the sign of zero."""
     width = {2: torch.int16, 4: torch.int32}[left.element_size()]
     return torch.equal(left.contiguous().view(width), right.contiguous().view(width))

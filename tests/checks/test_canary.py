@@ -306,7 +306,7 @@ def test_the_public_contract_has_it(folder: Path) -> None:
 def test_the_engine_refuses_a_member_that_cannot_be_and_answers_nobody(folder: Path, variant: str, noise: int) -> None:
     with Bench(made(folder, variant)) as bench:
         plan = Plan(0, 0.1, (MEAN, Member(3, noise, 1)))
-        with pytest.raises(ModelError, match=f"member 3 is not there: no noise has the number {noise}"):
+        with pytest.raises(ModelError, match=rf"member 3 .*{noise}"):
             next(iter(bench.engine.rollout(plan, [Request(0, PROMPT, Sampling(2))])))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes through the model: shared prefixes once, finished rows no more, chunks that lose nobody."""
+"""The library decoder's forwards: shared prefixes once, finished rows leave, batches are complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def forwards(bench: Bench) -> Iterator[list[tuple[int, int]]]:
-    """The shape (rows, tokens) of every forward."""
+    """Record the shape (rows, tokens) of every forward."""
     seen: list[tuple[int, int]] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -47,19 +47,19 @@ def small(folder: Path, space: str = "lora", **tree: Any) -> Any:
 # --- the work done --------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_is_computed_once_a_member(folder: Path) -> None:
+def test_prefill_reads_a_shared_prefix_once_per_member(folder: Path) -> None:
     with Bench(small(folder), stop_ids=[]) as bench, forwards(bench) as seen:
         bench.ask(bench.plan(), requests(PROMPTS["shared"], Sampling(3)))
         assert seen == [(6, len(PREFIX)), (18, 9), (18, 1), (18, 1)]
 
 
-def test_prompts_that_share_nothing_are_padded(folder: Path) -> None:
+def test_prefill_pads_prompts_without_shared_prefix(folder: Path) -> None:
     with Bench(small(folder), stop_ids=[]) as bench, forwards(bench) as seen:
         bench.ask(bench.plan(), requests(PROMPTS["apart"], Sampling(3)))
         assert seen == [(18, 11), (18, 1), (18, 1)]
 
 
-def test_samples_of_a_prompt_share_its_prefill_and_differ(folder: Path) -> None:
+def test_samples_share_the_prefill_and_differ(folder: Path) -> None:
     warm = Sampling(3, temperature=1.5)
     asked = [Request(i, PROMPTS["apart"][i % 2], warm, i) for i in range(8)]
     with Bench(small(folder), stop_ids=[]) as bench, forwards(bench) as seen:
@@ -73,7 +73,7 @@ def test_samples_of_a_prompt_share_its_prefill_and_differ(folder: Path) -> None:
 
 @contextmanager
 def rows_through(module: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of everything that goes through a module."""
+    """Record rows and tokens of every call of a module."""
     seen: list[tuple[int, int]] = []
     handle = module.register_forward_pre_hook(lambda _module, inputs: seen.append(tuple(inputs[0].shape[:2])))
     try:
@@ -82,13 +82,13 @@ def rows_through(module: Any) -> Iterator[list[tuple[int, int]]]:
         handle.remove()
 
 
-def test_a_prefix_takes_no_logits(folder: Path) -> None:
+def test_prefill_computes_no_logits_for_a_shared_prefix(folder: Path) -> None:
     with Bench(small(folder), stop_ids=[]) as bench, rows_through(bench.model.lm_head) as seen:
         bench.ask(bench.plan(), requests(PROMPTS["shared"], Sampling(2)))
     assert seen == [(6, 0), (18, 1), (18, 1)]
 
 
-def test_layers_below_what_evolves_read_a_prompt_once_and_not_once_a_member(folder: Path) -> None:
+def test_prefill_runs_layers_below_the_evolved_ones_once_per_prompt(folder: Path) -> None:
     config = small(folder, lora={"target_layers": [1]})
     with Bench(config, stop_ids=[]) as bench:
         below, above = (bench.model.model.layers[i].self_attn.q_proj for i in (0, 1))
@@ -103,8 +103,8 @@ def test_layers_below_what_evolves_read_a_prompt_once_and_not_once_a_member(fold
 @pytest.mark.first("qwen2-shared", "mpt-apart")
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "mpt", "mistral"])
-def test_what_members_share_is_what_each_would_compute(family: str, prompts: str, tmp_path: Path) -> None:
-    """Log-probabilities with the first layer computed once a prompt, and once a member."""
+def test_shared_layers_give_the_log_probabilities_of_separate_ones(family: str, prompts: str, tmp_path: Path) -> None:
+    """Compare log-probabilities with the first layer computed once per prompt and once per member."""
     found: list[torch.Tensor] = []
     for shares in (True, False):
         config = small(build(family, tmp_path), lora={"target_layers": [1]})
@@ -119,7 +119,7 @@ def test_what_members_share_is_what_each_would_compute(family: str, prompts: str
 
 @contextmanager
 def masks(bench: Bench) -> Iterator[list[torch.Tensor]]:
-    """The mask that each forward is given."""
+    """Record the mask of each forward."""
     seen: list[torch.Tensor] = []
     note = lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"])  # noqa: E731
     handle = bench.model.register_forward_pre_hook(note, with_kwargs=True)
@@ -134,8 +134,8 @@ def masks(bench: Bench) -> Iterator[list[torch.Tensor]]:
     ("family", "once"),
     [("qwen2", True), ("opt", True), ("gpt_neox", True), ("mistral", False), ("qwen2_windows", False), ("mpt", False)],
 )
-def test_a_mask_is_made_once_where_all_that_it_tells_is_the_padding(family: str, once: bool, tmp_path: Path) -> None:
-    """The library makes one of each step where a window or ALiBi counts columns. Answers are the same to the bit."""
+def test_decoding_mask_is_made_once_if_it_only_covers_padding(family: str, once: bool, tmp_path: Path) -> None:
+    """With a window or ALiBi transformers makes a mask in each step. Completions have the same bits."""
     said: list[list[Rollout]] = []
     for own in (once, False):
         with Bench(small(build(family, tmp_path)), stop_ids=[]) as bench, masks(bench) as seen:
@@ -150,7 +150,7 @@ def test_a_mask_is_made_once_where_all_that_it_tells_is_the_padding(family: str,
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_one_token_costs_one_forward(space: str, folder: Path) -> None:
+def test_one_token_takes_one_forward(space: str, folder: Path) -> None:
     with Bench(small(folder, space), stop_ids=[]) as bench, forwards(bench) as seen:
         cells = bench.ask(bench.plan(), requests(PROMPTS["apart"][:1], Sampling(1)))
         assert seen == ([(6, 5)] if space != "full" else [(1, 5)] * 6)
@@ -167,8 +167,8 @@ def test_finished_rows_leave_at_once(folder: Path) -> None:
     assert len(seen) == max(lengths)
 
 
-def test_attention_is_not_asked_of_a_library_that_plans_anew_for_each_shape(folder: Path) -> None:
-    """A mask makes torch choose cuDNN on recent GPUs; the process has its choice again afterwards."""
+def test_forward_disables_cudnn_attention(folder: Path) -> None:
+    """With a mask torch prefers cuDNN on recent GPUs. The process's setting is restored afterwards."""
     asked = torch.backends.cuda.cudnn_sdp_enabled
     found: list[bool] = []
     with Bench(small(folder)) as bench:
@@ -178,8 +178,8 @@ def test_attention_is_not_asked_of_a_library_that_plans_anew_for_each_shape(fold
     assert found == [False, False] and asked()
 
 
-def test_batches_shrink_to_few_sizes_that_are_hardly_larger() -> None:
-    """A GPU looks for its kernels anew at each size; no row more than an eighth of those that are needed."""
+def test_size_for_returns_few_sizes_close_to_the_rows() -> None:
+    """A GPU selects kernels for each new size; padding is at most an eighth of the rows."""
     sizes = {rows: size_for(rows) for rows in range(1, 4097)}
     assert all(rows <= size <= rows * 9 / 8 for rows, size in sizes.items())
     assert len(set(sizes.values())) == 16 + SIZES * 8 and set(range(1, 17)) < set(sizes.values())
@@ -220,7 +220,7 @@ def test_no_stop_token_means_full_length(folder: Path) -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 18, 1000])
 @pytest.mark.parametrize("space", SPACES)
-def test_every_member_answers_every_request_once(space: str, max_rows: int, folder: Path) -> None:
+def test_rollout_returns_one_completion_per_member_and_request(space: str, max_rows: int, folder: Path) -> None:
     config = small(folder, space, engine={"max_rows": max_rows})
     with Bench(config, stop_ids=MANY_STOPS) as bench, forwards(bench) as seen:
         cells = bench.ask(bench.plan(), requests(PROMPTS["apart"], Sampling(5)))
@@ -231,7 +231,7 @@ def test_every_member_answers_every_request_once(space: str, max_rows: int, fold
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_a_little_memory_makes_small_chunks(space: str, folder: Path) -> None:
+def test_low_memory_makes_small_batches(space: str, folder: Path) -> None:
     config = small(folder, space, engine={"memory_gib": 5e-5})
     with Bench(config) as bench, forwards(bench) as seen:
         bench.ask(bench.plan(), requests(PROMPTS["apart"], Sampling(5)))
@@ -239,8 +239,8 @@ def test_a_little_memory_makes_small_chunks(space: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_members_in_chunks_are_the_members_in_one_batch(space: str, folder: Path) -> None:
-    """Texts may differ with the shape of a batch; the log-probabilities of a first token hardly do."""
+def test_small_batches_give_the_log_probabilities_of_one_batch(space: str, folder: Path) -> None:
+    """Texts may depend on the batch shape; log-probabilities of a first token differ only by rounding."""
     firsts = []
     for max_rows in (1000, 7, 2):
         config = small(folder, space, engine={"max_rows": max_rows})
@@ -290,7 +290,7 @@ def test_the_mean_is_the_base_model_at_first(space: str, folder: Path) -> None:
         assert [list(among[-1, i].token_ids) for i in range(3)] == wanted
 
 
-def test_the_mean_answers_before_there_is_a_space(folder: Path) -> None:
+def test_rollout_of_the_mean_works_before_start(folder: Path) -> None:
     from evoalign import engines, tokens
     from evoalign.errors import EvoalignError
 
@@ -298,7 +298,7 @@ def test_the_mean_answers_before_there_is_a_space(folder: Path) -> None:
     engine = engines.create(config, tokens.load(config.model))
     asked = requests(PROMPTS["apart"], Sampling(4))
     assert len(list(engine.rollout(MEAN_PLAN, asked))) == 3
-    with pytest.raises(EvoalignError, match="call start first"):
+    with pytest.raises(EvoalignError, match="no space yet"):
         list(engine.rollout(Plan(0, 0.1, (MEAN, MEAN)), asked))
     engine.close()
 
@@ -337,7 +337,7 @@ def test_a_rollout_that_fails_leaves_the_mean(space: str, folder: Path, monkeypa
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_bfloat16_serves_the_rounded_mean_and_members_that_differ(space: str, folder: Path) -> None:
+def test_bfloat16_serves_the_rounded_mean_and_distinct_members(space: str, folder: Path) -> None:
     config = make_config(folder, space, model={"dtype": "bfloat16"}, es={"population_size": 10})
     with Bench(config, stop_ids=[2]) as bench:
         bench.move()
@@ -356,7 +356,7 @@ def test_bfloat16_serves_the_rounded_mean_and_members_that_differ(space: str, fo
 
 
 def test_bfloat16_is_close_to_float32(folder: Path) -> None:
-    """Log-probabilities of a forced first token under each member, in both precisions."""
+    """Compare log-probabilities of a forced first token under each member in both dtypes."""
     logprobs = []
     for dtype in ("float32", "bfloat16"):
         with Bench(make_config(folder, model={"dtype": dtype}, es={"sigma": 0.01})) as bench:
@@ -365,8 +365,8 @@ def test_bfloat16_is_close_to_float32(folder: Path) -> None:
     assert (logprobs[0] - logprobs[1]).abs().median() < 0.15
 
 
-def test_members_answer_under_autocast(folder: Path) -> None:
-    """As a trainer in mixed precision asks them: float32 weights and adapters, arithmetic in bfloat16."""
+def test_rollout_works_under_autocast(folder: Path) -> None:
+    """As in a mixed-precision trainer: float32 weights and adapters, bfloat16 arithmetic."""
     with Bench(small(folder)) as bench:
         asked = requests([ids(5, 2)], Sampling(1), logprobs=True)
         plain = bench.ask(bench.plan(), asked)
@@ -377,8 +377,8 @@ def test_members_answer_under_autocast(folder: Path) -> None:
         assert (ours - theirs).abs().median() < 0.15
 
 
-def test_hooks_add_nothing_once_a_rollout_is_over(folder: Path) -> None:
-    """Whoever else calls the model gets the model, also where the rollout was left half-way."""
+def test_hooks_add_nothing_after_a_rollout(folder: Path) -> None:
+    """Other callers get the plain model, also after an abandoned rollout."""
     with Bench(small(folder)) as bench:
         before = next_logits(bench.model, PROMPTS["apart"][0], [30, 31])
         bench.move()

@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: dict[str, Path]) -> None:
-    """A matrix each, 4 experts in 2 layers; the router evolves in space full alone; the dry run knows what starts."""
+    """There are 4 experts in 2 layers. The router evolves only in space full. The dry run has the same tensors."""
     config = make_config(folders[family], space)
     with Bench(config) as bench:
         modules = Counter(module_of(t.module) for t in bench.layout.tensors if "norm" not in t.module)
@@ -62,7 +62,7 @@ def test_every_matrix_of_every_expert_evolves(family: str, space: str, folders: 
     assert ("; not: embed_tokens, gate, lm_head" in shares[0]) == (space != "full")
 
 
-def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(folders: dict[str, Path]) -> None:
+def test_target_modules_may_exclude_experts_or_select_one_matrix(folders: dict[str, Path]) -> None:
     def of(space: str, modules: list[str]) -> set[str]:
         config = make_config(folders["qwen3_moe"], space, **{space: {"target_modules": modules}})
         with Bench(config) as bench:
@@ -90,10 +90,10 @@ def test_chosen_modules_may_leave_experts_out_or_take_one_of_their_matrices(fold
         ("gpt_oss", "full", "transformers", None),
     ],
 )
-def test_what_does_not_evolve_is_told_with_its_reason(
+def test_left_out_names_tensors_with_the_reason(
     family: str, space: str, engine: str, told: str | None, tmp_path: Path
 ) -> None:
-    """And nothing else is said to be left out; what is said to evolve does."""
+    """Only those tensors are left out."""
     config = make_config(build(family, tmp_path / family), space, engine={"name": engine})
     specs = specs_of_config(config)
     layout = spaces.create(config).layout(specs, torch.float32)
@@ -103,8 +103,8 @@ def test_what_does_not_evolve_is_told_with_its_reason(
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_vllm_in_process_is_refused_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
-    """It would load the model first, and keep the experts as nothing that ES can move."""
+def test_vllm_refuses_a_mixture_before_it_starts(space: str, folders: dict[str, Path]) -> None:
+    """It must not load the model first."""
     config = make_config(folders["mixtral"], space, engine={"name": "vllm"})
     with pytest.raises(ModelError, match=r"\(mixtral\) is a mixture of experts, .* vllm .* engine transformers"):
         specs_of_config(config)
@@ -113,8 +113,8 @@ def test_vllm_in_process_is_refused_a_mixture_before_it_starts(space: str, folde
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.first("mixtral-lora ab", "qwen3_moe-lowrank")
-def test_members_with_experts_of_their_own_are_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
-    """A shared beginning, padding, rows that leave at stop tokens; the mean after an update, too."""
+def test_members_of_a_mixture_equal_plain_models(family: str, name: str, folders: dict[str, Path]) -> None:
+    """With a shared prefix, padding and rows that leave at stop tokens; also the mean after an update."""
     space, sections = SPACES[name]
     stops = range(0, VOCABULARY, 12)
     run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"], stop_ids=stops)
@@ -122,19 +122,17 @@ def test_members_with_experts_of_their_own_are_plain_models(family: str, name: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
-def test_the_noise_is_as_wide_as_a_layers_experts_and_projections_are_large(
-    family: str, folders: dict[str, Path]
-) -> None:
+def test_noise_multiplier_scales_by_experts_and_projections(family: str, folders: dict[str, Path]) -> None:
     config = make_config(folders[family], "lowrank", es={"noise_multiplier": 0.3, "learning_rate": 0.3})
     run(config, folders[family], PROMPTS["apart"])
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank"])
-def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
+def test_log_probabilities_of_a_mixture_equal_the_plain_model_in_any_batch(
     space: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where few rows fit at once and few factors are gathered at a time."""
-    from evoalign.engines.transformers import experts
+    """Also with few rows per batch and few factors gathered at a time."""
+    from evoalign.engines.transformers import adapters
 
     config = make_config(folders["qwen3_moe"], space, es={"population_size": 5})
     few = make_config(folders["qwen3_moe"], space, es={"population_size": 5}, engine={"max_rows": 4})
@@ -144,7 +142,7 @@ def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
         other.move()
         rebuilt, plan = Rebuilt(bench, folders["qwen3_moe"], update), bench.plan()
         whole = bench.ask(plan, asked)
-        monkeypatch.setattr(experts, "ROOM", 100)
+        monkeypatch.setattr(adapters, "ROOM", 100)
         cut = other.ask(plan, asked)
     for member in plan.members:
         model = rebuilt.become(member, plan.generation)
@@ -156,8 +154,8 @@ def test_log_probabilities_are_those_of_the_plain_model_in_chunks_of_any_size(
                 assert torch.allclose(torch.tensor(got.logprobs), want, atol=1e-4)
 
 
-def test_in_bfloat16_members_are_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
-    """The mean lies in float32 beside the served experts, which are that rounded; members differ and add up."""
+def test_bfloat16_members_of_a_mixture_equal_their_weights_up_to_rounding(folders: dict[str, Path]) -> None:
+    """The float32 mean is kept besides the served experts, which are its rounding; members differ."""
     from evoalign.testing.answers import written
 
     config = make_config(folders["mixtral"], "lowrank", model={"dtype": "bfloat16"}, es={"population_size": 4})
@@ -186,7 +184,7 @@ def test_in_bfloat16_members_are_their_weights_up_to_rounding(folders: dict[str,
 
 
 class _Plain:
-    """What `written` wants of a bench."""
+    """The attributes of a bench that `written` uses."""
 
     def __init__(self, bench: Bench) -> None:
         self.config, self.engine, self.space, self.layout = bench.config, bench.engine, bench.space, bench.layout

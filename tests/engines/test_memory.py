@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout keeps to `engine.memory_gib`: cache, logits, and what lives while prompts are read."""
+"""A rollout stays within `engine.memory_gib`: cache, logits, and activations of a prefill."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evoalign.engines.transformers.cache import RoomCache
-from evoalign.engines.transformers.memory import Footprint
+from evoalign.engines.transformers.prefill import RoomCache
+from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import MEAN_PLAN, Sampling
 from families import FAMILIES, Bench, build, ids, make_config, requests
 from live_memory import LiveMemory
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def skipped_where_torch_has_no_kernel() -> Generator[None]:
-    """A CPU with AMX that is told to do without AVX-512 (ATEN_CPU_CAPABILITY): torch packs bfloat16 for it and raises.
+    """On a CPU with AMX and ATEN_CPU_CAPABILITY without AVX-512, torch packs bfloat16 for AMX and raises.
 
     A CPU that has neither is asked for no such packing.
     """
@@ -43,7 +43,7 @@ def skipped_where_torch_has_no_kernel() -> Generator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_formula_bounds_what_lives_in_a_prefill(
+def test_footprint_bounds_the_memory_of_a_prefill(
     family: str, padded: bool, dtype: str, folders: dict[str, Path]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -68,7 +68,7 @@ def test_the_formula_bounds_what_lives_in_a_prefill(
 def peak(
     folder: Path, space: str, limit: float | None, temperature: float, target: list[int] | None, decoder: str
 ) -> int:
-    """Most bytes that live in a rollout of members on long prompts of several lengths."""
+    """Return the peak bytes of a rollout of members on long prompts of several lengths."""
     section = {} if space == "full" else {space: {"target_layers": target}}
     config = make_config(
         folder, space, es={"population_size": 2}, engine={"memory_gib": limit, "decoder": decoder}, **section
@@ -87,7 +87,7 @@ def peak(
     ("space", "target", "temperature"),
     [("lora", None, 0.0), ("lora", None, 1.0), ("lora", [1], 0.0), ("full", None, 0.0)],
 )
-def test_a_rollout_keeps_to_its_limit(
+def test_rollout_stays_within_memory_gib(
     space: str, target: list[int] | None, temperature: float, decoder: str, folders: dict[str, Path]
 ) -> None:
     free = peak(folders["qwen2"], space, 1.0, temperature, target, decoder)
@@ -95,10 +95,10 @@ def test_a_rollout_keeps_to_its_limit(
     assert peak(folders["qwen2"], space, limit / 2**30, temperature, target, decoder) < limit
 
 
-def test_what_the_static_decoder_keeps_from_one_rollout_to_the_next_is_within_the_limit(
+def test_static_decoder_memory_stays_within_the_limit_across_rollouts(
     folders: dict[str, Path],
 ) -> None:
-    """Memory for many short rows beside that for few long ones would be more than either needs."""
+    """Memory for many short rows and for few long ones together would exceed what either needs."""
     limit = 4 * 2**20
     config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
     with Bench(config, stop_ids=[]) as bench:
@@ -112,24 +112,24 @@ def test_what_the_static_decoder_keeps_from_one_rollout_to_the_next_is_within_th
     assert live.peak < limit
 
 
-def test_a_batch_that_fits_what_is_kept_is_planned_anew_where_its_logits_take_more(folders: dict[str, Path]) -> None:
-    """Drawing takes more than the likeliest token does, beside rows that were made for longer texts."""
+def test_static_decoder_reallocates_when_logits_need_more_memory(folders: dict[str, Path]) -> None:
+    """Sampling needs more memory than greedy decoding, on top of rows allocated for longer texts."""
     limit = 4 * 2**20
     config = make_config(folders["qwen2"], engine={"memory_gib": limit / 2**30, "decoder": "static"})
     with Bench(config, stop_ids=[]) as bench:
         bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(60)], Sampling(LONG)))
         static = bench.engine._static  # type: ignore[attr-defined]
-        rows = static._made.shape.rows
+        rows = static._memory.shape.rows
         bench.ask(MEAN_PLAN, requests([ids(8, i) for i in range(rows)], Sampling(4, 1.0)))
         footprint = Footprint.of(bench.model)
-        taken = static._kept(static._made.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
+        taken = static._bytes_of(static._memory.shape) + rows * footprint.logits(greedy=False) + footprint.least(8)
     assert rows < 60 and taken <= limit
 
 
 @pytest.mark.first("qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_members_answer_alike_whatever_the_pieces(family: str, folders: dict[str, Path]) -> None:
-    """Prompts read in one piece, in a few, and one by one, with a shared beginning and padding."""
+def test_completions_do_not_depend_on_prefill_pieces(family: str, folders: dict[str, Path]) -> None:
+    """Prompts are read in one piece, in a few, and one by one, with a shared prefix and padding."""
     start, firsts = ids(20, 1), []
     prompts = [start + ids(3 + i % 3, 2 + i) for i in range(5)]
     for limit in (1.0, 2.5e-3, 1e-5):

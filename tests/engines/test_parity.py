@@ -38,7 +38,7 @@ SPACES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Rebuilt:
-    """A plain model whose weights are those of any member, from the base weights, the normals and one update."""
+    """A plain model with the weights of any member, from the base weights, the normals and one update."""
 
     def __init__(self, bench: Bench, path: str | Path, update: Update, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
@@ -51,7 +51,7 @@ class Rebuilt:
         self.moves: dict[str, torch.Tensor] = {}
 
     def become(self, member: Member, generation: int) -> Any:
-        """Write a member's weights in."""
+        """Set the weights of a member."""
         with torch.no_grad():
             for name, weight in self._weights(member, generation):
                 self.parameters[name].copy_(weight)
@@ -68,14 +68,14 @@ class Rebuilt:
                 yield tensor.name, self.base[tensor.name] + self._change(tensor.name, member, generation)
 
     def _moved(self, module: str, factor: str, member: Member, generation: int) -> torch.Tensor:
-        """A LoRA factor: where it starts, where the update took it, and the member's noise."""
+        """Return a LoRA factor: its start, the update and the member's noise."""
         name = f"{module.removesuffix('.weight')}.lora_{factor}.weight"
         start = self.bench.space.start(self.bench.layout, name, "cpu").to(self.device).double()
         evolves = factor == "B" or self.config.lora.evolve == "ab"
         return start + self._change(name, member, generation) if evolves else start
 
     def _change(self, name: str, member: Member, generation: int) -> torch.Tensor:
-        """The update's move and the member's noise, by the step convention."""
+        """Return the update's move and the member's noise, by the step convention."""
         if name not in self.moves:
             pairs = zip(self.update.members, self.update.coefficients, strict=True)
             total = sum(c * m.sign * self._noise(name, self.update.generation, m) for m, c in pairs)
@@ -86,7 +86,7 @@ class Rebuilt:
         return self.moves[name] + width * member.sign * self._noise(name, generation, member)
 
     def _noise(self, name: str, generation: int, member: Member) -> torch.Tensor:
-        """One member's noise with unit variance, dense."""
+        """Return one member's dense noise with unit variance."""
         normals = self.bench.space.noise(self.bench.layout, name, generation, [member.noise])
         if isinstance(normals, Factors):
             a, b = (factor[0].to(self.device).double() for factor in (normals.a, normals.b))
@@ -107,7 +107,7 @@ def _layer(name: str) -> str:
 
 
 def check(model: Any, prompt: Sequence[int], got: Sequence[int], stop_ids: Sequence[int]) -> None:
-    """Every token is the likeliest by a plain forward over what came before, up to ties, and a stop token is last."""
+    """Assert that each token is the likeliest in a plain forward, up to ties, and that a stop token is last."""
     logits = next_logits(model, prompt, got)
     chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
     assert (logits.amax(-1) - chosen).max() <= TIE
@@ -116,7 +116,7 @@ def check(model: Any, prompt: Sequence[int], got: Sequence[int], stop_ids: Seque
 
 
 def same_or_tied(model: Any, prompt: tuple[int, ...], got: Sequence[int], stop_ids: Sequence[int]) -> bool:
-    """Whether the tokens are those of plain `generate`; a difference has to begin at a tie."""
+    """Return whether the tokens are those of plain `generate`; a difference must begin at a tie."""
     whole = torch.tensor([prompt])
     out = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=TOKENS, do_sample=False,
                          eos_token_id=list(stop_ids), pad_token_id=0)  # fmt: skip
@@ -163,7 +163,7 @@ def run(
 
 
 def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
-    """Questions with the chat template (a shared beginning) and a raw line (none) of other lengths."""
+    """Return questions with the chat template (a shared prefix) and a raw line (none) of other lengths."""
     from evoalign import tokens
 
     loaded = tokens.load(config.model)
@@ -174,7 +174,7 @@ def tiny_prompts(config: Config) -> tuple[tuple[int, ...], ...]:
 @pytest.mark.slow
 @pytest.mark.last("[lora b]", "[lora ab]", "noise_multiplier", "[lowrank]", "[full]", "full, antithetic")
 @pytest.mark.parametrize("name", SPACES)
-def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
+def test_members_of_tiny_equal_plain_models(name: str) -> None:
     from evoalign.models import tiny
 
     space, sections = SPACES[name]
@@ -186,7 +186,7 @@ def test_members_of_the_tiny_model_are_plain_models(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("decoder", ["library", "static"])
 @pytest.mark.parametrize(("space", "sigma"), [("lora", 0.01), ("lowrank", 0.01), ("full", 0.003)])
-def test_members_of_a_published_model_are_plain_models(space: str, sigma: float, decoder: str, smollm2: Path) -> None:
+def test_members_of_smollm2_equal_plain_models(space: str, sigma: float, decoder: str, smollm2: Path) -> None:
     es = {"sigma": sigma, "learning_rate": sigma / 2, "population_size": 4}
     config = make_config(smollm2, space, model={"dtype": "float32"}, es=es, engine={"decoder": decoder})
     run(config, smollm2, tiny_prompts(config), generate=True)
@@ -205,10 +205,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_members_of_every_family_are_plain_models(
+def test_members_of_every_family_equal_plain_models(
     family: str, prompts: str, deterministic: bool, folders: dict[str, Path]
 ) -> None:
-    """All linear projections, in a batch with padding that rows leave, with and without a prefix."""
+    """All linear projections, in a batch with padding that rows leave, with and without a shared prefix."""
     config = make_config(folders[family], deterministic=deterministic)
     run(config, folders[family], PROMPTS[prompts], stop_ids=range(0, VOCABULARY, 12))
 
@@ -217,7 +217,7 @@ def test_members_of_every_family_are_plain_models(
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_members_are_plain_models_to_the_static_decoder(
+def test_members_of_the_static_decoder_equal_plain_models(
     family: str, name: str, prompts: str, folders: dict[str, Path]
 ) -> None:
     space, sections = SPACES[name]
@@ -228,7 +228,7 @@ def test_members_are_plain_models_to_the_static_decoder(
 @pytest.mark.first("llama-lora")
 @pytest.mark.parametrize("name", ["lora b, rank 4, antithetic", "lora ab", "lowrank, rank 4, antithetic", "full"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_every_space_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:
+def test_every_space_works_on_other_families(family: str, name: str, folders: dict[str, Path]) -> None:
     space, sections = SPACES[name]
     run(make_config(folders[family], space, **sections), folders[family], PROMPTS["shared"])
 
@@ -244,7 +244,7 @@ def test_all_linear_projections_of_the_layers_are_targets(folders: dict[str, Pat
     assert found["opt"] == {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}
 
 
-def test_chosen_layers_and_modules_alone_evolve(folders: dict[str, Path]) -> None:
+def test_only_selected_layers_and_modules_evolve(folders: dict[str, Path]) -> None:
     section = {"target_layers": [1], "target_modules": ["query_key_value"]}
     config = make_config(folders["gpt_neox"], lora=section, es={"sigma": 0.3, "learning_rate": 0.1})
     with Bench(config) as bench:
@@ -260,7 +260,7 @@ def test_chosen_layers_and_modules_alone_evolve(folders: dict[str, Path]) -> Non
         ({"target_modules": ["c_attn"]}, "target_modules: no module 'c_attn'; the model has dense, dense_4h_to_h, "),
     ],
 )
-def test_a_target_that_is_not_there_is_named(
+def test_missing_targets_are_named_in_the_error(
     space: str, section: dict[str, Any], message: str, folders: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError) as error:

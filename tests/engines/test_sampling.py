@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing tokens: the right distribution, cut as transformers cuts it, with random numbers common to all members."""
+"""Sampling of tokens: the distribution, the top_p of transformers, and random numbers common to all members."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bench(folder: Path) -> Iterator[Bench]:
-    """In whose model adapters lie, for a plain forward to meet them."""
+    """A bench whose model keeps adapters on, so that a plain forward includes them."""
     with Bench(make_config(folder, es={"population_size": 6}, engine={"decoder": "library"}), stop_ids=[2]) as bench:
         bench.move()
         yield bench
 
 
 def inverse_cdf(logits: Sequence[float], uniform: float, sampling: Sampling) -> int:
-    """The same draw in numpy, written from the definition: likeliest first, the smallest set that reaches top_p."""
+    """Draw in NumPy from the definition: likeliest first, the smallest set that reaches top_p."""
     z = np.asarray(logits, dtype=np.float64) / sampling.temperature
     p = np.exp(z - z.max())
     p /= p.sum()
@@ -89,7 +89,7 @@ def test_frequencies_are_the_probabilities() -> None:
 
 
 def test_the_engine_draws_with_the_stated_uniforms(bench: Bench) -> None:
-    """Tokens of the mean, each rebuilt from a plain forward and numpy."""
+    """Tokens of the mean are recomputed from a plain forward and NumPy."""
     key = noise.key(bench.config.seed, "sampling", "")
     asked = requests(PROMPTS["apart"], WARM)
     cells = bench.ask(Plan(1, 0.0, bench.members), asked)
@@ -102,7 +102,7 @@ def test_the_engine_draws_with_the_stated_uniforms(bench: Bench) -> None:
 
 
 def _mean_logits(bench: Bench, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-    """Logits of the mean: its adapters are those that the hooks hold while a rollout of it is under way."""
+    """Return logits of the mean, whose adapters the hooks hold during its rollout."""
     rollout = bench.engine.rollout(MEAN_PLAN, requests([tuple(prompt)], Sampling(1)))
     next(iter(rollout))
     logits = next_logits(bench.model, prompt, completion)
@@ -119,7 +119,7 @@ def test_members_with_the_same_distribution_draw_the_same_tokens(bench: Bench) -
     assert len({apart[m.index, 0].token_ids for m in bench.members}) > 1
 
 
-def test_the_seed_of_a_request_decides_and_its_place_does_not(bench: Bench) -> None:
+def test_draws_depend_on_the_seed_and_not_on_the_order(bench: Bench) -> None:
     prompt = PROMPTS["apart"][0]
     asked = [Request(i, prompt, WARM, seed) for i, seed in enumerate([8, 9, 8, 2**62 + 8])]
     cells = bench.ask(MEAN_PLAN, asked)
@@ -139,7 +139,7 @@ def test_another_run_seed_draws_other_tokens(folder: Path, bench: Bench) -> None
 
 @pytest.mark.parametrize("sampling", [Sampling(12), WARM])
 def test_logprobs_are_those_of_a_plain_forward(bench: Bench, sampling: Sampling) -> None:
-    """Of the untempered distribution, also where the draw was tempered and cut."""
+    """They are of the distribution at temperature 1, also if the draw used another temperature and top_p."""
     asked = requests(PROMPTS["shared"], sampling, logprobs=True)
     cells = bench.ask(MEAN_PLAN, asked)
     for request in asked:
@@ -150,14 +150,14 @@ def test_logprobs_are_those_of_a_plain_forward(bench: Bench, sampling: Sampling)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), wanted, atol=2e-4, rtol=0)
 
 
-def test_logprobs_come_where_they_were_asked_for(bench: Bench) -> None:
+def test_logprobs_are_returned_only_on_request(bench: Bench) -> None:
     prompts = PROMPTS["apart"]
     asked = [Request(i, p, WARM, i, logprobs=i == 1) for i, p in enumerate(prompts)]
     cells = bench.ask(MEAN_PLAN, asked)
     assert [cells[-1, i].logprobs is None for i in range(3)] == [True, False, True]
 
 
-def test_requests_that_differ_in_sampling_are_answered_as_alone(bench: Bench) -> None:
+def test_requests_with_other_sampling_give_the_same_completions_together(bench: Bench) -> None:
     asked = [Request(0, (30, 31), Sampling(4)), Request(1, (30, 31), Sampling(5)), Request(2, (30, 31), WARM, 7)]
     together = bench.ask(MEAN_PLAN, asked)
     assert [len(together[-1, i].token_ids) <= n for i, n in enumerate((4, 5))] == [True, True]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members in the static decoder are plain models with their weights merged, at every position of every row.
+"""Members in the static decoder equal plain models with merged weights, at every position of every row.
 
 A plain model, whose weights `Rebuilt` computes from the normals alone, reads prompt and answer in one forward: no
 cache, no batch of other members, none of the package's kernels. The engine's log-probability of each of its tokens is
@@ -21,14 +21,14 @@ import torch
 from test_parity import Rebuilt
 
 from evoalign.config import Config
-from evoalign.engines.transformers import fixed
+from evoalign.engines.transformers import static_memory
 from evoalign.types import MEAN, Member, Rollout, Sampling
 from families import Bench, ids, make_config, requests
 
 BOUND = 1e-4
 TIES = 0.01
 LENGTHS = (3, 17, 5, 9, 24, 4, 11, 7, 13, 6, 20, 8)
-"""Of prompts: more rows than the smallest batch, so that rows leave one member's, too."""
+"""Number of prompts: more rows than the smallest batch, so that rows of one member also leave."""
 SIGMAS = {"lora": 0.01, "lowrank": 0.01, "full": 0.003}
 PUBLISHED = {**SIGMAS, "lowrank": 0.003}
 """Of SmolLM2. At 0.01 members of `lowrank` are 1.04e-4 from a plain model by either decoder (library 1.1e-4, each other
@@ -40,13 +40,13 @@ GPU: of 3,369 the farthest is 2.1e-4 from float64, by the library 1.3e-4, by a p
 
 @dataclass
 class Found:
-    """How far the engine's rows are from a model's."""
+    """Differences between the engine's rows and a model's."""
 
     worst: float = 0.0
     positions: int = 0
     tied: int = 0
     other: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
-    """Rows with a token that is not the model's, and no tie."""
+    """Rows with a token that differs from the model's without a tie."""
 
     def fails(self, rows: int) -> bool:
         return bool(self.worst > BOUND or self.other or self.tied > TIES * rows)
@@ -54,7 +54,7 @@ class Found:
 
 @torch.inference_mode()
 def held(model: Any, prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], found: Found) -> None:
-    """Hold rows against a model's own forward over prompts and answers, which are filled up behind."""
+    """Compare rows with a model's forward over prompts and completions, padded at the end."""
     texts = [(*prompt, *rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
     width = max(map(len, texts))
     whole = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=model.device)
@@ -81,8 +81,8 @@ def members_are_plain_models(
     config: Config, path: Path | str, tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = list[int]()
-    keep: Callable[..., None] = fixed.State.keep
-    monkeypatch.setattr(fixed.State, "keep", lambda state, rows: left.append(len(rows)) or keep(state, rows))
+    keep: Callable[..., None] = static_memory.State.keep
+    monkeypatch.setattr(static_memory.State, "keep", lambda state, rows: left.append(len(rows)) or keep(state, rows))
     prompts = [ids(length, length) for length in LENGTHS]
     with Bench(config, range(0, vocabulary, 12)) as bench:
         rebuilt = Rebuilt(bench, path, bench.move(), "cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +113,7 @@ def config_of(path: Path | str, space: str, members: int, sigma: float) -> Confi
 
 
 @pytest.mark.parametrize("space", SIGMAS)
-def test_members_of_the_tiny_model(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_members_of_tiny_equal_merged(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from evoalign.models import tiny
 
     members_are_plain_models(config_of("tiny", space, 30, SIGMAS[space]), tiny(), 33, 1024, monkeypatch)
@@ -122,13 +122,13 @@ def test_members_of_the_tiny_model(space: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
-def test_members_of_a_published_model(space: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_members_of_smollm2_equal_merged(space: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members_are_plain_models(config_of(smollm2, space, 30, PUBLISHED[space]), smollm2, 17, 49152, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of Qwen2.5-0.5B's shape, with which logits are a few units wide."""
+    """Create random weights of the shape of Qwen2.5-0.5B, with logits a few units wide."""
     import shutil
 
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -155,8 +155,10 @@ def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("space", SIGMAS)
-def test_members_of_half_a_billion_weights(space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few members where no GPU computes the plain models."""
+def test_static_members_of_half_a_billion_equal_merged(
+    space: str, half_a_billion: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are few members if no GPU computes the plain models."""
     members = 30 if torch.cuda.is_available() else 6
     members_are_plain_models(
         config_of(half_a_billion, space, members, HALF[space]), half_a_billion, 17, 151936, monkeypatch

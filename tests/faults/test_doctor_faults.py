@@ -354,7 +354,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     finding = of(preflight.doctor(config(tmp_path, engine={"device": "cuda"})), "engine")
-    assert finding.status == "failed" and "cuda is not there; use cpu or auto" in finding.detail
+    assert finding.status == "failed" and "engine.device: cuda does not exist" in finding.detail
 
 
 def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

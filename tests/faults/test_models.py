@@ -107,7 +107,7 @@ def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(tiny() / file, tmp_path / name)
-        with pytest.raises(ModelError, match=rf"\({name}\) keeps a recurrent state"):
+        with pytest.raises(ModelError, match=rf"\({name}\) has a recurrent state"):
             load(tmp_path / name)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every population kernel once at small widths, for NVIDIA's compute-sanitizer.
+"""Run every population kernel once at small widths, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize_population.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize_population.py
 
-Tensors are allocated one by one, without torch's pool, so that a step beyond one is seen. Results are checked too.
+Tensors are allocated one by one, without torch's pool, so that out-of-bounds accesses are detected. Results are checked
+too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from population_math import Draw
 
 
 def main() -> None:
-    """Run all kernels for a few ranks; exit with 1 where there is nothing to run them on."""
+    """Run all kernels for a few ranks. Exits with 1 without a CUDA device or Triton."""
     if not (torch.cuda.is_available() and available("cuda")):
         sys.exit("needs a CUDA device and Triton")
     for rank, padded in ((1, 1), (1, 8), (3, 8), (16, 16)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold on a GPU as it does on a CPU. Skipped, and said so, where there is none."""
+"""Checks that a GPU behaves like a CPU. Skipped without a GPU."""
 
 import copy
 

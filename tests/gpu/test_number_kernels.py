@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same bits from kernels on a GPU, torch on a GPU and torch on the CPU. Skipped, and said so, without a GPU."""
+"""Kernels on a GPU, torch on a GPU and torch on the CPU give the same bits. Skipped without a GPU."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ SHAPE = (515, 776)
 
 @pytest.fixture
 def in_torch(monkeypatch):
-    """Without kernels."""
+    """Disable the kernels."""
 
     def run(call, *args):
         with monkeypatch.context() as patch:
@@ -61,7 +61,7 @@ def scaled(device, shape, slices, dtype, generation=LAST):
                         slices=slices, dtype=dtype)  # fmt: skip
 
 
-def test_there_are_kernels():
+def test_kernels_are_available():
     assert kernels.available("cuda") and not kernels.available("cpu") and not kernels.interpreted()
 
 
@@ -108,8 +108,8 @@ def test_padded_outputs(shape):
     assert bool((slots == 7.0).all())
 
 
-def test_more_than_two_to_the_31_elements():
-    """Addresses and masks beyond 32 bits, where the output itself is that long."""
+def test_noise_addresses_more_than_2_to_the_31_elements():
+    """Addresses and masks exceed 32 bits."""
     count = 2**31 + 5000
     if torch.cuda.mem_get_info()[0] < 2.5 * count:
         pytest.skip("needs 6 GB of GPU memory")
@@ -158,13 +158,13 @@ def test_served_dtypes(dtype):
 
 
 def test_lowrank_updates_are_the_ordered_sum(in_torch):
-    """A shard has the bits of the whole, and those are the bits of an ordered sum on the CPU."""
+    """A shard has the bits of the whole, which are those of an ordered sum on the CPU."""
     up, whole = update(30, 0.125), (slice(0, 515), slice(0, 776))
     got, _ = accumulated("lowrank", "cuda", up)
     made, layout = make("lowrank")
     total = torch.zeros(SHAPE)
     weights = made._weights(layout, NAME, up)
-    factors = made._of_streams(layout, NAME, up, list(weights), whole, torch.device("cpu"))
+    factors = made._served(layout, NAME, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
     for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
         for k in range(layout.rank):
             total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
@@ -192,7 +192,7 @@ def many(space, rank):
 
 
 def cut_of(shape, sharded):
-    """All of a matrix, or rows and columns as a rank of several would have them, not all aligned."""
+    """Return a whole matrix, or rows and columns as on one of several ranks, not all aligned."""
     return tuple(slice(n // 3, n // 3 + max(1, n // 2)) if sharded else slice(0, n) for n in shape)
 
 
@@ -224,7 +224,7 @@ def test_factors_of_all_matrices_at_once(space, rank, pad, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("rank", [1, 2, 8])
 def test_moves_of_all_matrices_at_once(monkeypatch, rank, sharded, memory):
-    """Against each matrix alone, whole: so shards have the bits of the whole as well."""
+    """Compare with each whole matrix alone: shards must have the same bits."""
     monkeypatch.setattr(spaces.lowrank, "_ROOM", memory)
     made, layout, specs = many("lowrank", rank)
     kept = {s.name: [random(s.shape, i).cuda(), random(s.shape, 50 + i).cuda()] for i, s in enumerate(specs)}
@@ -247,7 +247,7 @@ def test_moves_of_all_matrices_at_once(monkeypatch, rank, sharded, memory):
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_members_straight_into_served_weights(dtype):
+def test_dense_members_are_written_to_served_weights(dtype):
     made, layout = make("full")
     plan = Plan(3, 0.01, (Member(0, LAST, -1),))
     part = (slice(5, 500), slice(16, 760))

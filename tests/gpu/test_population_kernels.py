@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from evoalign.kernels import available, population
+from evoalign.kernels.population import Heads, Terms
 from population_checks import (
     Block,
     S,
@@ -40,7 +41,7 @@ CASES = [
 ]
 """Shape, dtype, rank, padded rank: few, because each is compiled."""
 OTHER_HEADS = [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
-"""Heads that turn in part, heads of no power of two, many heads."""
+"""Partial rotation, heads that are no power of two, many heads."""
 
 
 @pytest.mark.parametrize(("shape", "dtype", "rank", "padded"), CASES)
@@ -63,15 +64,15 @@ def test_every_kernel(shape, dtype, rank, padded):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "turning"), [(28, 4, 128, 64), (10, 10, 80, 80), (64, 8, 64, 64)]
 )
-def test_rotations_of_other_models(rank, padded, heads, kv_heads, width, turning):
-    """Rotating a part of each head, heads of no power of two, many heads; with norms of q and k."""
+def test_rotate_handles_the_heads_of_other_models(rank, padded, heads, kv_heads, width, turning):
+    """Partial rotation, heads that are no power of two, many heads; with norms of q and k."""
     check_rotate(
         population, Draw(rank, padded, torch.bfloat16, "cuda"), 9, heads, kv_heads, width, turning, qk_norm=True
     )
 
 
 def test_more_elements_than_32_bits_address():
-    """gate_up of a large prefill: 2^31 elements and more; the last rows are right."""
+    """gate_up of a large prefill has more than 2^31 elements; the last rows must be right."""
     width, rows = 18944, 57_000
     draw = Draw(1, 1, torch.bfloat16, "cuda")
     members = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
@@ -81,14 +82,14 @@ def test_more_elements_than_32_bits_address():
     dots = torch.zeros(rows, 2, 1, device="cuda")
     dots[-3:] = draw.dots(3, 2)
     x, a, b, down = draw.normal(rows, 64), [draw.a(64)] * 2, [draw.b(width)] * 2, draw.a(width)
-    out, parts = population.gate(gate_up, dots, b, down, members, rank=1)
+    out, parts = population.gate(gate_up, dots, b, down, Terms(members, 1))
     few = gate_up[-3:].clone()
-    last, last_parts = population.gate(few, dots[-3:], b, down, members[-3:], rank=1)
+    last, last_parts = population.gate(few, dots[-3:], b, down, Terms(members[-3:], 1))
     assert same(out[-3:], last)
     assert same(parts[-3:], last_parts)
     assert not out[:-3].any()
-    population.add(gate_up, x, a, b, members, rank=1)
-    population.add(few, x[-3:], a, b, members[-3:], rank=1)
+    population.add(gate_up, x, a, b, Terms(members, 1))
+    population.add(few, x[-3:], a, b, Terms(members[-3:], 1))
     assert same(gate_up[-3:], few)
     assert not gate_up[:-3].any()
 
@@ -155,7 +156,7 @@ def test_a_graph_replays_with_new_members_and_factors(rank, padded):
         last = out.clone()
 
 
-def test_a_number_of_rows_is_not_compiled_anew():
+def test_another_number_of_rows_compiles_nothing():
     from evoalign.kernels import population_triton as kernels
 
     draw = Draw(1, 1, torch.bfloat16, "cuda")
@@ -181,16 +182,13 @@ def test_warm_up_leaves_nothing_to_compile():
 
     hidden, inner, heads, kv_heads, head = QWEN_HALF_B
     draw = Draw(2, 16, torch.float16, "cuda")
-    population.warm_up(
-        "cuda", torch.float16, hidden=hidden, intermediate=inner, heads=heads, kv_heads=kv_heads, head_dim=head,
-        rank=2, padded_rank=16,
-    )  # fmt: skip
+    shape = {"hidden": hidden, "intermediate": inner, "rank": 2, "padded_rank": 16}
+    population.warm_up("cuda", torch.float16, Heads(heads, kv_heads, head), **shape)
     jitted = (kernels._add, kernels._norm, kernels._rotate, kernels._gate)
     before = [len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted]
     model = Block(draw, QWEN_HALF_B, 2)
     members = draw.members(6)
     model.by_kernels(population, draw.normal(6, hidden), torch.arange(6, device="cuda"), members)
-    population.add(
-        draw.normal(6, hidden), draw.normal(6, inner), [draw.a(inner)], [draw.b(hidden)], members, rank=2, scaling=S
-    )
+    y, x = draw.normal(6, hidden), draw.normal(6, inner)
+    population.add(y, x, [draw.a(inner)], [draw.b(hidden)], Terms(members, 2, S))
     assert [len(k.device_caches[torch.cuda.current_device()][0]) for k in jitted] == before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static decoder as CUDA graphs against the library's forward, and whole runs by it. Skipped where no GPU is.
+"""The static decoder with CUDA graphs against the library decoder, and whole runs. Skipped without a GPU.
 
 Random models of the three families, all projections evolved; float32 without TF32, and bfloat16. Run alone, without
 pytest, in a process that says so:
@@ -70,7 +70,7 @@ def cells(bench: Bench, requests: Sequence[Request]) -> Cells:
     ("family", "space"),
     [("qwen2", "lora"), ("qwen2", "lowrank"), ("qwen2", "full"), ("llama", "lora"), ("qwen3", "lowrank")],
 )
-def test_the_library_says_the_same(
+def test_static_decoder_equals_the_library_decoder(
     family: str, space: str, prompts: str, sampling: Sampling, folders: dict[str, Path]
 ) -> None:
     found: list[Cells] = []
@@ -93,8 +93,8 @@ def test_the_library_says_the_same(
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_bfloat16_errs_no_more_than_the_library_in_bfloat16(space: str, folders: dict[str, Path]) -> None:
-    """Log-probabilities of what float32 says; of texts that agree with it so far."""
+def test_bfloat16_error_is_at_most_that_of_the_library_decoder(space: str, folders: dict[str, Path]) -> None:
+    """Return log-probabilities of the float32 tokens, for texts that agree with them so far."""
     wanted = _forced(folders["qwen2"], space, "library", "float32")
     errors = {}
     for decoder in ("library", "static"):
@@ -104,7 +104,7 @@ def test_bfloat16_errs_no_more_than_the_library_in_bfloat16(space: str, folders:
 
 
 def _forced(folder: Path, space: str, decoder: str, dtype: str) -> dict[tuple[int, int], torch.Tensor]:
-    """Log-probabilities of the first token after many prompts: there all have read the same."""
+    """Return log-probabilities of the first token after many prompts, where all have read the same."""
     prompts = [PROMPTS["apart"][i % 3][i // 9 :] + PROMPTS["apart"][(i + 1) % 3][: i % 9] for i in range(27)]
     requests = [Request(i, p, Sampling(2), logprobs=True) for i, p in enumerate(prompts)]
     with bench_of(folder, space, decoder, dtype) as bench:
@@ -114,7 +114,7 @@ def _forced(folder: Path, space: str, decoder: str, dtype: str) -> dict[tuple[in
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_two_processes_give_the_same_bits_where_that_is_asked(space: str) -> None:
+def test_two_deterministic_processes_give_the_same_bits(space: str) -> None:
     command = [sys.executable, __file__, "bits", space]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=300)[0] for process in both]
@@ -122,7 +122,7 @@ def test_two_processes_give_the_same_bits_where_that_is_asked(space: str) -> Non
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_small_chunks_and_other_shapes_between_say_the_same(sampling: Sampling, folders: dict[str, Path]) -> None:
+def test_batch_limits_do_not_change_completions(sampling: Sampling, folders: dict[str, Path]) -> None:
     found: list[Cells] = []
     for rows in (None, 7):
         with bench_of(folders["qwen2"], "lowrank", "static", engine={"max_rows": rows}) as bench:
@@ -133,7 +133,7 @@ def test_small_chunks_and_other_shapes_between_say_the_same(sampling: Sampling, 
     assert len(odd) <= len(found[0]) * (0.01 if sampling.temperature == 0 else 0.05)
 
 
-def test_memory_stays_as_it_is_over_many_generations(folders: dict[str, Path]) -> None:
+def test_memory_is_constant_over_many_generations(folders: dict[str, Path]) -> None:
     with bench_of(folders["qwen2"], "lowrank", "static") as bench:
         held = []
         gc.collect()  # what other tests left would be freed on the way
@@ -147,7 +147,7 @@ def test_memory_stays_as_it_is_over_many_generations(folders: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
-def test_a_run_goes_through_it_by_itself(space: str, tmp_path: Path) -> None:
+def test_a_run_uses_the_static_decoder_by_default(space: str, tmp_path: Path) -> None:
     es = {"sigma": 0.01, "learning_rate": 0.005, "population_size": 8, "num_generations": 4}
     task = {"name": "countdown", "train_data": str(DATA), "split": "first_last", "train_size": 8, "test_size": 8}
     tree = {"output_dir": str(tmp_path / "run"), "space": space, "es": es, "engine": {"device": "cuda"}, "task": task}
@@ -157,12 +157,12 @@ def test_a_run_goes_through_it_by_itself(space: str, tmp_path: Path) -> None:
     assert "static decoder" in journal.splitlines()[0] and len(journal.splitlines()) >= 5
 
 
-def test_a_model_of_another_kind_is_decoded_by_the_library_and_the_run_says_why(tmp_path: Path) -> None:
+def test_a_run_names_why_the_library_decodes(tmp_path: Path) -> None:
     with bench_of(build("gemma2", tmp_path / "gemma2"), "lowrank", "auto") as bench:
         assert bench.facts.library == "" and "Gemma2ForCausalLM is not of" in bench.facts.note
 
 
-def test_too_little_memory_is_one_error_that_names_the_mend(folders: dict[str, Path]) -> None:
+def test_out_of_memory_is_one_error_with_the_settings_to_change(folders: dict[str, Path]) -> None:
     with bench_of(folders["qwen2"], "lowrank", "static", engine={"memory_gib": 64}) as bench:
         few = asked("apart", GREEDY)
         wanted = bench.ask(bench.plan(), few)

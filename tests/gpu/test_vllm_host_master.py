@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mean in pinned host memory has the bits of one on the device. Skipped where there is no GPU or no vLLM."""
+"""A mean in pinned host memory has the bits of one on the device. Skipped without a GPU or vLLM."""
 
 import importlib.util
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one token a row against exact arithmetic: plain torch, a CPU's form, the kernel in an interpreter."""
+"""Attention of one token per row against float64: in plain torch, in C, and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def exact(qkv, keys, values, slots, positions, heads, scale):
-    """Row by row in float64, from a cache that has the new columns."""
+    """Return the attention row by row in float64, from a cache with the new columns."""
     width, shared = keys.shape[3], keys.shape[1]
     out = []
     for row, slot, position in zip(qkv.double(), slots.tolist(), positions.tolist(), strict=True):
         q = row[: heads * width].view(heads, width)
         group = torch.arange(heads) // (heads // shared)
-        past, told = (t[slot, :, : position + 1].double()[group] for t in (keys, values))
+        past, kept = (t[slot, :, : position + 1].double()[group] for t in (keys, values))
         weights = (torch.einsum("hd,hnd->hn", q, past) * scale).softmax(-1)
-        out.append(torch.einsum("hn,hnd->hd", weights, told).flatten())
+        out.append(torch.einsum("hn,hnd->hd", weights, kept).flatten())
     return torch.stack(out)
 
 
@@ -37,13 +37,13 @@ SLOTS = {"in no order": [6, 0, 3, 8, 1, 2, 7], "the first": [0, 1, 2, 3, 4, 5, 6
 @pytest.mark.parametrize("positions", [[0, 1, 63, 64, 65, 130, 5], [40] * 7], ids=["ragged", "even"])
 @pytest.mark.parametrize("order", SLOTS)
 @pytest.mark.first("4-2-16", "in no order-ragged", others="slow")
-def test_rows_attend_to_their_own_past_and_no_further(order, positions, heads, shared, width, dtype, decode):
+def test_decode_attends_to_the_past_of_each_row_only(order, positions, heads, shared, width, dtype, decode):
     draw = torch.Generator().manual_seed(heads)
     positions = torch.tensor(positions)
     slots, room = torch.tensor(SLOTS[order]), 131
     shape = (9, shared, room, width)
     keys, values = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
-    for slot, position in zip(slots, positions, strict=True):  # what nobody has written may be anything
+    for slot, position in zip(slots, positions, strict=True):  # unwritten memory may hold anything
         keys[slot, :, position:], values[slot, :, position:] = torch.nan, torch.nan
     qkv = torch.randn(7, (heads + 2 * shared) * width, generator=draw).to(dtype)
     before = keys.clone(), values.clone()
@@ -59,7 +59,7 @@ def test_rows_attend_to_their_own_past_and_no_further(order, positions, heads, s
 
 
 @forms
-def test_a_row_has_the_same_bits_beside_other_rows(decode):
+def test_decode_gives_a_row_the_same_bits_in_any_batch(decode):
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(4, 2, 70, 16, generator=draw) for _ in range(2))
     qkv, slots, positions = torch.randn(4, 8 * 16, generator=draw), torch.arange(4), torch.tensor([69, 3, 64, 20])
@@ -74,8 +74,8 @@ def test_a_row_has_the_same_bits_beside_other_rows(decode):
             assert torch.equal(alone[0], whole[row])
 
 
-def test_a_long_past_and_wild_scores_on_a_cpu(monkeypatch):
-    """More columns than C sees at once, the highest score early and late; threads change no bit."""
+def test_decode_in_c_handles_long_pasts_and_extreme_scores(monkeypatch):
+    """More columns than one block, with the highest score early or late; threads do not change the bits."""
     for size in ("_SHARED", "_PIECE"):
         monkeypatch.setattr(compiled, size, 1)
     draw = torch.Generator().manual_seed(1)
@@ -99,7 +99,7 @@ def test_a_long_past_and_wild_scores_on_a_cpu(monkeypatch):
     assert (found[0].double() - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_a_cpu_without_the_library_and_heads_too_wide_are_plain_torchs(monkeypatch):
+def test_decode_uses_torch_without_the_library_and_for_wide_heads(monkeypatch):
     for width, library in ((16, "0"), (600, "1")):
         monkeypatch.setenv("EVOALIGN_COMPILED", library)
         given = torch.randn(2, 8 * width), torch.randn(3, 2, 30, width), torch.randn(3, 2, 30, width)
@@ -111,7 +111,7 @@ def test_a_cpu_without_the_library_and_heads_too_wide_are_plain_torchs(monkeypat
         assert torch.equal(found, wanted)
 
 
-def test_a_cpu_takes_its_own_form(monkeypatch):
+def test_decode_uses_c_on_a_cpu_for_float32(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     keys, values, qkv = torch.randn(4, 2, 70, 16), torch.randn(4, 2, 70, 16), torch.randn(3, 8 * 16)
     slots, positions = torch.tensor([0, 1, 3]), torch.tensor([69, 3, 64])

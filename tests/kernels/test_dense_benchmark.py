@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of weights that change runs, small and in plain torch, and says what it measured."""
+"""The benchmark of dense updates runs at a small size in plain torch and writes its measurements."""
 
 import json
 import os
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dense.py"
 
 
 @pytest.mark.slow
-def test_it_measures_and_writes_what_it_found(tmp_path):
+def test_dense_benchmark_measures_and_writes_its_results(tmp_path):
     found = tmp_path / "found.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--layers", "1", "--width", "32", "--members", "3",
                "--cycles", "4", "--repeats", "1", "--copy-mib", "1", "--json", str(found)]  # fmt: skip

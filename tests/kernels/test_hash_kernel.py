@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of mix64 in a kernel against the one in plain torch."""
+"""The kernel of `tensor_sum` against plain torch."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def in_torch(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "slices"), PARTS)
-def test_sums_are_the_same(in_torch, shape, slices, dtype):
+def test_tensor_sum_kernel_equals_torch(in_torch, shape, slices, dtype):
     size = [min(s.stop - s.start, n) for s, n in zip(slices, shape, strict=True)] if slices else shape
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     got = hashes.tensor_sum(tensor, shape, slices)
@@ -41,7 +41,7 @@ def test_special_numbers(in_torch):
     assert (hashes.tensor_sum(tensor) - in_torch(tensor)) % (1 << 64) == 0
 
 
-def test_the_layout_in_memory_does_not_matter(in_torch):
+def test_tensor_sum_does_not_depend_on_strides(in_torch):
     tensor = torch.randn(40, 30)
     turned = tensor.T.contiguous().T
     assert (hashes.tensor_sum(turned) - in_torch(tensor)) % (1 << 64) == 0

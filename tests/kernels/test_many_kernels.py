@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many matrices by a few launches: the bits that each alone gets, and nothing beside them touched."""
+"""Many matrices in a few launches get the same bits as each alone, and nothing else is written."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def same(got, want):
 
 
 def slots_of(layout, cut, pad, rank, count=6):
-    """As in an engine: more slots than members, of a padded rank, filled with 7."""
+    """Return slots as in an engine: more than members, of a padded rank, filled with 7."""
     for name, (rows, columns) in cut.items():
         a = torch.full((count, 1, rank + pad, columns.stop - columns.start), 7.0, dtype=layout.torch_dtype)
         b = torch.full((count, 1, rows.stop - rows.start, rank + pad), 7.0, dtype=layout.torch_dtype)
@@ -48,7 +48,7 @@ def slots_of(layout, cut, pad, rank, count=6):
 
 
 def count_launches(monkeypatch, module, kernel):
-    """The number of launches of a kernel, in a list."""
+    """Return a list to which each launch of a kernel is added."""
     launches, inner = [], getattr(module, kernel)
 
     class Counted:
@@ -67,7 +67,7 @@ def count_launches(monkeypatch, module, kernel):
      (8, 0, "columns", torch.float16), (3, 5, "rows", torch.bfloat16)],
 )  # fmt: skip
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, rank, pad, dtype):
+def test_writer_gives_all_matrices_the_bits_of_each_alone(monkeypatch, variant, cut, rank, pad, dtype):
     from evoalign.kernels import noise as kernel
 
     space, layout = make(variant, rank, dtype)
@@ -93,8 +93,8 @@ def test_factors_of_all_matrices_are_those_of_each(monkeypatch, variant, cut, ra
 
 
 @pytest.mark.slow
-def test_parts_of_the_same_size_from_other_places():
-    """They lie alike in memory, and differ in where a Philox call begins and where the next row does."""
+def test_jobs_share_a_launch_for_parts_at_other_offsets():
+    """Parts with the same strides differ in where a Philox call and the next row begin."""
     from evoalign.kernels.noise import Job, Jobs
 
     places = [((3, 37), 5), ((3, 40), 8), ((3, 40), 5), ((3, 48), 8), ((3, 37), 6), ((3, 40), 16)]
@@ -108,7 +108,7 @@ def test_parts_of_the_same_size_from_other_places():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_mean_alone_is_written_too(variant):
+def test_writer_writes_the_mean(variant):
     space, layout = make(variant, 2)
     means = {t.name: random(t.shape, i) for i, t in enumerate((*layout.tensors, *layout.frozen))}
     slots = list(slots_of(layout, WHOLE, 0, 2))
@@ -121,8 +121,8 @@ def test_the_mean_alone_is_written_too(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_space_with_methods_of_its_own_keeps_them(variant):
-    """Whatever is derived from a space is asked, matrix by matrix."""
+def test_writer_calls_overridden_methods(variant):
+    """A subclass with its own methods is called matrix by matrix."""
     base = type(make(variant, 1)[0])
     assert base in (Lora, LowRank)
 
@@ -138,7 +138,7 @@ def test_a_space_with_methods_of_its_own_keeps_them(variant):
     assert all(bool((s.a[:4] == 5).all()) and bool((s.b[:4] == 5).all()) for s in slots)
 
 
-def test_members_without_an_adapter_or_of_another_scaling_are_not_written():
+def test_writer_refuses_missing_adapters_and_other_scalings():
     class Mute(LowRank):
         def adapter(self, layout, module, master, plan, members, slices=None, out=None):
             return None
@@ -161,7 +161,7 @@ def update(size, *, antithetic=False, sigma=0.01, decay=0.0):
 
 
 def parts_of(layout, cut, served, start, turned=False):
-    """Cuts out of whole tensors, in memory row by row or column by column."""
+    """Return parts of whole tensors, row-major or column-major in memory."""
     for i, (name, part) in enumerate(cut.items()):
         shape = layout[name].shape
         kept = [random(shape, i), random(shape, 100 + i) if start else None, None]
@@ -179,10 +179,10 @@ def moved_alone(space, layout, cut, up, served, start):
 
 
 def ordered(space, layout, name, up, master, start):
-    """The move written out: each product rounded and added in order."""
+    """Return the move in plain operations: each product rounded and added in order."""
     weights = space._weights(layout, name, up)
     whole = WHOLE[name]
-    factors = space._of_streams(layout, name, up, list(weights), whole, torch.device("cpu"))
+    factors = space._served(layout, name, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
     total = torch.zeros(layout[name].shape)
     for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
         for k in range(layout.rank):
@@ -198,7 +198,7 @@ def ordered(space, layout, name, up, master, start):
     [(1, WHOLE, False, 1 << 25), (2, ROWS, False, 5000), (8, COLUMNS, False, 1), (2, COLUMNS, True, 1 << 25)],
     ids=["whole, rank 1", "rows, in two batches", "columns, one by one, rank 8", "turned columns"],
 )
-def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned, memory):
+def test_mover_gives_all_matrices_the_bits_of_each_alone(monkeypatch, rank, cut, turned, memory):
     from evoalign.kernels import update as kernel
 
     monkeypatch.setattr(spaces.lowrank, "_ROOM", memory)
@@ -226,7 +226,7 @@ def test_moves_of_all_matrices_are_those_of_each(monkeypatch, rank, cut, turned,
 @pytest.mark.last("0.0-", "None", "served1")
 @pytest.mark.parametrize("served", [None, *BITS])
 @pytest.mark.parametrize("decay", [0.0, 0.125])
-def test_moves_alone_are_the_same(served, decay):
+def test_accumulate_equals_the_reference_move(served, decay):
     space, layout = make("lowrank", 3)
     up, mine = update(4, decay=decay), list(parts_of(layout, ROWS, served, decay != 0))
     space.mover(layout, [part for part, _ in mine])(up)
@@ -236,7 +236,7 @@ def test_moves_alone_are_the_same(served, decay):
 
 
 @pytest.mark.slow
-def test_what_moves_nothing_and_what_cannot():
+def test_mover_skips_zero_coefficients_and_refuses_decay_without_start():
     space, layout = make("lowrank", 2)
     mine = list(parts_of(layout, WHOLE, None, True))
     move = space.mover(layout, [p for p, _ in mine])
@@ -254,8 +254,8 @@ def test_what_moves_nothing_and_what_cannot():
 
 
 @pytest.mark.slow
-def test_a_layer_without_noise_does_not_move():
-    """Beside layers that have some: its scale is 0."""
+def test_mover_leaves_layers_of_scale_zero_unchanged():
+    """A layer of scale 0 among others."""
     still = [TensorSpec(s.name, s.shape, s.kind, s.layer, 0.0 if s.layer == 1 else 0.1) for s in SPECS]
     space, layout = make("lowrank", 1, specs=still)
     mine = list(parts_of(layout, WHOLE, None, False))
@@ -264,7 +264,7 @@ def test_a_layer_without_noise_does_not_move():
         assert same(kept[0], random(part.master.shape, i)) == (still[i].layer == 1)
 
 
-def test_there_is_a_mover_where_it_helps(monkeypatch):
+def test_mover_exists_only_on_devices_with_kernels(monkeypatch):
     space, layout = make("lowrank", 1)
     parts = [p for p, _ in parts_of(layout, WHOLE, None, False)]
     assert space.mover(layout, parts) and space.mover(layout, []) is None

@@ -11,7 +11,7 @@ KEY = noise.key(3, "noise", "w")
 LAST = 2**32 - 1
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 WHOLE = 1 << 20
-"""A matrix of that many rows and columns has 2^37 Philox blocks."""
+"""Rows and columns of a matrix with 2^37 Philox blocks."""
 PARTS = [
     ((), None),
     ((1,), None),
@@ -42,7 +42,7 @@ def in_torch(shape, generation, members, widths=None, mean=None, slices=None):
 
 @pytest.fixture
 def tuned(monkeypatch):
-    """Small programs, so that a few elements make several of them."""
+    """Use small programs, so that a few elements need several."""
     from evoalign.kernels import noise as kernel
 
     launch = kernel.scaled
@@ -55,7 +55,7 @@ def tuned(monkeypatch):
     return choose
 
 
-def test_kernels_are_used_here():
+def test_noise_uses_the_kernels():
     assert kernels.available("cpu")
     assert kernels.interpreted()
 
@@ -96,8 +96,8 @@ def test_zero_width_keeps_the_signs_of_zeros(tuned):
 
 @pytest.mark.first("shape0", "shape1", others="long")
 @pytest.mark.parametrize("shape", [(20, 1), (20, 3), (3, 20), (6, 300)])
-def test_padded_and_turned_outputs(tuned, shape):
-    """As factors lie in an engine's slots; nothing beside them is touched."""
+def test_scaled_writes_padded_and_transposed_outputs(tuned, shape):
+    """Write to memory like an engine's slots; nothing else is changed."""
     rows, columns = shape
     want = in_torch(shape, 1, [4, 9], (0.5, 0.25)).bfloat16()
     for out in (torch.full((2, rows + 2, columns + 8), 7.0, dtype=torch.bfloat16),

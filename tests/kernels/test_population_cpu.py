@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The population's functions as a CPU has them, against float64, and beside the simple form."""
+"""The population's functions in C, against float64 and against plain torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from evoalign.kernels import compiled, population, population_cpu, reference
+from evoalign.kernels.population import Terms
 from population_checks import (
     SMALL,
     Shape,
@@ -27,15 +28,15 @@ __all__ = ["poisoned"]  # a fixture
 needs_library = pytest.mark.skipif(not compiled.here(), reason="no C compiler made the library")
 ORDERS: dict[str, list[int]] = {
     "even": [0, 0, 1, 1, 2, 2, 3, 3],
-    "from the second on": [1, 1, 1, 1, 2, 2, 2, 2],
-    "of one": [2] * 8,
+    "from the second": [1, 1, 1, 1, 2, 2, 2, 2],
+    "one member": [2] * 8,
     "one each": [0, 1, 2, 3],
     "rows have left": [0, 0, 0, 1, 2, 3, 3, 3],
     "a member has left": [0, 0, 0, 0, 2, 2, 3, 3],
     "in no order": [3, 0, 2, 2, 1, 0, 3, 1],
     "backwards": [3, 2, 1, 0],
-    "nobody's": [-1] * 4,
-    "some nobody's": [0, -1, 1, 1],
+    "no member": [-1] * 4,
+    "some without member": [0, -1, 1, 1],
 }
 orders = pytest.mark.parametrize("order", ORDERS)
 ranks = pytest.mark.parametrize(("rank", "padded"), [(1, 1), (1, 8), (3, 8), (4, 4)])
@@ -43,7 +44,7 @@ ranks = pytest.mark.parametrize(("rank", "padded"), [(1, 1), (1, 8), (3, 8), (4,
 
 @dataclass
 class Ordered(Draw):
-    """Rows of the slots that are said."""
+    """Inputs whose rows have the slots of `order`."""
 
     order: list[int] = field(default_factory=list)
 
@@ -56,11 +57,11 @@ def drawn(order: str, rank: int, padded: int) -> Ordered:
     return Ordered(rank, padded, torch.float32, order=ORDERS[order])
 
 
-@pytest.mark.parametrize("order", [order for order in ORDERS if order != "nobody's"])  # whose dots have no size
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "no member"])  # whose dots have no size
 @ranks
 @pytest.mark.usefixtures("poisoned")
-def test_every_function_is_what_it_says(order: str, rank: int, padded: int) -> None:
-    """Slots that no row has, and ranks beyond the one in use, are NaN here: they are not read."""
+def test_every_c_function_equals_float64(order: str, rank: int, padded: int) -> None:
+    """Slots without rows and ranks beyond the one in use are NaN: they must not be read."""
     rows = len(ORDERS[order])
     check_add(population_cpu, drawn(order, rank, padded), rows, 60, (96, 40, 40))
     for kind in ("none", "dot", "partial"):
@@ -74,7 +75,7 @@ def test_every_function_is_what_it_says(order: str, rank: int, padded: int) -> N
 
 @orders
 @ranks
-def test_all_are_the_simple_form_up_to_rounding(order: str, rank: int, padded: int) -> None:
+def test_c_equals_torch_up_to_rounding(order: str, rank: int, padded: int) -> None:
     draw = drawn(order, rank, padded)
     members = draw.members(len(ORDERS[order]))
     inputs = inputs_of(draw, SMALL, len(members))
@@ -101,22 +102,22 @@ def test_a_row_alone_is_the_row_among_others(order: str, rank: int, padded: int)
         assert all(same(a[0], t[row]) for a, t in zip(alone, together, strict=True))
 
 
-def test_members_that_change_in_place_are_seen() -> None:
+def test_add_reads_members_changed_in_place() -> None:
     draw, members = Draw(1, 1, torch.float32), torch.tensor([0, 0, 1, 1], dtype=torch.int32)
     x, a, b = draw.normal(4, 60), draw.a(60), draw.b(50)
     found = []
     for order in ([0, 0, 1, 1], [1, 1, 0, 0], [2, 0, 1, 1]):
         members[:] = torch.tensor(order)
         y, wanted = torch.zeros(4, 50), torch.zeros(4, 50)
-        population_cpu.add(y, x, [a], [b], members, rank=1)
-        reference.add(wanted, x, [a], [b], members, rank=1)
+        population_cpu.add(y, x, [a], [b], Terms(members, 1))
+        reference.add(wanted, x, [a], [b], Terms(members, 1))
         assert worst(y, wanted) < 2e-6
         found.append(y)
     assert not torch.equal(found[0], found[1])
 
 
-def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many rows as are worth two of them."""
+def test_gate_has_the_same_bits_for_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With enough rows for several threads."""
     monkeypatch.setattr(compiled, "_SHARED", 0)
     draw, members = Draw(2, 2, torch.float32), torch.arange(300, dtype=torch.int32) % 4 - 1
     gate_up, dots, b, down = draw.normal(300, 2 * 1000), draw.dots(300, 2), draw.b(1000), draw.a(1000)
@@ -124,40 +125,40 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(population_cpu.gate(gate_up, dots, [b, b], down, members, rank=2))
+            found.append(population_cpu.gate(gate_up, dots, [b, b], down, Terms(members, 2)))
     finally:
         torch.set_num_threads(before)
     assert all(same(one, other) for one, other in zip(*found, strict=True))
-    wanted = reference.gate(gate_up, dots, [b, b], down, members, rank=2)
+    wanted = reference.gate(gate_up, dots, [b, b], down, Terms(members, 2))
     assert all(worst(one, other) < 2e-5 for one, other in zip(found[0], wanted, strict=True))
 
 
-def test_a_gate_far_out_is_a_gate() -> None:
-    """Where e^-x leaves float32, and where x is no number."""
+def test_gate_handles_extreme_values_and_nan() -> None:
+    """Where e^-x overflows float32, and for NaN."""
     left = torch.tensor([[-1e38, -1e4, -120.0, -88.5, -87.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.5, 1e4, torch.nan]])
     gate_up, nobody = torch.cat([left, torch.ones_like(left)], dim=1), torch.tensor([-1], dtype=torch.int32)
     b = torch.zeros(1, 1, left.shape[1], 1)
-    found, _ = population_cpu.gate(gate_up, torch.zeros(1, 2, 1), [b, b], None, nobody, rank=1)
+    found, _ = population_cpu.gate(gate_up, torch.zeros(1, 2, 1), [b, b], None, Terms(nobody, 1))
     wanted = torch.nn.functional.silu(left.double())
     assert bool(found[0, -1].isnan())
     assert torch.allclose(found[:, :-1].double(), wanted[:, :-1], rtol=1e-6, atol=1e-30)
 
 
 @needs_library
-def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_runs_without_the_library_and_for_unsupported_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, members = Draw(1, 1, torch.float32), torch.tensor([0, -1, 1], dtype=torch.int32)
     x, a, b = draw.normal(3, 60), draw.a(60), draw.b(50)
 
     def added(form, x: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(3, 50)
-        form.add(y, x, [a.to(x.dtype)], [b.to(x.dtype)], members, rank=1)
+        form.add(y, x, [a.to(x.dtype)], [b.to(x.dtype)], Terms(members, 1))
         return y
 
     wide = draw.normal(3, 120)[:, ::2]
     many, sums = Draw(17, 17, torch.float32), (torch.zeros(3, 50), torch.zeros(3, 50))
     wide_a, wide_b = many.a(60), many.b(50)
     for form, y in zip((population_cpu, reference), sums, strict=True):  # C has room for rank 16
-        form.add(y, x, [wide_a], [wide_b], members, rank=17)
+        form.add(y, x, [wide_a], [wide_b], Terms(members, 17))
     assert same(*sums)
     for other in (x.bfloat16(), wide):
         assert same(added(population_cpu, other), added(reference, other))
@@ -166,7 +167,7 @@ def test_without_the_library_and_for_other_tensors_the_simple_form_answers(monke
     assert same(added(population_cpu, x), added(reference, x))
 
 
-def test_a_cpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_population_uses_c_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     draw = drawn("even", 1, 1)
     members = draw.members(8)

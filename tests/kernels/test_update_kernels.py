@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates in one pass against the same operations one by one in torch, bit for bit."""
+"""Updates in one pass against the same operations one by one in torch: the same bits."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_dense_moves_have_the_same_bits(in_torch, part, size, antithetic, decay)
 
 
 @pytest.mark.parametrize("dtype", [None, *BITS])
-def test_what_is_served_has_any_dtype(in_torch, dtype):
+def test_dense_serves_any_dtype(in_torch, dtype):
     space, layout = make("full", torch.float32)
     args = (space, layout, NAMES["full"], update(3), PARTS[1], dtype)
     for got, want in zip(accumulated(*args), in_torch(*args), strict=True):
@@ -85,7 +85,7 @@ def test_lora_factors_move_with_the_same_bits(in_torch, factor):
     assert same(accumulated(*args)[0], in_torch(*args)[0])
 
 
-def test_weights_that_cancel_move_nothing(in_torch):
+def test_dense_moves_nothing_when_weights_cancel(in_torch):
     space, layout = make("full", torch.float32)
     up = Update(0, 0, population(2, antithetic=True), (0.5, 0.5), 0.01, 0.005)
     assert same(accumulated(space, layout, NAMES["full"], up, None)[0], random(SHAPE))
@@ -95,7 +95,7 @@ def test_weights_that_cancel_move_nothing(in_torch):
 @pytest.mark.parametrize("decay", [0.0, 0.125])
 @pytest.mark.parametrize("part", PARTS)
 def test_lowrank_moves_are_the_ordered_sum(part, decay):
-    """Each product is rounded and added in order, so that shards move as the whole does."""
+    """Each product is rounded and added in order, so that shards get the bits of the whole."""
     space, layout = make("lowrank", torch.bfloat16)
     name, up = NAMES["lowrank"], update(7, decay=decay)
     got, served = accumulated(space, layout, name, up, part, torch.bfloat16)
@@ -103,7 +103,7 @@ def test_lowrank_moves_are_the_ordered_sum(part, decay):
     part = part or whole
     total = torch.zeros(SHAPE)
     weights = space._weights(layout, name, up)
-    factors = space._of_streams(layout, name, up, list(weights), whole, torch.device("cpu"))
+    factors = space._served(layout, name, up, list(weights), [1] * len(weights), whole, torch.device("cpu"))
     for weight, b, a in zip(weights.values(), factors.b.float(), factors.a.float(), strict=True):
         for k in range(layout.rank):
             total += (b[:, k, None] * torch.tensor(weight, dtype=torch.float32)) * a[None, k]
@@ -125,7 +125,7 @@ def test_lowrank_moves_are_those_of_the_product(in_torch):
     assert float((moves[0] - moves[1]).norm() / moves[1].norm()) < 1e-5
 
 
-def test_lowrank_noise_of_no_width_only_decays():
+def test_lowrank_update_without_width_only_decays():
     space, layout = make("lowrank", torch.bfloat16)
     for decay in (0.0, 0.25):
         got, _ = accumulated(space, layout, NAMES["lowrank"], update(4, sigma=0.0, decay=decay), None)

@@ -251,11 +251,12 @@ owners, table = torch.tensor([0, 1, -1, 1, 0, 0, 1], dtype=torch.int32), noise.n
 dots = noise.normals((9, 9), (7, 3, 3), 0, [6])[0]
 heads = [part.contiguous() for part in noise.normals((9, 9), (2, 1, 110, 3), 0, [7])[0].split([66, 22, 22], dim=2)]
 owed = population.Dot(x, a, b)
-said = [*population.norm(x.clone(), x.clone(), x[0], 1e-6, owners, rank=3, into_a=[a, a], source=owed)]
-population.rotate(qkv, torch.arange(7), table, dots, heads, owners, heads=3, kv_heads=1, head_dim=22, rank=3,
-                  q_norm=x[0, :22].clone(), k_norm=x[1, :22].clone())
-said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, owners, rank=3)
-population.add(gates, x, [a, a], [b, b], owners, rank=3)
+terms = population.Terms(owners, 3)
+said = [*population.norm(x.clone(), x.clone(), x[0], 1e-6, terms, [a, a], owed)]
+shape = population.Heads(3, 1, 22, x[0, :22].clone(), x[1, :22].clone())
+population.rotate(qkv, torch.arange(7), table, dots, heads, terms, shape)
+said += population.gate(gates * 9, dots[:, :2].contiguous(), [b, b], a, terms)
+population.add(gates, x, [a, a], [b, b], terms)
 cache = [noise.normals((9, 9), (7, 1, 300, 22), 0, [k])[0] for k in (8, 9)]
 said.append(attention.in_c(qkv, *cache, torch.arange(7).flip(0), torch.arange(7) * 49, heads=3, scale=0.3))
 for tensor in (*said, qkv, gates):

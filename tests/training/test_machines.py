@@ -19,7 +19,7 @@ from evoalign.config import from_dict
 from evoalign.errors import MachineError, ResumeError
 from evoalign.kernels import compiled, products
 from evoalign.rundir import journal
-from evoalign.spaces.base import Space
+from evoalign.spaces.base import MeanPart, Space
 from evoalign.spaces.lowrank import LowRank
 from evoalign.training import replay as replaying
 from evoalign.training import saving
@@ -152,7 +152,7 @@ def elsewhere(run, tmp_path, monkeypatch):
 
     def other(self, layout, name, update, slices, total):
         for streams in reversed(list(self._weights(layout, name, update))):
-            factors = self._of_streams(layout, name, update, [streams], slices, total.device)
+            factors = self._served(layout, name, update, [streams], [1], slices, total.device)
             weight = self._weights(layout, name, update)[streams]
             total.add_((factors.b[0] * weight) @ factors.a[0])
         return total
@@ -187,7 +187,7 @@ def test_another_update_is_no_matter_of_last_bits(elsewhere, monkeypatch):
     for wrong in (lambda right: right * 1.5, lambda right: right * 0):
 
         def sums(self, layout, name, update, slices, total, wrong=wrong):
-            self._add_products(layout, total, name, slices, update, None, None, step=len(update.members), decay=0.0)
+            self._add_products(layout, MeanPart(name, slices, total), update, len(update.members), 0.0)
             return total.copy_(wrong(total))
 
         monkeypatch.setattr(LowRank, "_library_sum", sums)

@@ -48,9 +48,9 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int] | None = None, slices:
 def part_sum(tensor: torch.Tensor, shape: tuple[int, ...], slices: Slices | None) -> torch.Tensor | int:
     """Return `tensor_sum`; on a GPU as a tensor, without synchronising."""
     if kernels.available(tensor.device):
-        from evoalign.kernels import hash as kernel
+        from evoalign.kernels.update import tensor_sum as sum_on_gpu
 
-        return kernel.tensor_sum(tensor.detach(), shape, bounds_of(shape, slices))
+        return sum_on_gpu(tensor.detach(), shape, bounds_of(shape, slices))
     if compiled.available(tensor.device):
         return compiled.tensor_sum(tensor.detach().to(torch.float32), shape, bounds_of(shape, slices))
     flat = tensor.detach().to(torch.float32).contiguous().view(-1).view(torch.int32)

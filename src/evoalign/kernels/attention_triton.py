@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 # Kernels are compiled from their source and cannot be typed.
-"""The Triton kernel of `attention`: a program has one row and one head of keys, with all of queries that share it.
+"""The Triton kernel of `attention`: each program has one row and one key head, with all query heads that share it.
 
-The new column stands at the start of the running softmax and comes from the registers, so that no program reads what it
-has just written.
+The running softmax starts with the new column, from registers, so that no program reads memory it has just written.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 from evoalign.kernels import interpreted
 
 _COLUMNS = 64
-"""Columns of the cache that a turn of the loop takes."""
+"""Columns of the cache per iteration."""
 
 
 @triton.jit
@@ -24,12 +23,12 @@ def _attend(
     q, keys, values, start, position, top, total, result, scale,
     D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over COLUMNS more columns: the highest score, the sum and the result so far."""
+    """Update the running softmax with COLUMNS more columns: the highest score, the sum and the result so far."""
     c, d = start + tl.arange(0, COLUMNS), tl.arange(0, DP)
     inside = c < position
     key = tl.load(keys + c[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
     value = tl.load(values + c[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    if SOFT:  # Triton's interpreter takes the bits of a bfloat16 for an integer
+    if SOFT:  # Triton's interpreter reads the bits of a bfloat16 as an integer
         products = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision="ieee")
     else:
         products = tl.dot(q, key, input_precision="ieee")
@@ -67,7 +66,7 @@ def _decode(
     top = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
     total = tl.full((GP,), 1.0, tl.float32)
     result = tl.zeros((GP, DP), tl.float32) + value.to(tl.float32)[None, :]
-    if SOFT:  # Triton's interpreter cannot take the end of a range from an argument with NumPy 2.4
+    if SOFT:  # with NumPy 2.4 Triton's interpreter cannot end a range at an argument
         start = 0
         while start < position:
             top, total, result = _attend(
@@ -97,10 +96,8 @@ def decode(
     rows, (_, shared, room, width) = len(qkv), keys.shape
     group = heads // shared
     out = torch.empty((rows, heads * width), dtype=qkv.dtype, device=qkv.device)
-    _decode[(rows, shared)](
-        qkv, keys, values, slots, positions, out, float(scale),
-        HQ=heads, HK=shared, D=width, DP=max(16, triton.next_power_of_2(width)), GROUP=group,
-        GP=max(16, triton.next_power_of_2(group)), ROOM=room, COLUMNS=_COLUMNS, SOFT=interpreted(),
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
+    shape = {"HQ": heads, "HK": shared, "D": width, "GROUP": group, "ROOM": room, "COLUMNS": _COLUMNS}
+    shape |= {"DP": max(16, triton.next_power_of_2(width)), "GP": max(16, triton.next_power_of_2(group))}
+    tensors = (qkv, keys, values, slots, positions, out)
+    _decode[(rows, shared)](*tensors, float(scale), **shape, SOFT=interpreted(), num_warps=4, num_stages=2)
     return out

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of evoalign on a CPU: noise, moves of the mean, sums of products, the hash; and what members of a
-// population add to a layer. Every number is computed by itself, in single precision, in one order, so neither vector
-// width nor the number of threads shows in it. No product is fused with a sum (-ffp-contract=off). `evoalign/noise.py`,
-// `spaces/` and `engines/hash.py` have the former in plain torch, with the same bits; `kernels/reference.py` has the
-// layer's, with others.
+// Kernels for a CPU: noise, moves of the mean, sums of products, the hash, and members' low-rank terms in a layer. Each
+// number is computed in single precision and in one order, so its bits depend neither on the vector width nor on the
+// number of threads. No product is fused with a sum (-ffp-contract=off). Plain torch computes the same bits for the
+// first four (`evoalign/noise.py`, `spaces/`, `engines/hash.py`), and other last bits for the layer
+// (`kernels/reference.py`).
 //
 // A part of a tensor is `runs` rows of `length` consecutive elements; row r begins at element `base + r * pitch` of the
-// whole tensor. Strides are counted in numbers.
+// whole tensor. Strides count numbers, not bytes.
 
 #include <float.h>
 #include <stdint.h>
 #include <string.h>
 
-_Static_assert(FLT_EVAL_METHOD == 0, "each operation on floats has to be rounded to a float");
+_Static_assert(FLT_EVAL_METHOD == 0, "each float operation must be rounded to float");
 
 #ifndef CLONES
-#define CLONES // variants of a function for several instruction sets, of which the loader takes one
+#define CLONES // variants of a function for several instruction sets; the loader selects one
 #endif
-#define CALLS 32 // Philox calls at once: 256 normals, 1 KiB
+#define CALLS 32 // Philox calls per draw: 256 normals, 1 KiB
 #define CHUNK (8 * CALLS)
-#define COLUMNS 256 // of a matrix, whose part of the right factors stays in the first cache
+#define COLUMNS 256 // of a matrix tile, so that its part of the right factors stays in the L1 cache
 #define ROWS 4
 
-#define LANES 16 // sums of a row, side by side
+#define LANES 16 // partial sums of a dot product
 #define TERMS 16 // the highest rank
 #define HEAD 512 // the widest head
 
@@ -33,9 +33,9 @@ typedef int32_t i32;
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
-u32 evoalign_source(void) { return EVOALIGN_SOURCE; } // which source this is the library of
+u32 evoalign_source(void) { return EVOALIGN_SOURCE; } // identifies the source that the library was built from
 
-// Philox 4x32-10 (Salmon et al., SC 2011) of CALLS counters from `block` on, and the quantiles its words address.
+// Philox 4x32-10 (Salmon et al., SC 2011) of CALLS counters starting at `block`, and the quantiles for its words.
 static inline __attribute__((always_inline)) void draw(const float *table, u32 key0, u32 key1, u32 generation,
                                                        u32 member, u64 block, float *out) {
   u32 c0[CALLS], c1[CALLS], c2[CALLS], c3[CALLS];
@@ -76,7 +76,7 @@ static inline __attribute__((always_inline)) void draw(const float *table, u32 k
   }
 }
 
-// Rounded to nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; NaN stays NaN.
 static inline __attribute__((always_inline)) uint16_t bfloat16(float x) {
   u32 bits;
   memcpy(&bits, &x, 4);
@@ -104,8 +104,8 @@ static inline __attribute__((always_inline)) void *at(void *tensor, i64 place, i
   return (char *)tensor + place * (dtype == BFLOAT16 ? 2 : 4);
 }
 
-// out[m] = round(width_m * normal + mean); `mean` may be NULL. Members that share a stream and follow one another, as
-// an antithetic pair does, share its draw.
+// out[m] = round(width_m * normal + mean); `mean` may be NULL. Consecutive members of the same stream, such as an
+// antithetic pair, share its draw.
 CLONES void evoalign_scaled(const float *table, u32 key0, u32 key1, u32 generation, const u32 *streams,
                             const float *widths, i64 members, i64 base, i64 pitch, i64 runs, i64 length,
                             const float *mean, i64 mean_row, i64 mean_column, void *out, i64 out_member, i64 out_row,
@@ -133,7 +133,7 @@ CLONES void evoalign_scaled(const float *table, u32 key0, u32 key1, u32 generati
   }
 }
 
-// Where the mean lies, and what goes with it: `served` gets it rounded, `start` is what it decays to; both may be NULL.
+// The mean in memory. `served` receives it rounded, `start` is the anchor of the decay; both may be NULL.
 typedef struct {
   float *master;
   i64 master_row, master_column;
@@ -142,10 +142,10 @@ typedef struct {
   const float *start;
   i64 start_row, start_column;
   float share, step, decay; // 1 / N, the step, the decay
-  int dtype;                // of what is served
+  int dtype;                // of the served weights
 } Mean;
 
-// The end of an update for `count` numbers of row r from column c on.
+// Apply decay and move to `count` numbers of row r starting at column c, and store the served weights.
 static inline __attribute__((always_inline)) void move(const Mean *t, const float *total, i64 r, i64 c, int count) {
   float x[COLUMNS];
   float *master = t->master + r * t->master_row + c * t->master_column;
@@ -229,10 +229,10 @@ CLONES u64 evoalign_sum(const float *tensor, i64 row, i64 column, i64 base, i64 
   return total;
 }
 
-// --- what members add to a layer: see evoalign/kernels/population.py ---
+// --- members' low-rank terms in a layer: see evoalign/kernels/population.py ---
 //
-// Rows `first` to `last` of T; all is contiguous. `members` has a row's slot, or -1, whose row is the plain function's.
-// Factors are `a` [S, padded, K] and `b` [S, N, padded], of which the first `rank` count.
+// Rows `first` to `last` of T; all tensors are contiguous. `members` is each row's slot, or -1 for a row without terms.
+// Factors are `a` [S, padded, K] and `b` [S, N, padded], of which the first `rank` are used.
 
 static inline __attribute__((always_inline)) float dot(const float *x, const float *y, i64 count) {
   float sum[LANES] = {0};
@@ -245,13 +245,13 @@ static inline __attribute__((always_inline)) float dot(const float *x, const flo
   return sum[0];
 }
 
-// The dots of a row with a slot's A, for each rank.
+// The dot products of a row with each rank of a slot's A.
 static inline __attribute__((always_inline)) void shrink(const float *x, const float *a, i64 slot, i64 count, i64 rank,
                                                          i64 padded, float *dots) {
   for (i64 r = 0; r < rank; r++) dots[r] = dot(x, a + (slot * padded + r) * count, count);
 }
 
-// y += scaling * dots B^T, for `count` numbers of N from `from` on.
+// y += scaling * dots B^T, for `count` of the N numbers starting at `from`.
 static inline __attribute__((always_inline)) void expand(float *y, const float *dots, const float *b, i64 slot, i64 n,
                                                          i64 from, i64 count, i64 rank, i64 padded, float scaling) {
   const float *row = b + (slot * n + from) * padded;
@@ -280,7 +280,7 @@ CLONES void evoalign_add(float *y, i64 pitch, const float *x, const float *a, co
   }
 }
 
-// What the projection owes is of the dots `given` [T, parts, rank], or of its input `x` and `a`; nothing without `b`.
+// The pending term comes from the dots `given` [T, parts, rank] or from the input `x` and `a`. Without `b` there is none.
 CLONES void evoalign_norm(float *hidden, float *residual, const float *weight, float eps, const i32 *members, i64 rank,
                           i64 padded, float scaling, i64 width, const float *x, const float *a, i64 inner,
                           const float *given, i64 parts, const float *b, const float *a0, const float *a1,
@@ -336,7 +336,7 @@ CLONES void evoalign_rotate(float *qkv, const i64 *positions, const float *cos_s
   }
 }
 
-// e^x to two units in the last place from e^-87 on, and infinite beyond e^88; of what is no number, none (Cephes' expf).
+// e^x within two units in the last place for x in [-87, 88], infinite above, NaN for NaN (Cephes' expf).
 static inline __attribute__((always_inline)) float power(float given) {
   float x = given < -87.0f ? -87.0f : given > 88.0f ? 88.0f : given;
   float shifted = x * 1.44269504f + 12582912.0f, whole = shifted - 12582912.0f; // rounded to a whole number
@@ -378,8 +378,8 @@ CLONES void evoalign_gate(const float *gate_up, const float *dots, const float *
   }
 }
 
-// Attention of one token a row over its own past, after the token's keys and values are put there: see attention.py.
-// The softmax goes on from block to block of columns.
+// Attention of one token per row over its past, after the token's keys and values are stored there: see attention.py.
+// The softmax is computed online over blocks of columns.
 CLONES void evoalign_decode(const float *qkv, float *keys, float *values, const i64 *slots, const i64 *positions,
                             i64 heads, i64 shared, i64 room, i64 size, float scale, float *out, i64 first, i64 last) {
   float query[HEAD], total[HEAD], scores[COLUMNS];

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a CPU from compiled C (`compiled.c`), bit for bit those of plain torch, which stands in for it.
+"""Kernels for a CPU in compiled C (`compiled.c`), with the same bits as plain torch, which is the fallback.
 
-Steps of a model's layer (`rows`) alone have other last bits than what stands in for them.
+Only the steps of a model's layer (`rows`) have other last bits than their fallback.
 
-The library is built where evoalign is installed, if there is a C compiler (`hatch_build.py`), and lies beside this
-file. EVOALIGN_COMPILED=0 leaves it out. Work is shared by `torch.get_num_threads()` threads; what each number comes
-to does not depend on them.
+The library is built next to this file when evoalign is installed, if there is a C compiler (`hatch_build.py`).
+EVOALIGN_COMPILED=0 disables it. Work is divided among `torch.get_num_threads()` threads; the bits do not depend on
+their number.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from evoalign.kernels.lines import Lines, lines
 LIBRARY, SOURCE = Path(__file__).with_name("_compiled.so"), Path(__file__).with_name("compiled.c")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _PIECE = 1 << 18
-"""Numbers times members that a thread is worth starting for."""
+"""Smallest work, in numbers times members, for which a thread is started."""
 _SHARED = 64 * _PIECE
-"""Of steps of a layer, which come between torch's products: its threads, which wait busily, would hold up ours."""
+"""The same for steps of a layer. They run between torch's products, whose idle threads spin and would slow ours."""
 _CHUNK = 256
-"""Normals that the library draws at once."""
+"""Normals that the library draws at once (`CHUNK` in compiled.c)."""
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _LAYER = {
     "add": "pippppiifii",
@@ -39,22 +39,22 @@ _LAYER = {
     "gate": "ppppppiifipp",
     "decode": "pppppiiiifp",
 }
-"""Steps of a layer, row by row: pointers, numbers and fractions of each function, before the first and the last row."""
+"""Argument types of each step of a layer (p: pointer, i: integer, f: float), without the first and last row."""
 
 
 def available(device: torch.device | str) -> bool:
-    """Whether these run there."""
+    """Return whether the library is used on this device."""
     return torch.device(device).type == "cpu" and here()
 
 
 def here() -> bool:
-    """Whether there is a library, and it is to be used."""
+    """Return whether there is a library and it is enabled."""
     return os.environ.get("EVOALIGN_COMPILED") != "0" and _library() is not None
 
 
 @cache
 def _library() -> Any:
-    """The library; None where there is none, or one of another source, or for another machine."""
+    """Return the library, or None if it is missing, built from another source, or built for another machine."""
     try:
         found, source = ctypes.CDLL(str(LIBRARY)), SOURCE.read_bytes()
         found.evoalign_source.restype = ctypes.c_uint32
@@ -80,18 +80,19 @@ def _declared(library: Any) -> Any:
 
 
 class _Mean(ctypes.Structure):
-    """`Mean` of compiled.c."""
+    """The struct `Mean` of compiled.c."""
 
+    _pointer, _stride = ctypes.c_void_p, ctypes.c_int64
     _fields_ = (
-        ("master", ctypes.c_void_p), ("master_row", ctypes.c_int64), ("master_column", ctypes.c_int64),
-        ("served", ctypes.c_void_p), ("served_row", ctypes.c_int64), ("served_column", ctypes.c_int64),
-        ("start", ctypes.c_void_p), ("start_row", ctypes.c_int64), ("start_column", ctypes.c_int64),
-        ("share", ctypes.c_float), ("step", ctypes.c_float), ("decay", ctypes.c_float), ("dtype", ctypes.c_int),
-    )  # fmt: skip
+        *(("master", _pointer), ("master_row", _stride), ("master_column", _stride)),
+        *(("served", _pointer), ("served_row", _stride), ("served_column", _stride)),
+        *(("start", _pointer), ("start_row", _stride), ("start_column", _stride)),
+        *(("share", ctypes.c_float), ("step", ctypes.c_float), ("decay", ctypes.c_float), ("dtype", ctypes.c_int)),
+    )
 
 
 def takes(part: Sequence[int], members: int, mean: torch.Tensor | None, out: torch.Tensor | None) -> bool:
-    """Whether `scaled` can be asked for this: what it reads and writes is here, of these shapes, and apart."""
+    """Return whether `scaled` supports these tensors: on the CPU, of these shapes, and without shared memory."""
     if mean is not None and not _is_plain(mean, part):
         return False
     if out is None:
@@ -101,13 +102,13 @@ def takes(part: Sequence[int], members: int, mean: torch.Tensor | None, out: tor
 
 
 def _is_plain(tensor: torch.Tensor, shape: Sequence[int], *dtypes: torch.dtype) -> bool:
-    """Whether a tensor's memory holds its numbers as C reads them."""
+    """Return whether C can read a tensor's memory: float32 (or `dtypes`) on the CPU, of this shape."""
     known = tensor.dtype in (dtypes or (torch.float32,)) and tensor.device.type == "cpu" and not tensor.is_neg()
     return known and list(tensor.shape) == list(shape)
 
 
 def _check(shape: Sequence[int], *tensors: torch.Tensor | None) -> None:
-    """Raise ValueError for a tensor that C would read or write wrongly: not float32, not of this shape, not here."""
+    """Raise ValueError for a tensor that is not float32, not of this shape, or not on the CPU."""
     for t in tensors:
         if t is not None and not _is_plain(t, shape):
             raise ValueError(
@@ -126,9 +127,9 @@ def scaled(
     mean: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
+    """Write out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
 
-    Members of the same stream that follow one another share its draw.
+    Consecutive members of the same stream are drawn once.
     """
     if out.dtype not in _TYPES:
         drawn = torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -138,7 +139,7 @@ def scaled(
     streams, factors = _words(members), _floats(widths)
     for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
         into, centre = part.views[0], part.views[1] if mean is not None else None
-        if not part.flat and part.joined and part.columns < _CHUNK:  # rows shorter than what is drawn at once
+        if not part.flat and part.joined and part.columns < _CHUNK:  # rows shorter than one draw
             dense = torch.empty(into.shape, dtype=torch.float32, device=out.device)
             flat = None if centre is None else centre.contiguous()
             found = Lines(part.base, part.pitch, (dense,) if flat is None else (dense, flat))
@@ -159,11 +160,10 @@ def _scaled(
     mean: torch.Tensor | None,
 ) -> None:
     def draw(base: int, runs: int, length: int, row: int, column: int) -> None:
-        _library().evoalign_scaled(
-            table.data_ptr(), *key, generation, streams, widths, len(streams), base, part.pitch, runs, length,
-            None if mean is None else _at(mean, row, column), *((0, 0) if mean is None else mean.stride()[-2:]),
-            _at(out, row, column), out.stride(0), *out.stride()[-2:], _TYPES[out.dtype],
-        )  # fmt: skip
+        drawn = (table.data_ptr(), *key, generation, streams, widths, len(streams), base, part.pitch, runs, length)
+        centre = (None, 0, 0) if mean is None else (_at(mean, row, column), *mean.stride()[-2:])
+        into = (_at(out, row, column), out.stride(0), *out.stride()[-2:], _TYPES[out.dtype])
+        _library().evoalign_scaled(*drawn, *centre, *into)
 
     _share(draw, part, len(streams))
 
@@ -182,10 +182,10 @@ def dense(
     step: float,
     decay: float,
 ) -> None:
-    """Move a part of the mean by dense noise, as `evoalign.kernels.update.dense` does on a GPU."""
-    part_of = [b - a for a, b in bounds]
-    _check(part_of, master, start)
-    direct = served if served is not None and _is_plain(served, part_of, *_TYPES) else None
+    """Move a part of the mean by dense noise; see `evoalign.kernels.update.dense`."""
+    size = [b - a for a, b in bounds]
+    _check(size, master, start)
+    direct = served if served is not None and _is_plain(served, size, *_TYPES) else None
     streams, factors, numbers = _words(list(weights)), _floats(list(weights.values())), (1 / count, step, decay)
     for part in lines(shape, bounds, [t for t in (master, direct, start) if t is not None]):
         views = iter(part.views)
@@ -210,11 +210,9 @@ def _dense(
     numbers: tuple[float, float, float],
 ) -> None:
     def move(base: int, runs: int, length: int, row: int, column: int) -> None:
-        of = _mean(mean, served, start, numbers, row, column)
-        _library().evoalign_dense(
-            table.data_ptr(), *key, generation, streams, weights, len(streams), base, part.pitch, runs, length,
-            ctypes.byref(of),
-        )  # fmt: skip
+        moved = _mean(mean, served, start, numbers, row, column)
+        drawn = (table.data_ptr(), *key, generation, streams, weights, len(streams), base, part.pitch, runs, length)
+        _library().evoalign_dense(*drawn, ctypes.byref(moved))
 
     _share(move, part, len(streams))
 
@@ -231,7 +229,7 @@ def product(
 ) -> None:
     """Move a matrix by step / count times sum_k left[k] right[k], added in order, and decay.
 
-    As `evoalign.kernels.update.Products.move` on a GPU. `left` [K, rows] and `right` [K, columns] are float32.
+    `left` [K, rows] and `right` [K, columns] are float32. See `evoalign.kernels.update.Products.move`.
     """
     left, right = left.contiguous(), right.contiguous()
     (terms, rows), columns = left.shape, right.shape[1]
@@ -241,8 +239,8 @@ def product(
     direct = served if served is not None and _is_plain(served, (rows, columns), *_TYPES) else None
     mean = _mean(master, direct, start, (1 / count, step, decay), 0, 0)
 
-    def move(first: int, last: int, held: object = (master, direct, start)) -> None:
-        """`held` lives as long as a thread that writes to it."""
+    def move(first: int, last: int, alive: object = (master, direct, start)) -> None:
+        """Move some rows. `alive` keeps the tensors in memory while a thread writes to them."""
         _library().evoalign_product(
             left.data_ptr(), right.data_ptr(), terms, rows, columns, first, last, ctypes.byref(mean)
         )
@@ -253,7 +251,7 @@ def product(
 
 
 def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> int:
-    """`evoalign.engines.hash.tensor_sum` of a part of a tensor of `shape`, modulo 2^64 and signed."""
+    """Return `evoalign.engines.hash.tensor_sum` of a part of a tensor of `shape`, modulo 2^64 and signed."""
     total = 0
     for part in lines(shape, bounds, [tensor]):
 
@@ -266,12 +264,12 @@ def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tupl
 
 
 def rows(name: str, count: int, cost: int, *given: torch.Tensor | float | None) -> None:
-    """One function of `_LAYER` over so many rows, each of a cost in numbers. Tensors have to be as C reads them."""
+    """Run a function of `_LAYER` over `count` rows of `cost` numbers each. The caller has checked the tensors."""
     function = getattr(_library(), f"evoalign_{name}")
     words = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given]
 
-    def do(first: int, last: int, held: object = given) -> None:
-        """`held` lives as long as a thread that writes to it."""
+    def do(first: int, last: int, alive: object = given) -> None:
+        """Run some rows. `alive` keeps the tensors in memory while a thread writes to them."""
         function(*words, first, last)
 
     if count * cost < _SHARED:
@@ -288,7 +286,7 @@ def _mean(
     row: int,
     column: int,
 ) -> _Mean:
-    """Of a part that begins at a row and a column of these matrices. `start` counts only where there is a decay."""
+    """Return the struct for a part that begins at this row and column. `start` is used only with a decay."""
     anchor = start if numbers[2] else None
     fields: list[Any] = []
     for tensor in (master, served, anchor):
@@ -297,14 +295,14 @@ def _mean(
 
 
 def _at(tensor: torch.Tensor, row: int, column: int) -> int:
-    """Address of an element of a matrix, or of the first of several matrices."""
+    """Return the address of an element of a matrix, or of the first of several matrices."""
     return tensor.data_ptr() + (row * tensor.stride(-2) + column * tensor.stride(-1)) * tensor.element_size()
 
 
 def _share(work: Callable[[int, int, int, int, int], Any], part: Lines, members: int) -> list[Any]:
-    """Do a part in pieces: of its rows, or of the one run that they are, each `(base, runs, length, row, column)`."""
+    """Run a part in pieces `(base, runs, length, row, column)`: of its rows, or of its single run."""
     if part.flat and part.rows > 1:
-        part = Lines(part.base, part.rows * part.columns, tuple(_flat(v) for v in part.views))
+        part = Lines(part.base, part.rows * part.columns, tuple(v.flatten(-2).unsqueeze(-2) for v in part.views))
     if part.rows == 1:
         pieces = _pieces(part.columns, members, _CHUNK)
         return _run(work, [(part.base + a, 1, b - a, 0, a) for a, b in pieces])
@@ -312,34 +310,30 @@ def _share(work: Callable[[int, int, int, int, int], Any], part: Lines, members:
     return _run(work, [(part.base + a * part.pitch, b - a, part.columns, a, 0) for a, b in pieces])
 
 
-def _flat(view: torch.Tensor) -> torch.Tensor:
-    return view.flatten(-2).unsqueeze(-2)
-
-
 def _pieces(total: int, cost: int, grain: int) -> Iterator[tuple[int, int]]:
-    """Ranges of `total` things, each of some cost: no more than there are threads, none too small for one."""
+    """Yield ranges of `total` items, each of `cost`: at most one per thread, and none below `_PIECE`."""
     count = max(1, min(torch.get_num_threads(), total * cost // _PIECE))
     step = -(-total // count // grain) * grain
     yield from ((a, min(a + step, total)) for a in range(0, total, max(1, step)))
 
 
 def _run(work: Callable[..., Any], pieces: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Each piece, once: in threads of their own as far as the system has any, the others here."""
+    """Run each piece once: in a new thread if one can be started, else in this thread."""
     found: list[Any] = [None] * len(pieces)
     failed: list[BaseException] = []
 
     def do(place: int) -> None:
         try:
             found[place] = work(*pieces[place])
-        except BaseException as error:  # a thread's would be printed and forgotten, and a part not done
+        except BaseException as error:  # in a thread it would only be printed, and a piece would be missing
             failed.append(error)
 
     threads = [threading.Thread(target=do, args=(place,)) for place in range(1, len(pieces))]
     here = [0] if pieces else []
     for place, thread in enumerate(threads, 1):
         try:
-            thread.start()  # made anew for each work: one that is kept would not live through a fork
-        except RuntimeError:  # no more of them, or the interpreter is ending
+            thread.start()  # new for each call: a kept thread would not survive a fork
+        except RuntimeError:  # no thread available, or the interpreter is exiting
             here.append(place)
     for place in here:
         do(place)
@@ -356,5 +350,5 @@ def _words(members: Sequence[int]) -> Any:
 
 
 def _floats(values: Sequence[float]) -> Any:
-    """Rounded once to float32, as torch rounds."""
+    """Return C floats, rounded once to float32 as torch does."""
     return (ctypes.c_float * len(values))(*values)

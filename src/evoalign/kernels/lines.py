@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rectangle out of a tensor as rows of consecutive elements, which is what kernels take."""
+"""Represent a rectangular part of a tensor as rows of consecutive elements, for the kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from functools import cached_property
 import torch
 
 NORMALS_PER_BLOCK = 8
-"""Normals of a Philox call."""
+"""Normals per Philox call."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A matrix out of a row-major tensor: element (row, column) has index `base + row * pitch + column`.
+    """A matrix in a row-major tensor: element (row, column) has index `base + row * pitch + column`.
 
-    `views` are the tensors that go with it, [..., rows, columns] with any strides.
+    `views` are the corresponding parts of other tensors, [..., rows, columns] with any strides.
     """
 
     base: int
@@ -35,35 +35,35 @@ class Lines:
 
     @cached_property
     def joined(self) -> bool:
-        """The rows follow one another in the index, so that a Philox call may span two of them."""
+        """Whether rows are consecutive in the index, so that a Philox call may span two of them."""
         return self.rows == 1 or self.pitch == self.columns
 
     @cached_property
     def flat(self) -> bool:
-        """The rows follow one another in all tensors as well."""
+        """Whether rows are consecutive in all tensors as well."""
         return self.rows == 1 or (self.joined and all(_follows(v, -2) for v in self.views))
 
     @cached_property
     def launch(self) -> tuple[int, int, bool]:
-        """Runs of consecutive elements, their width, and whether a kernel has to tell rows from columns in them."""
+        """Number of runs of consecutive elements, their width, and whether a run spans several strided rows."""
         if self.flat or (self.joined and self.columns < 256):
             return 1, self.rows * self.columns, not self.flat
         return self.rows, self.columns, False
 
     @cached_property
     def aligned(self) -> bool:
-        """Runs start where a Philox call does."""
+        """Whether runs start at the first normal of a Philox call."""
         return self.base % NORMALS_PER_BLOCK == 0 and (self.launch[0] == 1 or self.pitch % NORMALS_PER_BLOCK == 0)
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
-        """Matrices of the same layout differ in nothing but where they begin, and so can share a launch."""
+        """A key: matrices of equal layout differ only in their addresses and can share a launch."""
         views = tuple((v.dtype, v.stride(), v.data_ptr() % 16 == 0) for v in self.views)
         return self.launch, self.columns, self.pitch, self.aligned, views
 
 
 def lines(shape: Sequence[int], bounds: Sequence[tuple[int, int]], tensors: Sequence[torch.Tensor]) -> Iterator[Lines]:
-    """A rectangle as matrices. Each tensor is [..., *the rectangle]; two matrices where dimensions cannot be merged."""
+    """Yield a rectangle as matrices: one if its dimensions can be merged. Each tensor is [..., *rectangle]."""
     if any(stop <= start for start, stop in bounds):
         return
     pending = [(0, tuple(shape), tuple(bounds), tuple(tensors))]
@@ -87,5 +87,5 @@ def lines(shape: Sequence[int], bounds: Sequence[tuple[int, int]], tensors: Sequ
 
 
 def _follows(view: torch.Tensor, dim: int) -> bool:
-    """Whether steps along `dim` go on where the next dimension ends."""
+    """Return whether `dim` and the next dimension can be merged into one."""
     return view.shape[dim] == 1 or view.stride(dim) == view.stride(dim + 1) * view.shape[dim + 1]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Kernels are compiled from their source and cannot be typed, nor their launches.
-"""The noise of `evoalign.noise` on a GPU: one launch for all members of a part of a tensor, bit for bit the same.
+"""The noise of `evoalign.noise` on a GPU, with the same bits: one launch for all members of a part of a tensor.
 
-A program computes `BLOCK` Philox calls and so `8 * BLOCK` consecutive elements; nothing is drawn twice. The normals
-come from a table. Random look-ups in it are what bounds the rate, so it has to stay in the L1 cache: it is
-antisymmetric, so half of it (128 KiB) and a sign do, and what streams by (the mean, the output) is kept out of the
-cache where Triton lets us say so.
+A program computes `BLOCK` Philox calls, that is `8 * BLOCK` consecutive elements; nothing is drawn twice. The normals
+come from a table, and random look-ups in it bound the rate, so the table must stay in the L1 cache. It is
+antisymmetric, so half of it (128 KiB) and a sign suffice. Streamed data (the mean, the output) bypasses the cache where
+Triton allows it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -28,10 +29,10 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a kernel is laid out; the bits do not depend on it.
+    """Launch settings of a kernel. The bits do not depend on them.
 
-    `block` is the number of Philox calls of a program. `half` looks up half the table and puts the sign on. `keep`
-    asks the cache to keep the table's lines.
+    `block` is the number of Philox calls per program. `half` looks up half the table and applies the sign. `keep` asks
+    the cache to keep the table's lines.
     """
 
     block: int = 128
@@ -45,12 +46,12 @@ TUNING = Tuning()
 
 @lru_cache(maxsize=256)
 def words(members: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Counter words as int32 bits on a device; a generation asks for the same ones tensor after tensor."""
+    """Return cached counter words as int32 bits on a device. All tensors of a generation use the same words."""
     return torch.tensor([signed32(m) for m in members], dtype=torch.int32).to(device)
 
 
 def signed32(word: int) -> int:
-    """A 32-bit word as the signed number with its bits, so that kernels get one type whatever its value."""
+    """Return a 32-bit word as the signed number with the same bits, so that kernels always get the same type."""
     return (word + _INT32) % (2 * _INT32) - _INT32
 
 
@@ -66,9 +67,9 @@ def scaled(
     out: torch.Tensor,
     tuning: Tuning = TUNING,
 ) -> None:
-    """out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
+    """Write out[m] = round(fl32(width_m * normal) + mean) for a part of a tensor; see `evoalign.noise.scaled`.
 
-    `table` is `evoalign.noise.table` on the device: it begins with the quantiles above the median.
+    `table` is `evoalign.noise.table` on the device, which begins with the quantiles above the median.
     """
     stream, width = words(tuple(members), out.device), factors(tuple(widths), out.device)
     for part in lines(shape, bounds, (out,) if mean is None else (out, mean)):
@@ -77,7 +78,7 @@ def scaled(
 
 @dataclass(frozen=True)
 class Job:
-    """A part of one tensor's noise, and where it goes: member m's to `out[m]`, added to `mean` where there is one."""
+    """A part of one tensor's noise: member m's is written to `out[m]`, added to `mean` if given."""
 
     key: tuple[int, int]
     shape: Sequence[int]
@@ -87,9 +88,9 @@ class Job:
 
 
 class Jobs:
-    """Parts of many tensors, drawn with a launch for each layout in memory instead of one for each part.
+    """Draws parts of many tensors with one launch per memory layout instead of one per part.
 
-    The tensors' addresses are written to the device once, so they have to stay where they are.
+    The tensors' addresses are copied to the device once, so the tensors must not move.
     """
 
     def __init__(self, jobs: Sequence[Job], tuning: Tuning = TUNING) -> None:
@@ -110,9 +111,9 @@ class Jobs:
         weights: torch.Tensor | None = None,
         through: torch.dtype | None = None,
     ) -> None:
-        """`scaled` of every job, with `widths` [jobs, M], float64.
+        """Run `scaled` for every job, with `widths` [jobs, M], float64.
 
-        With `weights` [jobs, M], out[m] = weight_m * (that rounded to `through`).
+        With `weights` [jobs, M], out[m] is weight_m times that number rounded to the dtype `through`.
         """
         stream = words(tuple(members), self._device)
         width, weight = (None if t is None else t.to(torch.float32).to(self._device) for t in (widths, weights))
@@ -121,7 +122,7 @@ class Jobs:
 
 
 def addresses(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """A table of addresses and other integers for a kernel, int64."""
+    """Return a table of addresses and other integers for a kernel, int64."""
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
@@ -137,25 +138,31 @@ def _launch(
     through: torch.dtype | None,
     tuning: Tuning,
 ) -> None:
-    """Draw a part for all members; with a table of jobs, all parts of its layout that the table names."""
+    """Draw a part for all members, or all parts in a table of jobs with the same layout."""
     target, centre = part.views[0], part.views[-1]
-    runs, length, split = part.launch
+    runs, length, _ = part.launch
     chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
     programs = len(stream) * runs * chunks * (1 if jobs is None else len(jobs))
     if not programs:
         return
+    many = jobs is not None
+    tensors = (target, centre, stream, width, width if weight is None else weight, table, jobs if many else stream)
+    counter = (signed32(key[0]), signed32(key[1]), signed32(generation))
+    shape = (part.base, part.pitch, runs, chunks, len(stream), length, part.columns)
+    strides = (target.stride(0), target.stride(-2), target.stride(-1), centre.stride(-2), centre.stride(-1))
+    options = {"MEAN": len(part.views) > 1, "THROUGH": None if weight is None else _TYPES[through], "MANY": many}
+    options |= {"EVEN": many and all(v.data_ptr() % 16 == 0 for v in part.views)}
+    options |= launch_options(part, tuning)
     with on(target.device):
-        _scaled[(programs,)](
-            target, centre, stream, width, width if weight is None else weight, table, stream if jobs is None else jobs,
-            signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, runs, chunks, len(stream),
-            length, part.columns, target.stride(0), target.stride(-2), target.stride(-1),
-            centre.stride(-2), centre.stride(-1),
-            MEAN=len(part.views) > 1, SPLIT=split, ALIGNED=part.aligned, LONG=length >= _INT32 - 8 * tuning.block,
-            MANY=jobs is not None, EVEN=jobs is not None and all(v.data_ptr() % 16 == 0 for v in part.views),
-            THROUGH=None if weight is None else _TYPES[through],
-            BLOCK=tuning.block, HALF=tuning.half, KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
-            num_warps=tuning.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        _scaled[(programs,)](*tensors, *counter, *shape, *strides, **options)
+
+
+def launch_options(part: Lines, tuning: Tuning) -> dict[str, Any]:
+    """Return the compile-time options that all kernels of noise share."""
+    _, length, split = part.launch
+    options = {"SPLIT": split, "ALIGNED": part.aligned, "LONG": length >= _INT32 - 8 * tuning.block}
+    options |= {"BLOCK": tuning.block, "HALF": tuning.half, "KEEP": "evict_last" if tuning.keep else ""}
+    return options | {"SOFT": interpreted(), "num_warps": tuning.warps, "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "runs", "chunks", "count"])
@@ -191,14 +198,14 @@ def _scaled(
 
 @triton.jit
 def pointer(where, like, EVEN: tl.constexpr):
-    """A pointer of the type of `like` from a table of addresses; EVEN ones are multiples of 16."""
+    """Load a pointer of the type of `like` from a table of addresses. EVEN: addresses are multiples of 16."""
     found = tl.load(where).to(like.dtype)
     return tl.multiple_of(found, 16) if EVEN else found
 
 
 @triton.jit
 def places(start, chunk, length, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr):
-    """The Philox blocks of a program, and its elements: the first one's place in the run, the others', which are in it.
+    """Return a program's Philox blocks, the place of its first element in the run, its lanes, and which are in the run.
 
     `start` is the index of the run's first element.
     """
@@ -217,7 +224,7 @@ def places(start, chunk, length, ALIGNED: tl.constexpr, LONG: tl.constexpr, BLOC
 
 @triton.jit
 def address(run, first, lane, columns, row_stride, column_stride, SPLIT: tl.constexpr):
-    """Where the elements of a run lie in a tensor."""
+    """Return the offsets of a run's elements in a tensor."""
     if SPLIT:
         element = first.to(tl.int64) + lane
         return (element // columns) * row_stride + (element % columns) * column_stride
@@ -229,10 +236,10 @@ def address(run, first, lane, columns, row_stride, column_stride, SPLIT: tl.cons
 def eight(
     block, member, generation, key0, key1, table, BLOCK: tl.constexpr, HALF: tl.constexpr, KEEP: tl.constexpr
 ):  # fmt: skip
-    """Normals [8 * BLOCK] of BLOCK consecutive Philox blocks (int64)."""
+    """Return normals [8 * BLOCK] of BLOCK consecutive Philox blocks (int64)."""
     w0, w1, w2, w3 = philox(block, generation, member, key0, key1)
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (4 * BLOCK,)).to(tl.int32, bitcast=True)
-    # Each half as a signed number of 32 bits: its top bit says which half of the table.
+    # Each half-word as a signed 32-bit number, whose top bit selects the half of the table.
     half = tl.reshape(tl.join((word << 16) >> 16, word >> 16), (8 * BLOCK,))
     if HALF:
         low = ~(half >> 31)  # all ones below the median, where element k is minus element 65,535 - k
@@ -244,7 +251,7 @@ def eight(
 
 @triton.jit
 def philox(block, generation, member, key0, key1):
-    """Philox 4x32-10 on counters (block low, block high, generation, member)."""
+    """Return Philox 4x32-10 of counters (block low, block high, generation, member)."""
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2 = tl.zeros_like(c0) + generation.to(tl.uint32, bitcast=True)
     c3 = tl.zeros_like(c0) + member.to(tl.uint32, bitcast=True)
@@ -260,7 +267,7 @@ def philox(block, generation, member, key0, key1):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr, SOFT: tl.constexpr):
-    """To the output's dtype, to nearest, ties to even: by hand in Triton's interpreter, which errs in bfloat16."""
+    """Round to the output's dtype, to nearest, ties to even. Triton's interpreter rounds bfloat16 wrongly."""
     if SOFT and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)

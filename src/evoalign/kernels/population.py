@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members of a population add to a transformer's layer, folded into the kernels that run there anyway.
+"""Members' low-rank terms, fused into the kernels of a transformer layer.
 
-Every row of a batch has its member's low-rank term, y += scaling * (x A^T) B^T, on each linear layer. The products are
-thin: what costs is launches and passes over the activations. So a block of Llama's or Qwen's kind needs neither: the
-RMSNorm takes the dots of the row that it writes with the next projection's A, the rotation and the SwiGLU add what the
-projection before them owes (dots times B), and the next norm does so for `o_proj` and `down_proj`:
+Each row of a batch has its member's low-rank term, y += scaling * (x A^T) B^T, on each linear layer. The products are
+thin, so the cost is in launches and in passes over the activations. For a layer as in Llama or Qwen the terms need
+neither. The RMSNorm also computes the dots of its output row with the A of the next projection. The rotation and the
+SwiGLU add the pending term of the projection before them (dots times B). The next norm does so for `o_proj` and
+`down_proj`:
 
     norm -> [qkv GEMM] -> rotate -> [attention, o GEMM] -> norm -> [gate_up GEMM] -> gate -> [down GEMM] -> norm ...
 
-`add` is the form for any linear layer, one launch each. Shapes: T rows, S slots (one a member), RS the padded rank of
-the slots, R <= RS the rank in use, 1 to 16. `members` is int32 [T], the slot of each row, -1 for the base model: such
-rows get the plain function. `a` is [S, 1, RS, K], `b` [S, 1, N, RS], contiguous, as vLLM stacks them. Terms are summed
-in float32 and rounded with what they are added to. `fixed` takes the same tiles for every T, so that a row's bits do
-not depend on the rows beside it. Nothing here waits for the device, or allocates more than its results: a CUDA graph
-can hold it, and factors and members may change between its replays.
+`add` is for any linear layer, with one launch each. Shapes: T rows, S slots (one per member), RS the padded rank of the
+slots, R <= RS the rank in use, 1 to 16. `a` is [S, 1, RS, K] and `b` [S, 1, N, RS], contiguous, as vLLM stacks them.
+Rows without a member get the plain function. Terms are summed in float32 and rounded together with their sum. The
+functions do not synchronise and allocate only their results, so a CUDA graph can hold them; factors and members may
+change between its replays.
 
-Triton's kernels run where `kernels.available` says so, and compiled C on a CPU (`population_cpu`), which leaves to
-plain torch (`reference`) what it is not made for.
+Each function runs in Triton if `kernels.available`, else on a CPU in compiled C (`population_cpu`), else in plain torch
+(`reference`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,14 @@ import torch
 
 from evoalign import kernels
 from evoalign.kernels import population_cpu, reference
-from evoalign.kernels.reference import MAX_RANK, Dot, Partial
+from evoalign.kernels.reference import MAX_RANK, Dot, Heads, Partial, Terms
 
-__all__ = ["MAX_RANK", "Dot", "Partial", "add", "gate", "norm", "rotate", "warm_up"]
+__all__ = ["MAX_RANK", "Dot", "Heads", "Partial", "Terms", "add", "gate", "norm", "rotate", "warm_up"]
 
 
-def add(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    members: torch.Tensor,
-    *,
-    rank: int,
-    scaling: float = 1.0,
-    fixed: bool = False,
-) -> None:
-    """y [T, sum N_i] += scaling * (x A_i^T) B_i^T, in place, for the one to three layers that read x [T, K] as one."""
-    _form(y).add(y, x, a, b, members, rank=rank, scaling=scaling, fixed=fixed)
+def add(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], terms: Terms) -> None:
+    """Add scaling * (x A_i^T) B_i^T to y [T, sum N_i], in place, for one to three layers with the input x [T, K]."""
+    _form(y).add(y, x, a, b, terms)
 
 
 def norm(
@@ -54,23 +44,16 @@ def norm(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    members: torch.Tensor,
-    *,
-    rank: int,
-    scaling: float = 1.0,
-    fixed: bool = False,
+    terms: Terms,
     into_a: Sequence[torch.Tensor] = (),
     source: Dot | Partial | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of hidden [T, H] plus what its projection (`source`) owes plus the residual: (out, dots).
+    """Return (out, dots): RMSNorm of hidden [T, H] plus the pending term of `source` plus the residual.
 
-    The sum goes to `residual`, in place; where that is None, `hidden` is the residual itself. `dots` is float32
-    [T, len(into_a), R]: of the normed row with each A of the projection that reads it.
+    The sum is written to `residual`, in place; if that is None, `hidden` is the residual itself. `dots` is float32
+    [T, len(into_a), R]: the output row with each A of the next projection.
     """
-    return _form(hidden).norm(
-        hidden, residual, weight, eps, members,
-        rank=rank, scaling=scaling, fixed=fixed, into_a=into_a, source=source,
-    )  # fmt: skip
+    return _form(hidden).norm(hidden, residual, weight, eps, terms, into_a, source)
 
 
 def rotate(
@@ -79,118 +62,83 @@ def rotate(
     cos_sin: torch.Tensor,
     dots: torch.Tensor,
     b: Sequence[torch.Tensor],
-    members: torch.Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rank: int,
-    scaling: float = 1.0,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    terms: Terms,
+    heads: Heads,
 ) -> None:
-    """Add the terms of q, k and v (dots [T, 3, R]), norm q's and k's heads where weights are given, rotate; in place.
+    """Add the terms of q, k and v (dots [T, 3, R]), apply the norms of q and k if given, and rotate; in place.
 
-    qkv is [T, (heads + 2 * kv_heads) * head_dim]. The rotation is NeoX's: halves, by cos_sin [positions, rotary_dim],
-    cosines first; dimensions beyond rotary_dim stay. q_norm and k_norm [head_dim] are Qwen3's.
+    qkv is [T, (heads + 2 * kv_heads) * head_dim]. The rotation is in halves (NeoX), by cos_sin [positions, rotary_dim]
+    with cosines first. Dimensions beyond rotary_dim are not rotated.
     """
-    _form(qkv).rotate(
-        qkv, positions, cos_sin, dots, b, members, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        rank=rank, scaling=scaling, q_norm=q_norm, k_norm=k_norm, eps=eps,
-    )  # fmt: skip
+    _form(qkv).rotate(qkv, positions, cos_sin, dots, b, terms, heads)
 
 
 def gate(
-    gate_up: torch.Tensor,
-    dots: torch.Tensor,
-    b: Sequence[torch.Tensor],
-    down_a: torch.Tensor | None,
-    members: torch.Tensor,
-    *,
-    rank: int,
-    scaling: float = 1.0,
-    fixed: bool = False,
+    gate_up: torch.Tensor, dots: torch.Tensor, b: Sequence[torch.Tensor], down_a: torch.Tensor | None, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SwiGLU of gate_up [T, 2 I] with the terms of both (dots [T, 2, R]): (out [T, I], partial dots).
+    """Return (out [T, I], partial dots): SwiGLU of gate_up [T, 2 I] with the terms of both (dots [T, 2, R]).
 
-    The partial dots, float32 [T, NP, R], are of the result with `down_a`, one a tile: `Partial` hands them to the next
-    norm. Without `down_a` NP is 0.
+    The partial dots, float32 [T, NP, R], are of the output with `down_a`, one per tile; pass them to the next norm as
+    `Partial`. Without `down_a` NP is 0.
     """
-    return _form(gate_up).gate(gate_up, dots, b, down_a, members, rank=rank, scaling=scaling, fixed=fixed)
+    return _form(gate_up).gate(gate_up, dots, b, down_a, terms)
 
 
 def warm_up(
     device: torch.device | str,
     dtype: torch.dtype,
+    heads: Heads,
     *,
     hidden: int,
     intermediate: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
     rank: int,
     padded_rank: int,
     rotary_dim: int | None = None,
     cos_sin_dtype: torch.dtype | None = None,
-    qk_norm: bool = False,
     fixed: bool = False,
 ) -> None:
-    """Compile every kernel that a model of this shape calls, so that no rollout waits for a compiler."""
+    """Compile every kernel that a model of this shape uses, so that no rollout waits for the compiler."""
     if not kernels.available(torch.device(device)):
         return
-    rotary_dim = rotary_dim or head_dim
-    width = (heads + 2 * kv_heads) * head_dim
-    q, kv = heads * head_dim, kv_heads * head_dim
+    q, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
 
     def zeros(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=like, device=device)
 
-    def a(inner: int) -> torch.Tensor:
-        return zeros(1, 1, padded_rank, inner)
-
-    def b(outer: int) -> torch.Tensor:
-        return zeros(1, 1, outer, padded_rank)
-
-    head_norm = zeros(head_dim) if qk_norm else None
-    a_qkv, b_qkv, a_gate, b_gate = (a(hidden),) * 3, (b(q), b(kv), b(kv)), (a(hidden),) * 2, (b(intermediate),) * 2
-    a_o, a_down, b_hidden, weight = a(q), a(intermediate), b(hidden), zeros(hidden)
+    a = {inner: zeros(1, 1, padded_rank, inner) for inner in (hidden, q, intermediate)}
+    b = {outer: zeros(1, 1, outer, padded_rank) for outer in (hidden, q, kv, intermediate)}
+    a_qkv, b_qkv, a_gate, b_gate = (a[hidden],) * 3, (b[q], b[kv], b[kv]), (a[hidden],) * 2, (b[intermediate],) * 2
+    weight, table = zeros(hidden), zeros(1, rotary_dim or heads.head_dim, like=cos_sin_dtype or dtype)
     for rows in row_sizes(device):
-        members = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        terms = Terms(torch.full((rows,), -1, dtype=torch.int32, device=device), rank, fixed=fixed)
         x, residual, into, wide = zeros(rows, hidden), zeros(rows, hidden), zeros(rows, q), zeros(rows, intermediate)
-        qkv, gate_up = zeros(rows, width), zeros(rows, 2 * intermediate)
-        _, dots = norm(x, None, weight, 1e-6, members, into_a=a_qkv, rank=rank, fixed=fixed)
-        rotate(
-            qkv, zeros(rows, like=torch.int64), zeros(1, rotary_dim, like=cos_sin_dtype or dtype), dots, b_qkv, members,
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, rank=rank, q_norm=head_norm, k_norm=head_norm,
-        )  # fmt: skip
-        _, dots = norm(
-            x, residual, weight, 1e-6, members, into_a=a_gate, source=Dot(into, a_o, b_hidden), rank=rank, fixed=fixed
-        )
-        _, partial = gate(gate_up, dots, b_gate, a_down, members, rank=rank, fixed=fixed)
-        source = Partial(partial, b_hidden)
-        norm(x, residual, weight, 1e-6, members, into_a=a_qkv, source=source, rank=rank, fixed=fixed)
-        norm(x, residual, weight, 1e-6, members, source=source, rank=rank, fixed=fixed)
-        add(qkv, x, a_qkv, b_qkv, members, rank=rank, fixed=fixed)
-        add(x, into, (a_o,), (b_hidden,), members, rank=rank, fixed=fixed)
-        add(gate_up, x, a_gate, b_gate, members, rank=rank, fixed=fixed)
-        add(x, wide, (a_down,), (b_hidden,), members, rank=rank, fixed=fixed)
+        qkv, gate_up = zeros(rows, q + 2 * kv), zeros(rows, 2 * intermediate)
+        _, dots = norm(x, None, weight, 1e-6, terms, a_qkv)
+        rotate(qkv, zeros(rows, like=torch.int64), table, dots, b_qkv, terms, heads)
+        _, dots = norm(x, residual, weight, 1e-6, terms, a_gate, Dot(into, a[q], b[hidden]))
+        _, partial = gate(gate_up, dots, b_gate, a[intermediate], terms)
+        for into_a in (a_qkv, ()):
+            norm(x, residual, weight, 1e-6, terms, into_a, Partial(partial, b[hidden]))
+        add(qkv, x, a_qkv, b_qkv, terms)
+        add(x, into, (a[q],), (b[hidden],), terms)
+        add(gate_up, x, a_gate, b_gate, terms)
+        add(x, wide, (a[intermediate],), (b[hidden],), terms)
 
 
 def row_sizes(device: torch.device | str) -> tuple[int, ...]:
-    """One number of rows for each choice of tiles: a kernel that has run for these is compiled for all."""
+    """Return one number of rows per choice of tiles: after a run with each, the kernel is compiled for all."""
     return _triton().row_sizes() if kernels.available(torch.device(device)) else (1,)
 
 
 @cache
 def _triton() -> ModuleType:
-    """The kernels; imported late, because evoalign runs without Triton too."""
-    from evoalign.kernels import population_triton
+    from evoalign.kernels import population_triton  # imported late: evoalign also runs without Triton
 
     return population_triton
 
 
 def _form(tensor: torch.Tensor) -> ModuleType:
+    """Return the module whose functions run on this tensor's device."""
     if kernels.available(tensor.device):
         return _triton()
     return population_cpu if tensor.device.type == "cpu" else reference

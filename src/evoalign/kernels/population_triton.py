@@ -2,36 +2,38 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 # ruff: noqa: RUF005, C901, SIM108
 # Kernels are compiled from their source and cannot be typed; their tuples do not unpack; their ifs are compile-time.
-"""The Triton kernels of `population`, and their launches. One program has one row, so tiles never mix members.
+"""The Triton kernels of `population`, and their launches. Each program handles one row, so tiles never mix members.
 
-Rank 1 is the case to be fast: the dots are scalars, the factors plain vectors. Loads that do not need the row's member
-go first, its factors next, arithmetic last: at few rows the time is the latency of these two waits. A higher rank is
-one more axis of the tile: A [R, K] for the dots, B [N, R] for the sums, R padded to a power of two.
+Rank 1 is optimised: the dots are scalars and the factors vectors. Loads that do not depend on the row's member come
+first, then its factors, then arithmetic: with few rows the time is the latency of these two waits. A higher rank is
+one more axis of the tile: A [R, K] for the dots, B [N, R] for the sums, with R padded to a power of two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from evoalign.kernels.reference import Dot, Partial
+from evoalign.kernels.population_tiles import Tiles, add_tiles, gate_tiles, norm_tiles, power, rotate_tiles, row_sizes
+from evoalign.kernels.reference import Dot, Heads, Partial, Terms
+
+__all__ = ["Tiles", "add", "add_tiles", "gate", "norm", "rotate", "row_sizes"]
 
 
 @triton.jit
 def _load_member(members, row):
-    """Whether the row has a member, and its slot (0 where not)."""
+    """Return whether the row has a member, and its slot (0 without a member)."""
     member = tl.load(members + row, eviction_policy="evict_last")
     return member >= 0, tl.maximum(member, 0).to(tl.int64)
 
 
 @triton.jit
 def _load_a(a, slot, mask, k, K: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr):
-    """Columns k of a member's A: [BK] for rank 1, else [RP, BK]."""
+    """Load columns k of a member's A: [BK] for rank 1, else [RP, BK]."""
     base = a + slot * (RS * K)
     if R == 1:
         return tl.load(base + k, mask=mask, other=0.0)
@@ -42,7 +44,7 @@ def _load_a(a, slot, mask, k, K: tl.constexpr, R: tl.constexpr, RS: tl.constexpr
 
 @triton.jit
 def _dot(x, a, R: tl.constexpr):
-    """x (float32) with each row of A: a scalar for rank 1, else [RP]."""
+    """Return the dots of x (float32) with each row of A: a scalar for rank 1, else [RP]."""
     if R == 1:
         return tl.sum(x * a.to(tl.float32), axis=0)
     else:
@@ -51,7 +53,7 @@ def _dot(x, a, R: tl.constexpr):
 
 @triton.jit
 def _load_each(a, slot, mask, k, K: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr):
-    """The same of several A, as a tuple."""
+    """Load columns k of several A, as a tuple."""
     factors = ()
     for i in tl.static_range(len(a)):
         factors = factors + (_load_a(a[i], slot, mask, k, K, R, RS, RP),)
@@ -60,7 +62,7 @@ def _load_each(a, slot, mask, k, K: tl.constexpr, R: tl.constexpr, RS: tl.conste
 
 @triton.jit
 def _load_b(b, slot, mask, n, N: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr):
-    """Rows n of a member's B: n's shape for rank 1, else with one more axis of RP."""
+    """Load rows n of a member's B: the shape of n for rank 1, else with one more axis of RP."""
     base = b + slot * (N * RS)
     if R == 1:
         return tl.load(base + n * RS, mask=mask, other=0.0)
@@ -75,7 +77,7 @@ def _load_b(b, slot, mask, n, N: tl.constexpr, R: tl.constexpr, RS: tl.constexpr
 
 @triton.jit
 def _expand(dots, b, R: tl.constexpr):
-    """dots B^T, float32, in the shape of the rows that b has."""
+    """Return dots B^T, float32, in the shape of the rows of b."""
     if R == 1:
         return dots * b.to(tl.float32)
     else:
@@ -105,7 +107,7 @@ def _store_dots(at, dots, R: tl.constexpr, RP: tl.constexpr):
 
 @triton.jit
 def _load_partials(dots, NP: tl.constexpr, NPB: tl.constexpr, R: tl.constexpr, RP: tl.constexpr):
-    """[NP, R] partial dots: [NPB] for rank 1, else [NPB, RP]."""
+    """Load partial dots [NP, R]: [NPB] for rank 1, else [NPB, RP]."""
     p = tl.arange(0, NPB)
     if R == 1:
         return tl.load(dots + p, mask=p < NP, other=0.0)
@@ -121,7 +123,7 @@ def _add(
     R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
     BK: tl.constexpr, BNS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The dots of one row, then every GROUPS-th tile of its outputs; each group of tiles takes the dots anew."""
+    """Compute the dots of one row, then every GROUPS-th tile of its outputs. Each group recomputes the dots."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     has, slot = _load_member(members, row)
@@ -162,9 +164,9 @@ def _norm(
     H: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, NPB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row: add what the projection before owes (x with x_a, or partials; times b) and the residual, norm, dots.
+    """For one row: add the pending term (x with x_a, or partials; times b) and the residual, normalise, take dots.
 
-    EARLY loads all the member's factors before the first sum; where the rank is high they would not fit the registers.
+    EARLY loads all the member's factors before the first sum. At a high rank they would not fit in registers.
     """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BH)
@@ -223,7 +225,7 @@ def _load_heads(
     base, b, slot, has, HEADS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
     HB: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """COUNT dimensions from FIRST of each head: columns, mask, the values [HB, CB] and B's rows."""
+    """Load COUNT dimensions from FIRST of each head: columns, mask, values [HB, CB] and rows of B."""
     h = tl.arange(0, HB)[:, None]
     j = tl.arange(0, CB)[None, :]
     n = h * D + FIRST + j
@@ -242,7 +244,7 @@ def _turn(
     base, one, two, rest, dots, cosine, sine, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Add the term to the loaded parts of some heads, norm each head where there is a weight, rotate, store."""
+    """Add the term to the loaded parts of some heads, normalise each head if there is a weight, rotate, store."""
     first = one[2].to(tl.float32) + _expand(dots, one[3], R)
     second = two[2].to(tl.float32) + _expand(dots, two[3], R)
     if RB > 0:
@@ -269,7 +271,7 @@ def _rotate(
     R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr,
     QB: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr,
 ):  # fmt: skip
-    """One row: the terms of q, k and v, the heads' norms, the rotation. RB > 0: a part of each head does not turn."""
+    """For one row: the terms of q, k and v, the norms, the rotation. RB > 0: part of each head is not rotated."""
     row = tl.program_id(0).to(tl.int64)
     has, slot = _load_member(members, row)
     position = tl.load(positions + row).to(tl.int64)
@@ -306,7 +308,7 @@ def _gate(
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr,
     R: tl.constexpr, RS: tl.constexpr, RP: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one row: SwiGLU with both terms, and the tile's part of down_proj's dots."""
+    """For one tile of one row: SwiGLU with both terms, and the tile's part of the dots of down_proj."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     c = tile * BI + tl.arange(0, BI)
@@ -330,59 +332,14 @@ def _gate(
         _store_dots(partials + (row * NP + tile) * R, taken, R, RP)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Columns of a tile, warps of a program; for `add` also the depth of a step of the dots, and groups of tiles."""
+def _options(tiles: Tiles, rank: int, padded: int) -> dict[str, Any]:
+    """Return the ranks and the compiler options of a launch. Above rank 1 there are no fused multiply-adds.
 
-    columns: int
-    warps: int
-    depth: int = 0
-    groups: int = 1
-
-
-def _options(tiles: Tiles, rank: int) -> dict[str, Any]:
-    """How a kernel is compiled. Above rank 1 without fused multiply-adds.
-
-    A sum over ranks goes from lane to lane, and a fused operation would round the two sides of an exchange unlike each
-    other: threads that hold the same number would differ in its last bit.
+    A sum over ranks goes from lane to lane. A fused operation would round the two sides of an exchange differently, so
+    that threads with the same number would differ in its last bit.
     """
-    return {"num_warps": tiles.warps, "enable_fp_fusion": rank == 1}
-
-
-def row_sizes() -> tuple[int, ...]:
-    """One number of rows for each choice of tiles."""
-    return (1, _FEW_ROWS + 1, _MANY_ROWS + 1)
-
-
-def norm_tiles(width: int, rank: int) -> Tiles:
-    """Whole rows of `width`, the longer of what comes in and goes out."""
-    columns = _power(width)
-    return Tiles(columns, _warps(columns * _power(rank)))
-
-
-def rotate_tiles(heads: int, half: int, rank: int) -> Tiles:
-    """Whole rows too."""
-    columns = _power(heads) * _power(half)
-    return Tiles(columns, _warps(columns * _power(rank)))
-
-
-def gate_tiles(width: int, rank: int) -> Tiles:
-    """The best choice is one for all rows."""
-    columns = min(_power(width), 1024 if rank == 1 or rank > 8 else 2048)
-    return Tiles(columns, 4 if rank == 1 else _warps(columns * _power(rank)))
-
-
-def add_tiles(inner: int, outer: int, rows: int, rank: int, fixed: bool) -> Tiles:
-    """Few rows: more programs share a wide output, each with the dots anew. Many: small programs, many at once.
-
-    `outer` is the widest of the layers'.
-    """
-    wide, few, many = outer > 8192, rows <= _FEW_ROWS and not fixed, rows > _MANY_ROWS and not fixed
-    groups = 1 if not wide else 5 if few else 1 if rank == 1 else 2
-    depth = min(_power(inner), 4096 // _power(rank))
-    if rank == 1:
-        return Tiles(min(_power(outer), 4096), 4 if many and not wide else 16, depth, groups)
-    return Tiles(min(_power(outer), 2048 if wide else 4096, 16384 // _power(rank)), 16, depth, groups)
+    ranks = {"R": rank, "RS": padded, "RP": power(rank)}
+    return {**ranks, "num_warps": tiles.warps, "enable_fp_fusion": rank == 1}
 
 
 def add(
@@ -390,24 +347,19 @@ def add(
     x: torch.Tensor,
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
-    members: torch.Tensor,
+    terms: Terms,
     *,
-    rank: int,
-    scaling: float = 1.0,
-    fixed: bool = False,
     tiles: Tiles | None = None,
 ) -> None:
     """See `population.add`."""
     _check((y, x), (*a, *b))
     rows, inner = x.shape
-    outer = tuple(one.shape[2] for one in b)
-    tiles = tiles or add_tiles(inner, max(outer), rows, rank, fixed)
-    _add[(rows, tiles.groups)](
-        y, x, tuple(a), tuple(b), members, float(scaling),
-        Y_STRIDE=y.stride(0), X_STRIDE=x.stride(0), K=inner, NS=outer, R=rank, RS=b[0].shape[3], RP=_power(rank),
-        BK=tiles.depth, BNS=tuple(min(tiles.columns, _power(n)) for n in outer), GROUPS=tiles.groups,
-        **_options(tiles, rank),
-    )  # fmt: skip
+    outer, rank = tuple(one.shape[2] for one in b), terms.rank
+    tiles = tiles or add_tiles(inner, max(outer), rows, rank, terms.fixed)
+    shape = {"Y_STRIDE": y.stride(0), "X_STRIDE": x.stride(0), "K": inner, "NS": outer}
+    shape |= {"BK": tiles.depth, "BNS": tuple(min(tiles.columns, power(n)) for n in outer), "GROUPS": tiles.groups}
+    options = _options(tiles, rank, b[0].shape[3])
+    _add[(rows, tiles.groups)](y, x, tuple(a), tuple(b), terms.members, float(terms.scaling), **shape, **options)
 
 
 def norm(
@@ -415,17 +367,14 @@ def norm(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    members: torch.Tensor,
-    *,
-    rank: int,
-    scaling: float = 1.0,
-    fixed: bool = False,
+    terms: Terms,
     into_a: Sequence[torch.Tensor] = (),
     source: Dot | Partial | None = None,
+    *,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `population.norm`."""
-    rows, width = hidden.shape
+    (rows, width), rank = hidden.shape, terms.rank
     out = torch.empty((rows, width), dtype=hidden.dtype, device=hidden.device)
     dots = torch.empty((rows, len(into_a), rank), dtype=torch.float32, device=hidden.device)
     dot = source if isinstance(source, Dot) else None
@@ -435,15 +384,14 @@ def norm(
     parts = partial.dots.shape[1] if partial else 1
     padded = source.b.shape[3] if source else into_a[0].shape[2] if into_a else rank
     tiles = tiles or norm_tiles(max(width, inner), rank)
-    _norm[(rows,)](
-        hidden, residual, weight, out, dots if into_a else None, members,
-        dot.x if dot else None, dot.a if dot else None, partial.dots if partial else None,
-        source.b if source else None, tuple(into_a), float(eps), float(scaling),
-        H_STRIDE=hidden.stride(0), R_STRIDE=residual.stride(0) if residual is not None else 0,
-        X_STRIDE=dot.x.stride(0) if dot else 0, H=width, K=inner, NP=parts,
-        R=rank, RS=padded, RP=_power(rank), BH=_power(width), BK=_power(inner), NPB=_power(parts), EARLY=rank <= 4,
-        **_options(tiles, rank),
-    )  # fmt: skip
+    rows_of = (hidden, residual, weight, out, dots if into_a else None, terms.members)
+    owed = (dot and dot.x, dot and dot.a, partial and partial.dots, source and source.b, tuple(into_a))
+    strides = {"H_STRIDE": hidden.stride(0), "R_STRIDE": 0 if residual is None else residual.stride(0)}
+    strides |= {"X_STRIDE": dot.x.stride(0) if dot else 0}
+    shape = {"H": width, "K": inner, "NP": parts, "EARLY": rank <= 4}
+    shape |= {"BH": power(width), "BK": power(inner), "NPB": power(parts)}
+    options = _options(tiles, rank, padded)
+    _norm[(rows,)](*rows_of, *owed, float(eps), float(terms.scaling), **strides, **shape, **options)
     return out, dots
 
 
@@ -453,30 +401,21 @@ def rotate(
     cos_sin: torch.Tensor,
     dots: torch.Tensor,
     b: Sequence[torch.Tensor],
-    members: torch.Tensor,
+    terms: Terms,
+    heads: Heads,
     *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rank: int,
-    scaling: float = 1.0,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
     tiles: Tiles | None = None,
 ) -> None:
     """See `population.rotate`."""
     _check((qkv,), (cos_sin, dots, *b))
-    half = cos_sin.shape[-1] // 2
-    rest = head_dim - 2 * half
-    tiles = tiles or rotate_tiles(heads, half, rank)
-    _rotate[(qkv.shape[0],)](
-        qkv, positions, cos_sin, dots, tuple(b), members, q_norm, k_norm, float(eps), float(scaling),
-        STRIDE=qkv.stride(0), HQ=heads, HK=kv_heads, D=head_dim, HALF=half,
-        R=rank, RS=b[0].shape[3], RP=_power(rank), QB=_power(heads), KB=_power(kv_heads),
-        VB=_power(kv_heads * head_dim), CB=_power(half), RB=_power(rest) if rest else 0,
-        **_options(tiles, rank),
-    )  # fmt: skip
+    half, rank, width = cos_sin.shape[-1] // 2, terms.rank, heads.head_dim
+    tiles = tiles or rotate_tiles(heads.heads, half, rank)
+    tensors = (qkv, positions, cos_sin, dots, tuple(b), terms.members, heads.q_norm, heads.k_norm)
+    shape = {"STRIDE": qkv.stride(0), "HQ": heads.heads, "HK": heads.kv_heads, "D": width, "HALF": half}
+    shape |= {"QB": power(heads.heads), "KB": power(heads.kv_heads), "VB": power(heads.kv_heads * width)}
+    shape |= {"CB": power(half), "RB": power(width - 2 * half) if width > 2 * half else 0}
+    options = _options(tiles, rank, b[0].shape[3])
+    _rotate[(qkv.shape[0],)](*tensors, float(heads.eps), float(terms.scaling), **shape, **options)
 
 
 def gate(
@@ -484,44 +423,28 @@ def gate(
     dots: torch.Tensor,
     b: Sequence[torch.Tensor],
     down_a: torch.Tensor | None,
-    members: torch.Tensor,
+    terms: Terms,
     *,
-    rank: int,
-    scaling: float = 1.0,
-    fixed: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `population.gate`."""
     _check((gate_up,), (dots, *b, down_a))
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, width, rank = gate_up.shape[0], gate_up.shape[1] // 2, terms.rank
     tiles = tiles or gate_tiles(width, rank)
     count = -(-width // tiles.columns)
     parts = count if down_a is not None else 0
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     partials = torch.empty((rows, parts, rank), dtype=torch.float32, device=gate_up.device)
-    _gate[(rows, count)](
-        gate_up, out, dots, tuple(b), down_a, partials if parts else None, members, float(scaling),
-        STRIDE=gate_up.stride(0), WIDTH=width, NP=parts, R=rank, RS=b[0].shape[3], RP=_power(rank), BI=tiles.columns,
-        **_options(tiles, rank),
-    )  # fmt: skip
+    tensors = (gate_up, out, dots, tuple(b), down_a, partials if parts else None, terms.members)
+    shape = {"STRIDE": gate_up.stride(0), "WIDTH": width, "NP": parts, "BI": tiles.columns}
+    options = _options(tiles, rank, b[0].shape[3])
+    _gate[(rows, count)](*tensors, float(terms.scaling), **shape, **options)
     return out, partials
 
 
-_FEW_ROWS, _MANY_ROWS = 128, 512
-
-
 def _check(rows: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> None:
-    """Raise ValueError for tensors whose rows, or which as a whole, lie otherwise than the kernels address them."""
+    """Raise ValueError for `rows` without consecutive columns, and for `whole` tensors that are not contiguous."""
     if any(t is not None and t.stride(-1) != 1 for t in rows):
         raise ValueError("population kernels need activations with consecutive columns")
     if any(t is not None and not t.is_contiguous() for t in whole):
         raise ValueError("population kernels need contiguous factors, dots and tables")
-
-
-def _power(value: int) -> int:
-    return 1 << (value - 1).bit_length()
-
-
-def _warps(elements: int) -> int:
-    """About 16 elements of each operand a thread: two loads of 16 bytes at half precision."""
-    return max(4, min(16, elements // 512))

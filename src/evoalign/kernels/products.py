@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix moved by a sum of products of a column and a row, one after another: the same bits on every device.
+"""Move a matrix by a sum of products of a column and a row, added in order: the same bits on every device.
 
     total = 0;  total = fl32(total + fl32(left[k] * right[k])) for k = 0, 1, ...
     master = fl32(master + fl32(fl32(total * fl32(1 / count)) * fl32(step)))
 
-A library's matrix product promises no order: its bits differ between instruction sets, numbers of threads, devices and
-shapes, so a run that used one could be repeated on its own machine only.
+A BLAS matrix product has no fixed order: its bits differ between instruction sets, numbers of threads, devices and
+shapes, so a run that used it could be repeated only on the same machine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from evoalign import kernels
 from evoalign.kernels import compiled
 
 _TILE = 1 << 16
-"""Numbers of a tile of plain torch on a CPU: its total and its product stay in a core's cache."""
+"""Numbers per tile of plain torch on a CPU, so that the total and the product stay in a core's cache."""
 
 
 def factors(terms: int, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the factors of `move`: float32 [terms, rows] and [terms, columns]."""
+    """Return memory for the factors of `move`: float32 [terms, rows] and [terms, columns]."""
     if kernels.available(device):
         from evoalign.kernels.update import room, split
 
@@ -42,7 +42,7 @@ def move(
 ) -> None:
     """Move `master` [rows, columns] by step / count times sum_k left[k] right[k], after its decay towards `start`.
 
-    `left` [terms, rows] and `right` [terms, columns] come from `factors`. `served` gets the result, rounded.
+    `left` [terms, rows] and `right` [terms, columns] come from `factors`. `served` receives the result, rounded.
     """
     if kernels.available(master.device):
         from evoalign.kernels.update import Matrix, Products
@@ -64,7 +64,7 @@ def in_torch(
     step: float,
     decay: float,
 ) -> None:
-    """`move` in plain torch, tile by tile; no operation of it fuses a product with a sum."""
+    """Run `move` in plain torch, tile by tile. No operation fuses a product with a sum."""
     rows, columns = master.shape
     tile = max(1, (_TILE if master.device.type == "cpu" else 1 << 24) // max(1, columns))
     for first in range(0, rows, tile):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Kernels are compiled from their source and cannot be typed, nor their launches.
-"""The move of the mean in one pass over the weights, bit for bit that of plain torch operations in the same order.
+"""The Triton kernels that move and hash the mean, in one pass over the weights.
 
-For each element: total = sum over members in order of fl32(weight_m * noise_m), then fl32(total / N), fl32(step * it);
-the decay, the move, and the rounding to what is served. The noise stays in registers. Traffic: the master is read and
-written, the served weights are written; 10 bytes a weight for bfloat16.
+The bits are those of plain torch operations in the same order. For each element of a move: total = sum over members in
+order of fl32(weight_m * noise_m), then fl32(total / N), fl32(step * it); then the decay, the move, and rounding to the
+served dtype. The noise stays in registers. Memory traffic: the master is read and written, the served weights are
+written; 10 bytes per weight for bfloat16.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import triton.language as tl
 from evoalign.kernels import factors, interpreted, on
 from evoalign.kernels.lines import NORMALS_PER_BLOCK, lines
 from evoalign.kernels.noise import (
-    _INT32,
     Tuning,
     address,
     addresses,
     eight,
+    launch_options,
     places,
     pointer,
     rounded,
@@ -33,11 +34,11 @@ from evoalign.kernels.noise import (
 )
 
 TUNING = Tuning(block=256, warps=4)
-"""Two Philox calls a thread: the loop over members hides the latency of the table."""
+"""Two Philox calls per thread: the loop over members hides the latency of the table."""
 _ROWS, _WIDE, _LANES, _UNROLL = 8, 4, 128, 2
-"""A program of `_product` moves `_ROWS` rows of `_LANES * _WIDE` columns; a thread all rows of `_WIDE` columns."""
-_LINE = 32
-"""Numbers in a line of the cache, where factors begin."""
+"""A program of `_product` moves `_ROWS` rows of `_LANES * _WIDE` columns; a thread moves `_WIDE` of its columns."""
+_LINE, _HASH_BLOCK = 32, 4096
+"""Float32 numbers per cache line, where factors start, and numbers per program of the hash."""
 
 
 def dense(
@@ -55,10 +56,10 @@ def dense(
     decay: float,
     tuning: Tuning = TUNING,
 ) -> None:
-    """Move a part of the mean (`master`, float32) by dense noise; `served` gets it rounded to its dtype.
+    """Move a part of the mean (`master`, float32) by dense noise. `served` receives the result, rounded to its dtype.
 
-    `weights` is the summed signed coefficient of each stream, in order; `count` the number of members. `start` is
-    needed where `decay` is not 0.
+    `weights` is the summed signed coefficient of each stream, in order; `count` is the number of members. `start` is
+    required if `decay` is not 0.
     """
     device = master.device
     stream, weight = words(tuple(weights), device), factors(tuple(weights.values()), device)
@@ -68,30 +69,27 @@ def dense(
         mean = next(views)
         out = next(views) if served is not None else mean
         anchor = next(views) if start is not None else mean
-        runs, length, split = part.launch
+        runs, length, _ = part.launch
         chunks = triton.cdiv(length + (0 if part.aligned else NORMALS_PER_BLOCK - 1), tuning.block * NORMALS_PER_BLOCK)
+        counter = (signed32(key[0]), signed32(key[1]), signed32(generation))
+        where = (part.base, part.pitch, chunks, len(weights), length, part.columns)
+        strides = (*mean.stride(), *out.stride(), *anchor.stride())
+        options = {"SERVED": served is not None, "DECAY": start is not None and decay != 0}
+        options |= launch_options(part, tuning)
         with on(master.device):
-            _dense[(runs * chunks,)](
-                mean, out, anchor, stream, weight, numbers, table,
-                signed32(key[0]), signed32(key[1]), signed32(generation), part.base, part.pitch, chunks, len(weights),
-                length, part.columns, mean.stride(0), mean.stride(1), out.stride(0), out.stride(1),
-                anchor.stride(0), anchor.stride(1),
-                SERVED=served is not None, DECAY=start is not None and decay != 0, SPLIT=split, ALIGNED=part.aligned,
-                LONG=length >= _INT32 - 8 * tuning.block, BLOCK=tuning.block, HALF=tuning.half,
-                KEEP="evict_last" if tuning.keep else "", SOFT=interpreted(),
-                num_warps=tuning.warps, enable_fp_fusion=False,
-            )  # fmt: skip
+            tensors = (mean, out, anchor, stream, weight, numbers, table)
+            _dense[(runs * chunks,)](*tensors, *counter, *where, *strides, **options)
 
 
 def room(terms: int, shapes: Sequence[tuple[int, int]]) -> int:
-    """Numbers that `terms` factors of matrices of these shapes take, and what a program may read beyond them."""
+    """Return the float32 count for `terms` factors of matrices of these shapes, with room for reads beyond the end."""
     return sum(_lines(terms * n) for shape in shapes for n in shape) + _LANES * _WIDE
 
 
 def split(
     memory: torch.Tensor, terms: int, shapes: Sequence[tuple[int, int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Places for the factors of each matrix in float32 memory of that room: [terms, rows] and [terms, columns]."""
+    """Split memory of size `room` into the factors of each matrix: [terms, rows] and [terms, columns]."""
     sizes = [n for shape in shapes for n in shape]
     pieces = memory.split([*(_lines(terms * n) for n in sizes), _LANES * _WIDE])
     views = [p[: terms * n].view(terms, n) for p, n in zip(pieces, sizes, strict=False)]
@@ -106,7 +104,7 @@ def _lines(numbers: int) -> int:
 class Matrix:
     """A matrix of the mean [rows, columns], or a part of one, and the factors of its move.
 
-    `master` and `start` are float32; `served` gets the master rounded to its dtype. `left` [K, rows] and `right`
+    `master` and `start` are float32. `served` receives the master rounded to its dtype. `left` [K, rows] and `right`
     [K, columns] come from `split`.
     """
 
@@ -118,21 +116,21 @@ class Matrix:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the kernel reads and writes; the master stands for what there is not."""
+        """The kernel's tensors. The master replaces those that are None, which the kernel does not use."""
         others = (self.master if t is None else t for t in (self.served, self.start))
         return self.master, *others, self.left, self.right
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Matrices of the same layout share a launch."""
+        """A key: matrices of equal layout share a launch."""
         views = tuple((t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in self.tensors)
         return self.master.shape, self.served is None, self.start is None, views
 
 
 class Products:
-    """Moves of many matrices by sums of products, with a launch for each layout in memory.
+    """Moves many matrices by sums of products, with one launch per memory layout.
 
-    The tensors' addresses are written to the device once, so they have to stay where they are.
+    The tensors' addresses are copied to the device once, so the tensors must not move.
     """
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
@@ -144,27 +142,24 @@ class Products:
         self._groups = [(found[0][0], addresses([w for _, w in found], self._device)) for found in groups.values()]
 
     def move(self, terms: int, count: int, steps: Sequence[float], decay: float) -> None:
-        """Each matrix by its step / count times sum_k left[k] right[k] over the first `terms` factors, and decay.
+        """Move each matrix by its step / count times sum_k left[k] right[k] over the first `terms` factors, and decay.
 
-        The products of one column and one row are added in order and without fused operations, so a shard of the
-        matrix gets the bits of the whole; a library's product promises neither. The arithmetic (two operations a
-        product) takes no longer than the memory traffic up to about 30 terms.
+        Products are added in order and without fused operations, so a shard gets the same bits as the whole matrix. A
+        BLAS product guarantees neither. Up to about 30 terms, memory traffic bounds the time.
         """
         numbers = torch.tensor([(1 / count, step, decay) for step in steps], dtype=torch.float64)
         numbers = numbers.to(torch.float32).to(self._device)
         for first, where in self._groups:
             (rows, columns), (master, served, start, factors, _) = first.master.shape, first.tensors
             down, across = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _LANES * _WIDE)
+            tensors, shape = (master, served, start, factors, where, numbers), (terms, rows, columns, down, across)
+            strides = (*master.stride(), *served.stride(), *start.stride())
+            options = {"SERVED": first.served is not None, "DECAY": first.start is not None and decay != 0}
+            options |= {"EVEN": all(t.data_ptr() % 16 == 0 for t in first.tensors), "SOFT": interpreted()}
+            options |= {"ROWS": _ROWS, "WIDE": _WIDE, "LANES": _LANES, "UNROLL": _UNROLL}
+            options |= {"num_warps": _LANES // 32, "enable_fp_fusion": False}
             with on(self._device):
-                _product[(len(where) * down * across,)](
-                    master, served, start, factors, where, numbers, terms, rows, columns, down, across,
-                    master.stride(0), master.stride(1), served.stride(0), served.stride(1),
-                    start.stride(0), start.stride(1),
-                    SERVED=first.served is not None, DECAY=first.start is not None and decay != 0,
-                    EVEN=all(t.data_ptr() % 16 == 0 for t in first.tensors),
-                    ROWS=_ROWS, WIDE=_WIDE, LANES=_LANES, UNROLL=_UNROLL, SOFT=interpreted(),
-                    num_warps=_LANES // 32, enable_fp_fusion=False,
-                )  # fmt: skip
+                _product[(len(where) * down * across,)](*tensors, *shape, *strides, **options)
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "generation", "base", "pitch", "chunks", "members"])
@@ -180,7 +175,7 @@ def _dense(
     block, first, lane, inside = places(start, chunk, length, ALIGNED, LONG, BLOCK)
     total = tl.zeros((8 * BLOCK,), tl.float32)
     m = 0
-    while m < members:  # Triton's interpreter cannot take the end of a range from an argument with NumPy 2.4
+    while m < members:  # with NumPy 2.4 Triton's interpreter cannot end a range at an argument
         noise = eight(block, tl.load(streams + m), generation, key0, key1, table, BLOCK, HALF, KEEP)
         total = total + noise * tl.load(weights + m)
         m += 1
@@ -203,14 +198,14 @@ def _product(
     master, served = pointer(matrices, master, EVEN), pointer(matrices + 1, served, EVEN)
     anchor = pointer(matrices + 2, anchor, EVEN)
     left, right = pointer(matrices + 3, factors, EVEN), pointer(matrices + 4, factors, EVEN)
-    # Programs that run at a time share their columns, and find those of `right` in the L1 cache.
+    # Concurrent programs share their columns and find those of `right` in the L1 cache.
     r = (program % down) * ROWS + tl.arange(0, ROWS)
     c = (program // down) * (LANES * WIDE) + tl.arange(0, LANES)[None, :] * WIDE + tl.arange(0, WIDE)[:, None]
-    # Lanes come last: Triton then leaves the first two dimensions of this to each thread, which so needs
-    # ROWS + WIDE numbers for ROWS * WIDE products.
+    # Lanes are the last axis, so that Triton gives each thread the first two axes: ROWS + WIDE numbers for ROWS * WIDE
+    # products.
     total = tl.zeros((ROWS, WIDE, LANES), tl.float32)
     k = 0
-    while k + UNROLL <= terms:  # what lies beyond the matrix is read (see `room`), and never stored
+    while k + UNROLL <= terms:  # reads beyond the matrix (see `room`) are never stored
         for _ in tl.static_range(UNROLL):
             total = total + tl.load(left + r)[:, None, None] * tl.load(right + c)[None, :, :]
             left += rows
@@ -233,7 +228,7 @@ def _product(
 def _move(
     master, served, anchor, total, numbers, inside, SERVED: tl.constexpr, DECAY: tl.constexpr, SOFT: tl.constexpr
 ):  # fmt: skip
-    """The end of an update, on pointers: decay, move, serve. `numbers` are 1/N, the step and the decay."""
+    """Apply the decay and the move, and store the served weights. `numbers` are 1/N, the step and the decay."""
     move = total * tl.load(numbers) * tl.load(numbers + 1)
     mean = tl.load(master, mask=inside, cache_modifier=".cg")
     if DECAY:
@@ -242,3 +237,36 @@ def _move(
     tl.store(master, mean, mask=inside)
     if SERVED:
         tl.store(served, rounded(mean, served.dtype.element_ty, SOFT), mask=inside)
+
+
+def tensor_sum(tensor: torch.Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return int64 [] on the device: the sum over a part of a tensor of `shape`, modulo 2^64, in any order."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in lines(shape, bounds, [tensor]):
+        view = part.views[0]
+        runs, length = (1, part.rows * part.columns) if part.flat else (part.rows, part.columns)
+        chunks = triton.cdiv(length, _HASH_BLOCK)
+        sums = torch.empty(runs * chunks, dtype=torch.int64, device=tensor.device)
+        with on(tensor.device):
+            _partial_sums[(runs * chunks,)](
+                view, sums, part.base, part.pitch, chunks, length, view.stride(0), view.stride(1), BLOCK=_HASH_BLOCK
+            )
+        total += sums.sum()
+    return total
+
+
+@triton.jit(do_not_specialize=["base", "pitch", "chunks"])
+def _partial_sums(tensor, sums, base, pitch, chunks, length, row_stride, column_stride, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    chunk, run = program % chunks, program // chunks
+    lane = tl.arange(0, BLOCK)
+    first = chunk.to(tl.int64) * BLOCK
+    inside = lane < length - first
+    at = run.to(tl.int64) * row_stride + first * column_stride + lane * column_stride
+    bits = tl.load(tensor + at, mask=inside, other=0.0).to(tl.float32).to(tl.uint32, bitcast=True)
+    index = run.to(tl.int64) * pitch + base + first + 1 + lane
+    x = bits.to(tl.uint64) + index.to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    tl.store(sums + program, tl.sum(tl.where(inside, x, 0).to(tl.int64, bitcast=True), axis=0))

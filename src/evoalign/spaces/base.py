@@ -381,7 +381,7 @@ class Space(ABC):
 def check_adapted(space: Space, found: bool, members: Sequence[Member]) -> None:
     """Raise ModelError if members other than the mean have no adapter (`found` is False)."""
     if not found and not all(m.is_mean for m in members):
-        raise ModelError(f"space {space.name}: `adapter` returned None for members {[m.index for m in members]}")
+        raise ModelError(f"space {space.name} has no adapter for members {[m.index for m in members]}")
 
 
 def _float32_bytes(layout: Layout) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`TransformersEngine`, imported when it is asked for, so that its settings need no torch."""
+    """Import `TransformersEngine` on first use, so that the settings need no torch."""
     if name != "TransformersEngine":
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
     from evoalign.engines.transformers.engine import TransformersEngine

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of a model of Llama's kind, without the library: four products a layer, and what is between them.
+"""The forward of the static decoder for models of the Llama, Qwen2 and Qwen3 families: four products per layer.
 
-What members add is folded into the norms, the rotation and the gate (`evoalign.kernels.population`); keys and values
-lie still, and rows find theirs by number. So a step is a fixed sequence of kernels over fixed memory, and a CUDA graph
-can hold it. The products of q, k and v, and of gate and up, are one each: the model's own parameters become views of
-the joined weights, so whoever writes them writes these.
+Members' terms are fused into the norms, the rotation and the gate (`evoalign.kernels.population`). Keys and values do
+not move; rows address theirs by slot. So a step is a fixed sequence of kernels over fixed memory, and a CUDA graph can
+hold it. q, k and v are one product, and so are gate and up: the model's own parameters become views of the joined
+weights, so that a write to a parameter changes the joined weights too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +30,12 @@ _MODELS = {
     qwen3.Qwen3ForCausalLM: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3RMSNorm),
 }
 _ROTATIONS = ("default", "linear", "llama3")
-"""Kinds whose angles depend on the position alone."""
-_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Rotary embeddings whose angles depend only on the position."""
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def obstacle(model: Any) -> str:
-    """Why a model is none of this kind, in words; empty where it is."""
+    """Return why the static decoder does not support a model, or an empty string."""
     if type(model) not in _MODELS:
         return f"{type(model).__name__} is not of the Llama, Qwen2 or Qwen3 family"
     layer_type, norm_type = _MODELS[type(model)]
@@ -51,26 +50,31 @@ def obstacle(model: Any) -> str:
     for i, layer in enumerate(layers):
         if type(layer) is not layer_type or type(layer.input_layernorm) is not norm_type:
             return f"layer {i} is {type(layer).__name__}"
-        for name in _PARTS:
-            part = _part(layer, name)
+        for name in _PROJECTIONS:
+            part = _projection(layer, name)
             if type(part) is not nn.Linear:
                 return f"layer {i}: {name} is {type(part).__name__}"
-        for names in (_PARTS[:3], _PARTS[4:6]):
-            if len({_part(layer, name).bias is None for name in names}) > 1:
+        for names in (_PROJECTIONS[:3], _PROJECTIONS[4:6]):
+            if len({_projection(layer, name).bias is None for name in names}) > 1:
                 return f"layer {i}: of {', '.join(names)} some have a bias"
     return "" if type(model.lm_head) is nn.Linear else f"its head is {type(model.lm_head).__name__}"
 
 
-def _part(layer: Any, name: str) -> Any:
-    return getattr(layer.self_attn if name in _PARTS[:4] else layer.mlp, name)
+def _projection(layer: Any, name: str) -> Any:
+    return getattr(layer.self_attn if name in _PROJECTIONS[:4] else layer.mlp, name)
 
 
-def _weight(layer: int, name: str) -> str:
-    return f"model.layers.{layer}.{'self_attn' if name in _PARTS[:4] else 'mlp'}.{name}.weight"
+def _projections(model: Any) -> dict[str, Any]:
+    """Return the projections of all layers by the name of their weight."""
+    return {
+        f"model.layers.{i}.{'self_attn' if name in _PROJECTIONS[:4] else 'mlp'}.{name}.weight": _projection(layer, name)
+        for i, layer in enumerate(model.model.layers)
+        for name in _PROJECTIONS
+    }
 
 
 def _joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights and biases of layers that read the same input, as one: theirs become views."""
+    """Join the weights and biases of layers with the same input. The layers' own become views of the result."""
     sizes = [one.out_features for one in linears]
     found: list[torch.Tensor | None] = []
     for name in ("weight", "bias"):
@@ -89,7 +93,7 @@ def _joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Modules whose weights are read where they are, and joined ones."""
+    """One layer: modules, whose weights are read at each call, and the joined weights and biases."""
 
     before: Any
     after: Any
@@ -102,18 +106,12 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
-    """Tokens between two layers: `Entered`'s, [T, H], and what members of the last layer owe."""
+class _Activations:
+    """Activations [T, H] between two layers, and the pending term of the last projection."""
 
     hidden: torch.Tensor
     residual: torch.Tensor | None
     source: population.Partial | None
-
-    def at(self, tokens: torch.Tensor) -> _Between:
-        """Some tokens."""
-        assert self.residual is not None and self.source is not None
-        source = population.Partial(self.source.dots[tokens], self.source.b)
-        return _Between(self.hidden[tokens], self.residual[tokens], source)
 
 
 @dataclass(slots=True)
@@ -125,51 +123,45 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """Between two layers, of B texts of T tokens: what the last layer gave, and what it adds to, [B, T, H] each."""
+class Hidden:
+    """Activations between two layers, of B texts of T tokens: the last layer's output and the residual, [B, T, H]."""
 
     hidden: torch.Tensor
     residual: torch.Tensor
 
-    def rows(self, texts: torch.Tensor) -> Entered:
-        """Those of some texts, int64 [B]."""
-        return Entered(self.hidden[texts], self.residual[texts])
+    def rows(self, texts: torch.Tensor) -> Hidden:
+        """Select some texts, int64 [B]."""
+        return Hidden(self.hidden[texts], self.residual[texts])
 
 
 class Factors:
-    """The factors of `slots` members on every projection, at addresses that stay: [S, 1, R, K] and [S, 1, N, R].
+    """The factors of `slots` members on every projection, at fixed addresses: [S, 1, R, K] and [S, 1, N, R].
 
-    Projections without members have zeros, which those of one shape share. `below` counts the layers before the first
-    that has members.
+    Projections that do not evolve have zeros, shared by those of the same shape. `below` is the number of layers below
+    the first that evolves.
     """
 
     def __init__(self, model: Any, names: Sequence[str], slots: int, rank: int, scaling: float) -> None:
         self.rank, self.scaling = rank, scaling
-        self._zeros: dict[tuple[int, ...], torch.Tensor] = {}
         self._own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.layers: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-        wanted = set(names)
-        for i, layer in enumerate(model.model.layers):
-            all_a, all_b = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-            for name in _PARTS:
-                part = _part(layer, name)
-                whole = _weight(i, name)
-                shapes = (slots, 1, rank, part.in_features), (slots, 1, part.out_features, rank)
-                a, b = (self._made(shape, part.weight, whole in wanted) for shape in shapes)
-                all_a[name], all_b[name] = a, b
-                if whole in wanted:
-                    self._own[whole] = a, b
-            self.layers.append((all_a, all_b))
-        held = [any(_weight(i, name) in wanted for name in _PARTS) for i in range(len(self.layers))]
-        self.below = held.index(True) if any(held) else 0
-
-    def _made(self, shape: tuple[int, ...], like: torch.Tensor, own: bool) -> torch.Tensor:
-        if own:
-            return like.new_zeros(shape)
-        return self._zeros.setdefault(shape, like.new_zeros(shape))
+        zeros: dict[tuple[int, ...], torch.Tensor] = {}
+        wanted, self.below = set(names), 0
+        for index, (weight, projection) in enumerate(_projections(model).items()):
+            layer, place = divmod(index, len(_PROJECTIONS))
+            if not place:
+                self.layers.append(({}, {}))
+            shapes = (slots, 1, rank, projection.in_features), (slots, 1, projection.out_features, rank)
+            if weight in wanted:
+                self.below = self.below if self._own else layer
+                a, b = (projection.weight.new_zeros(shape) for shape in shapes)
+                self._own[weight] = a, b
+            else:
+                a, b = (zeros.setdefault(shape, projection.weight.new_zeros(shape)) for shape in shapes)
+            self.layers[-1][0][_PROJECTIONS[place]], self.layers[-1][1][_PROJECTIONS[place]] = a, b
 
     def slots(self) -> list[Slots]:
-        """Where a space writes what members have."""
+        """Return the memory to which a space writes the members' factors."""
         return [
             Slots(name, (slice(0, b.shape[2]), slice(0, a.shape[3])), a[:, 0], b[:, 0])
             for name, (a, b) in self._own.items()
@@ -177,7 +169,7 @@ class Factors:
 
 
 class Blocks:
-    """A model without `obstacle`, as steps of decoding ask it."""
+    """A model that `obstacle` accepts, with the forwards of the static decoder."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -185,41 +177,34 @@ class Blocks:
         self.heads, self.shared = config.num_attention_heads, config.num_key_value_heads
         self.width: int = model.model.layers[0].self_attn.head_dim
         self._eps: float = config.rms_norm_eps
-        self._layers = list(self._made(model.model.layers))
-
-    @staticmethod
-    def _made(layers: Sequence[Any]) -> Iterator[_Layer]:
-        for layer in layers:
+        self._layers: list[_Layer] = []
+        for layer in model.model.layers:
             attended, mlp = layer.self_attn, layer.mlp
-            yield _Layer(
-                layer.input_layernorm, layer.post_attention_layernorm,
-                _joined([attended.q_proj, attended.k_proj, attended.v_proj]), _joined([mlp.gate_proj, mlp.up_proj]),
-                attended.o_proj, mlp.down_proj,
-                getattr(attended, "q_norm", None), getattr(attended, "k_norm", None),
-            )  # fmt: skip
+            qkv, gate_up = (attended.q_proj, attended.k_proj, attended.v_proj), (mlp.gate_proj, mlp.up_proj)
+            norms = (getattr(attended, name, None) for name in ("q_norm", "k_norm"))
+            before, after = layer.input_layernorm, layer.post_attention_layernorm
+            joined = _joined(qkv), _joined(gate_up)
+            self._layers.append(_Layer(before, after, *joined, attended.o_proj, mlp.down_proj, *norms))
 
-    def strange(self, names: Sequence[str]) -> list[str]:
-        """Those of some weights that are no projection of a layer."""
-        known = {_weight(i, name) for i in range(len(self._layers)) for name in _PARTS}
+    def unsupported(self, names: Sequence[str]) -> list[str]:
+        """Return the weights among `names` that are no projection of a layer."""
+        known = _projections(self.model)
         return [name for name in names if name not in known]
 
     def factor_bytes(self, names: Sequence[str], rank: int) -> int:
-        """Of one member's factors on these weights."""
+        """Return the bytes of one member's factors on these weights."""
         wanted, size = set(names), self.model.lm_head.weight.itemsize
-        parts = {_weight(i, n): _part(layer, n) for i, layer in enumerate(self.model.model.layers) for n in _PARTS}
-        return sum(rank * size * (p.in_features + p.out_features) for n, p in parts.items() if n in wanted)
+        parts = [p for name, p in _projections(self.model).items() if name in wanted]
+        return sum(rank * size * (p.in_features + p.out_features) for p in parts)
 
     def store(self, rows: int, room: int) -> Store:
-        """Memory for so many rows of so many columns."""
-        like: torch.Tensor = self.model.lm_head.weight
-
-        def made() -> list[torch.Tensor]:
-            return [like.new_empty(rows, self.shared, room, self.width) for _ in self._layers]
-
-        return Store(made(), made())
+        """Allocate memory for `rows` rows of `room` columns."""
+        like, shape = self.model.lm_head.weight, (rows, self.shared, room, self.width)
+        keys, values = ([like.new_empty(shape) for _ in self._layers] for _ in range(2))
+        return Store(keys, values)
 
     def rotations(self, room: int) -> torch.Tensor:
-        """Cosines, then sines, of so many positions: float32 [room, D]."""
+        """Return the cosines, then the sines, of the first `room` positions: float32 [room, D]."""
         positions = torch.arange(room, device=self.model.device)[None]
         like = torch.empty(0, dtype=torch.float32, device=self.model.device)
         cosines, sines = self.model.model.rotary_emb(like, positions)
@@ -227,40 +212,55 @@ class Blocks:
         return torch.cat((cosines[0, :, :half], sines[0, :, :half]), dim=-1).contiguous()
 
     def step(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, members: torch.Tensor,
-        store: Store, rotations: torch.Tensor, factors: Factors, *, fixed: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """Logits [B, V] after one more token a row, whose keys and values the store gets.
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        members: torch.Tensor,
+        store: Store,
+        rotations: torch.Tensor,
+        factors: Factors,
+        *,
+        fixed: bool,
+    ) -> torch.Tensor:
+        """Return logits [B, V] after one more token per row, whose keys and values are added to the store.
 
-        int64 [B] each: `tokens`, `positions` and `slots` of the store; `members` int32 [B], -1 for the mean itself.
+        `tokens`, `positions` and `slots` of the store are int64 [B]; `members` is int32 [B], -1 for the mean itself.
         """
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            return attention.decode(
-                qkv, store.keys[i], store.values[i], slots, positions, heads=self.heads, scale=self.width**-0.5
-            )
+            past = (store.keys[i], store.values[i], slots, positions)
+            return attention.decode(qkv, *past, heads=self.heads, scale=self.width**-0.5)
 
-        hidden = embedding(tokens, self.model.model.embed_tokens.weight)
-        found = self._through(
-            _Between(hidden, None, None), slice(None), positions, members, rotations, factors, attend, fixed=fixed
-        )
-        return self._logits(found, members, factors, fixed=fixed)
+        terms = population.Terms(members, factors.rank, factors.scaling, fixed)
+        entered = _Activations(embedding(tokens, self.model.model.embed_tokens.weight), None, None)
+        found = self._run_layers(entered, slice(None), positions, terms, rotations, factors, attend)
+        return self._logits(found, terms)
 
     def read(
-        self, tokens: torch.Tensor, start: int, rows: torch.Tensor, last: torch.Tensor | None, members: torch.Tensor,
-        store: Store, rotations: torch.Tensor, factors: Factors, *,
-        layers: slice = slice(None), entered: Entered | None = None, fixed: bool,
-    ) -> torch.Tensor | Entered:  # fmt: skip
-        """Logits [B, V] after the columns `last` [B] of texts `tokens` [B, T], which follow the first `start` columns.
+        self,
+        tokens: torch.Tensor,
+        start: int,
+        rows: torch.Tensor,
+        last: torch.Tensor | None,
+        members: torch.Tensor,
+        store: Store,
+        rotations: torch.Tensor,
+        factors: Factors,
+        *,
+        layers: slice = slice(None),
+        entered: Hidden | None = None,
+        fixed: bool,
+    ) -> torch.Tensor | Hidden:
+        """Return logits [B, V] after the columns `last` [B] of texts `tokens` [B, T], which start at column `start`.
 
-        Keys and values go to `rows` of the store, int64 [B]. Texts may be filled up at their ends: what is there is
-        computed, and seen by nobody. Some `layers` alone go on from what `entered` them. Without `last` what they come
-        to is the answer; what members of the last of them owe is not in it.
+        Keys and values go to `rows` of the store, int64 [B]. Texts may be padded at the end; the padding is computed
+        but never attended to. With `layers`, only these layers run, on `entered`. Without `last` the result is their
+        activations, without the pending term of the last of them.
         """
         count, length = tokens.shape
         positions = torch.arange(start, start + length, device=tokens.device).repeat(count)
-        # Whole heads of queries see columns up to their own: the last of all columns is that of the last query.
-        mask = causal_lower_right(length, start + length) if start else None
+        mask = causal_lower_right(length, start + length) if start else None  # aligned at the last column
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             heads = qkv.view(count, length, -1, self.width).transpose(1, 2)
@@ -269,61 +269,60 @@ class Blocks:
                 kept[rows, :, start : start + length] = new
             if start:
                 k, v = (kept[rows, :, : start + length] for kept in (store.keys[i], store.values[i]))
-            if q.dtype == torch.float32:  # of whose shared heads no kernel knows that keeps no scores
+            if q.dtype == torch.float32:  # no memory-efficient kernel supports shared heads in float32
                 k, v = (kept.repeat_interleave(self.heads // self.shared, dim=1) for kept in (k, v))
             found = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not start, enable_gqa=True)
             return found.transpose(1, 2).reshape(count * length, -1)
 
-        owners = members.repeat_interleave(length)
+        terms = population.Terms(members.repeat_interleave(length), factors.rank, factors.scaling, fixed)
         if entered is None:
-            begun = _Between(embedding(tokens.flatten(), self.model.model.embed_tokens.weight), None, None)
+            begun = _Activations(embedding(tokens.flatten(), self.model.model.embed_tokens.weight), None, None)
         else:
-            begun = _Between(entered.hidden.flatten(0, 1), entered.residual.flatten(0, 1), None)
-        found = self._through(begun, layers, positions, owners, rotations, factors, attend, fixed=fixed)
-        assert found.residual is not None
+            begun = _Activations(entered.hidden.flatten(0, 1), entered.residual.flatten(0, 1), None)
+        found = self._run_layers(begun, layers, positions, terms, rotations, factors, attend)
+        assert found.residual is not None and found.source is not None
         if last is None:
-            return Entered(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
+            return Hidden(found.hidden.view(count, length, -1), found.residual.view(count, length, -1))
         ends = torch.arange(count, device=tokens.device) * length + last
-        return self._logits(found.at(ends), members, factors, fixed=fixed)
+        source = population.Partial(found.source.dots[ends], found.source.b)
+        ended = _Activations(found.hidden[ends], found.residual[ends], source)
+        return self._logits(ended, population.Terms(members, factors.rank, factors.scaling, fixed))
 
-    def _through(
-        self, begun: _Between, layers: slice, positions: torch.Tensor, members: torch.Tensor, rotations: torch.Tensor,
-        factors: Factors, attend: Callable[[int, torch.Tensor], torch.Tensor], *, fixed: bool,
-    ) -> _Between:  # fmt: skip
-        """These layers, on what lies before them."""
+    def _run_layers(
+        self,
+        begun: _Activations,
+        layers: slice,
+        positions: torch.Tensor,
+        terms: population.Terms,
+        rotations: torch.Tensor,
+        factors: Factors,
+        attend: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> _Activations:
         hidden, residual, source = begun.hidden, begun.residual, begun.source
-        terms: Any = {"rank": factors.rank, "scaling": factors.scaling}
-        nobody = torch.full_like(members, -1) if factors.below else members
+        plain = terms
+        if factors.below:
+            plain = replace(terms, members=torch.full_like(terms.members, -1))
         for i in range(len(self._layers))[layers]:
             layer, (a, b) = self._layers[i], factors.layers[i]
-            who = nobody if i < factors.below else members
-            norm = partial(population.norm, eps=self._eps, members=who, fixed=fixed, **terms)
+            own = plain if i < factors.below else terms
+            q_norm, k_norm = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
+            heads = population.Heads(self.heads, self.shared, self.width, q_norm, k_norm, self._eps)
             into = (a["q_proj"], a["k_proj"], a["v_proj"])
-            normed, dots = norm(hidden, residual, layer.before.weight, into_a=into, source=source)
+            normed, dots = population.norm(hidden, residual, layer.before.weight, self._eps, own, into, source)
             residual = hidden if residual is None else residual
             qkv = linear(normed, *layer.qkv)
-            population.rotate(
-                qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), who,
-                heads=self.heads, kv_heads=self.shared, head_dim=self.width, eps=self._eps,
-                q_norm=None if layer.q_norm is None else layer.q_norm.weight,
-                k_norm=None if layer.k_norm is None else layer.k_norm.weight, **terms,
-            )  # fmt: skip
+            population.rotate(qkv, positions, rotations, dots, (b["q_proj"], b["k_proj"], b["v_proj"]), own, heads)
             attended = attend(i, qkv)
             hidden = linear(attended, layer.o.weight, layer.o.bias)
-            source = population.Dot(attended, a["o_proj"], b["o_proj"])
-            into = (a["gate_proj"], a["up_proj"])
-            normed, dots = norm(hidden, residual, layer.after.weight, into_a=into, source=source)
-            gated, parts = population.gate(
-                linear(normed, *layer.gate_up), dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], who,
-                fixed=fixed, **terms,
-            )  # fmt: skip
+            owed, into = population.Dot(attended, a["o_proj"], b["o_proj"]), (a["gate_proj"], a["up_proj"])
+            normed, dots = population.norm(hidden, residual, layer.after.weight, self._eps, own, into, owed)
+            gate_up = linear(normed, *layer.gate_up)
+            gated, parts = population.gate(gate_up, dots, (b["gate_proj"], b["up_proj"]), a["down_proj"], own)
             hidden = linear(gated, layer.down.weight, layer.down.bias)
             source = population.Partial(parts, b["down_proj"])
-        return _Between(hidden, residual, source)
+        return _Activations(hidden, residual, source)
 
-    def _logits(self, found: _Between, members: torch.Tensor, factors: Factors, *, fixed: bool) -> torch.Tensor:
-        normed, _ = population.norm(
-            found.hidden, found.residual, self.model.model.norm.weight, self._eps, members, rank=factors.rank,
-            scaling=factors.scaling, source=found.source, fixed=fixed,
-        )  # fmt: skip
+    def _logits(self, found: _Activations, terms: population.Terms) -> torch.Tensor:
+        weight = self.model.model.norm.weight
+        normed, _ = population.norm(found.hidden, found.residual, weight, self._eps, terms, (), found.source)
         return linear(normed, self.model.lm_head.weight)

@@ -1,33 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts into the cache: what all begin with once a member, the rest of each once a member, in pieces that fit.
+"""The forward of transformers over a preallocated cache, and prefill of many members' prompts.
 
-Where the first layers are the same for all members, these are computed once a prompt and not once a member.
+Prefill reads what all prompts begin with once per member, and the rest once per member and prompt, in pieces that fit
+in memory. Layers below the first that members change run once per prompt instead of once per member.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from evoalign.engines.transformers.adapters import Adapters
-from evoalign.engines.transformers.cache import RoomCache
-from evoalign.engines.transformers.forward import Forward, joined, rows_of
-from evoalign.engines.transformers.memory import Footprint
+from evoalign.engines.transformers.settings import Footprint
 from evoalign.types import Request
 
 MIN_SHARED_PREFIX = 4
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All backends except cuDNN, which torch prefers on recent GPUs if there is a mask: cuDNN makes a new plan for each
+shape, and in decoding each step has another shape."""
 Head = tuple[int, tuple[int, ...]]
-"""A slot and a prompt of it."""
+"""A slot and one of its prompts."""
+
+
+class RoomLayer(CacheLayerMixin):
+    """Keys and values [rows, heads, room, head_dim] of a layer, of which the first `length` columns are filled.
+
+    A decoding step writes one column instead of copying all of them. After `open`, new columns are for some rows only.
+    """
+
+    is_sliding = False
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.length = 0
+        self._rows, self._total = slice(None), 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        shapes = ((self._total or s.shape[0], s.shape[1], self.room, s.shape[3]) for s in (key_states, value_states))
+        self.keys, self.values = (key_states.new_empty(shape) for shape in shapes)
+        self.is_initialized = True
+
+    def open(self, rows: slice, total: int, length: int) -> None:
+        """Direct new columns, after the first `length`, to these rows of `total`; `slice(None)` is all rows."""
+        self._rows, self._total, self.length = rows, total, length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        end = self.length + key_states.shape[2]
+        keys, values = self.keys[self._rows], self.values[self._rows]
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
+        self.length = end
+        return keys[:, :, :end], values[:, :, :end]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep, drop or repeat rows. Only the filled columns are copied."""
+        assert self.keys is not None and self.values is not None
+        kept: list[torch.Tensor] = []
+        for tensor in (self.keys, self.values):
+            kept.append(tensor.new_empty(len(rows), *tensor.shape[1:]))
+            torch.index_select(tensor[:, :, : self.length], 0, rows, out=kept[-1][:, :, : self.length])
+        self.keys, self.values = kept
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in transformers before 5.20."""
+        return -1
+
+
+class RoomCache(Cache):
+    """A key-value cache with one RoomLayer per layer."""
+
+    def __init__(self, layers: int, room: int) -> None:
+        super().__init__(layers=[RoomLayer(room) for _ in range(layers)])
+
+    @property
+    def _rooms(self) -> list[RoomLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RoomLayer)]
+
+    def open(self, rows: range, total: int, length: int) -> None:
+        """Direct new columns, after the first `length`, to these rows of `total`."""
+        for layer in self._rooms:
+            layer.open(slice(rows.start, rows.stop), total, length)
+
+    def close(self, length: int) -> None:
+        """Set the first `length` columns of all rows and layers as filled."""
+        for layer in self._rooms:
+            layer.open(slice(None), 0, length)
+
+    def select(self, rows: torch.Tensor, layers: range | None = None) -> None:
+        """Keep, drop or repeat rows in some layers, or in all. Layers that are still empty are skipped."""
+        for index in range(len(self.layers)) if layers is None else layers:
+            layer = self._rooms[index]
+            if layer.is_initialized:
+                layer.select(rows)
+
+
+class Forward:
+    """Runs the model on token ids and returns the logits of the last position.
+
+    `trunk` are the decoder layers below the first that members change, `crown` the others; see `share`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        text = model.config.get_text_config()
+        self.device: torch.device = model.device
+        self.layers: int = text.num_hidden_layers
+        self.reach = _reach(text)
+        self._no_logits = torch.empty(0, dtype=torch.int64, device=self.device)
+        # Such models pass a mask of four dimensions to the layers unchanged. Others derive positions from a 2D mask.
+        self._takes_masks = (
+            self.reach == math.inf
+            and getattr(model.config, "_attn_implementation", None) == "sdpa"
+            and getattr(model, "_supports_attention_backend", False)
+        )
+        self.trunk: Sequence[nn.Module] = ()
+        self.crown: Sequence[nn.Module] = ()
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: RoomCache,
+        *,
+        answers: bool = True,
+    ) -> torch.Tensor:
+        """Return logits [B, V] after the last column of `ids` [B, T], or none without `answers`.
+
+        `mask` is [B, columns] or, for one new column, the result of `decoding_mask`.
+        """
+        seen = cache.get_seq_length() + ids.shape[1]
+        with sdpa_kernel(ATTENTION):
+            out = self._model(
+                input_ids=ids,
+                attention_mask=None if mask is None else mask[..., :seen],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1 if answers else self._no_logits,
+            )
+        return out.logits[:, -1] if answers else out.logits
+
+    def decoding_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the mask for decoding: [B, 1, 1, columns] if the model accepts it, which saves work in each step."""
+        return mask.bool()[:, None, None] if self._takes_masks else mask
+
+    def share(self, modules: Mapping[str, nn.Module]) -> None:
+        """Run the layers below all of these modules, which alone differ between members, once per prompt."""
+        self.trunk, self.crown = _split(self._model, self.layers, set(modules.values()))
+
+    @contextmanager
+    def trunk_alone(self) -> Generator[Callable[[], Any]]:
+        """Make forwards stop above the trunk. Yields a function that returns the trunk's output."""
+        found: list[Any] = []
+        handle = self.trunk[-1].register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        try:
+            with _replaced(self.crown, lambda: found[-1]):
+                yield lambda: found.pop()
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def crown_alone(self, hidden: Any) -> Generator[None]:
+        """Make forwards start above the trunk, with the trunk's output `hidden`."""
+        with _replaced(self.trunk, lambda: hidden):
+            yield
+
+
+@contextmanager
+def _replaced(blocks: Sequence[nn.Module], output: Callable[[], Any]) -> Generator[None]:
+    """Replace the forward of these layers by a function that returns `output()`."""
+    own = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = lambda *_args, **_kwargs: output()
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _split(model: nn.Module, layers: int, changed: set[nn.Module]) -> tuple[Sequence[nn.Module], Sequence[nn.Module]]:
+    """Return the decoder layers below the first with a changed module, and the others; none if one is elsewhere."""
+    text: Any = getattr(model, "config").get_text_config()  # noqa: B009 - a module's attributes are unknown
+    if getattr(text, "num_kv_shared_layers", 0):
+        return (), ()  # such a layer reads keys that another layer made in the same forward
+    for blocks in model.modules():
+        if isinstance(blocks, nn.ModuleList) and len(blocks) == layers:
+            holds = [bool(changed & set(block.modules())) for block in blocks]
+            if any(holds) and changed <= {m for block in blocks for m in block.modules()}:
+                first = holds.index(True)
+                return list(blocks)[:first], list(blocks)[first:]
+    return (), ()
+
+
+def _reach(config: Any) -> float:
+    """Return the number of columns within which padding between columns does not change attention.
+
+    Beyond its size a sliding window or a chunk counts columns. ALiBi over columns (MPT) counts them from the first.
+    """
+    if getattr(getattr(config, "attn_config", None), "alibi", False):
+        return 0
+    kinds = set(getattr(config, "layer_types", None) or ("unknown",))
+    if kinds == {"full_attention"}:
+        return math.inf
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return min((size for size in sizes if size), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Of each pair, in order: logits [B, V] after its prompt, and which columns of the cache count, None: all."""
+    """Logits [B, V] after the prompt of each pair, and the mask of columns of the cache; None: all columns count."""
 
     logits: torch.Tensor
     mask: torch.Tensor | None
@@ -35,7 +246,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows of one stage: row i is of slot `slots[i]` and reads text `texts[i]`, numbered as they first appear.
+    """Rows of one stage: row i has slot `slots[i]` and reads text `texts[i]`, numbered in order of appearance.
 
     `ids` and `positions` [B, T]; `mask` [B, columns] or None.
     """
@@ -47,17 +258,17 @@ class _Batch:
     mask: torch.Tensor | None
 
     def take(self, rows: Sequence[int]) -> _Batch:
-        """Some rows."""
+        """Select some rows."""
         if len(rows) == len(self.slots):
             return self
         index = torch.tensor(rows, device=self.ids.device)
         mask = None if self.mask is None else self.mask[index]
-        slots, texts = ([of[i] for i in rows] for of in (self.slots, self.texts))
+        slots, texts = ([numbers[i] for i in rows] for numbers in (self.slots, self.texts))
         return _Batch(slots, texts, self.ids[index], self.positions[index], mask)
 
 
 class Prefill:
-    """Reads the prompts of one chunk into `cache`; `spare` is the room in bytes beside the cache and the logits."""
+    """Reads the prompts of one batch into `cache`. `spare` is the room for activations in bytes."""
 
     def __init__(
         self, forward: Forward, footprint: Footprint, cache: RoomCache, adapters: Adapters | None, spare: float
@@ -65,10 +276,10 @@ class Prefill:
         self._forward, self._footprint, self._cache = forward, footprint, cache
         self._adapters, self._spare, self._device = adapters, spare, forward.device
 
-    def run(self, asked: Sequence[tuple[int, Request]], room: int, pad_id: int) -> Prefilled:
-        """Logits and mask of each pair; the adapters know its rows then."""
-        count = asked[-1][0] + 1
-        heads: list[Head] = list(dict.fromkeys((slot, r.prompt_ids) for slot, r in asked))
+    def run(self, pairs: Sequence[tuple[int, Request]], room: int, pad_id: int) -> Prefilled:
+        """Return logits and mask of each (slot, request), and arrange the adapters for these rows."""
+        count = pairs[-1][0] + 1
+        heads: list[Head] = list(dict.fromkeys((slot, r.prompt_ids) for slot, r in pairs))
         prompts = list(dict.fromkeys(prompt for _, prompt in heads))
         uneven = len(set(map(len, prompts))) > 1
         apart = uneven and room > self._forward.reach
@@ -80,10 +291,10 @@ class Prefill:
             self._cache.select(self._index([slot for slot, _ in heads]))
         batch = self._rest(heads, prompts, shared, room, pad_id)
         logits, mask = self._read(batch), batch.mask
-        self._arrange([slot for slot, _ in asked])
+        self._arrange([slot for slot, _ in pairs])
         place = {head: i for i, head in enumerate(heads)}
-        if len(asked) != len(heads):
-            index = self._index([place[slot, r.prompt_ids] for slot, r in asked])
+        if len(pairs) != len(heads):
+            index = self._index([place[slot, r.prompt_ids] for slot, r in pairs])
             self._cache.select(index)
             logits, mask = logits[index], None if mask is None else mask[index]
         return Prefilled(logits, mask)
@@ -91,7 +302,7 @@ class Prefill:
     def _rest(
         self, heads: Sequence[Head], prompts: Sequence[tuple[int, ...]], shared: int, room: int, pad_id: int
     ) -> _Batch:
-        """A left-padded row a head, of what follows the shared beginning."""
+        """Return one left-padded row per (slot, prompt), without the shared prefix."""
         rest = [prompt[shared:] for _, prompt in heads]
         width = max(map(len, rest))
         ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in rest], device=self._device)
@@ -106,7 +317,7 @@ class Prefill:
         return _Batch([slot for slot, _ in heads], [number[p] for _, p in heads], ids, positions, mask)
 
     def _read(self, batch: _Batch, *, answers: bool = True) -> torch.Tensor:
-        """One stage: all rows through the layers, behind the columns that the cache has."""
+        """Run all rows of a stage through the layers, after the filled columns of the cache."""
         start, total = self._cache.get_seq_length(), len(batch.slots)
         hidden = self._read_trunk(batch, start) if self._forward.trunk and len(set(batch.texts)) < total else None
         logits: list[torch.Tensor] = []
@@ -114,14 +325,18 @@ class Prefill:
             part = batch.take(rows)
             self._arrange(part.slots, whole=len(rows) == total)
             self._cache.open(rows, total, start)
-            above = nullcontext() if hidden is None else self._forward.crown_alone(rows_of(hidden, part.texts))
+            above = nullcontext()
+            if isinstance(hidden, tuple):  # some decoder layers return a tuple that begins with the hidden states
+                above = self._forward.crown_alone((hidden[0][list(part.texts)], *hidden[1:]))
+            elif hidden is not None:
+                above = self._forward.crown_alone(hidden[list(part.texts)])
             with above:
                 logits.append(self._forward(part.ids, part.mask, part.positions, self._cache, answers=answers))
         self._cache.close(start + batch.ids.shape[1])
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _read_trunk(self, batch: _Batch, start: int) -> Any:
-        """The layers that are the same for all members: a row a text, then their cache a row a row again."""
+        """Run the trunk with one row per text, then expand its cache to one row per row. Returns the trunk's output."""
         below = range(len(self._forward.trunk))
         first = [batch.texts.index(text) for text in range(max(batch.texts) + 1)]
         self._cache.select(self._index(first), below)
@@ -133,16 +348,18 @@ class Prefill:
                 self._forward(part.ids, part.mask, part.positions, self._cache, answers=False)
                 found.append(reached())
         self._cache.select(self._index(batch.texts), below)
-        return joined(found)
+        if len(found) == 1:
+            return found[0]
+        return (torch.cat([o[0] for o in found]), *found[0][1:]) if isinstance(found[0], tuple) else torch.cat(found)
 
     def _pieces(self, batch: _Batch, start: int) -> Iterator[range]:
-        """Consecutive rows whose activations fit beside the cache: all of them, where there is room."""
+        """Yield consecutive rows whose activations fit in the room."""
         total, width = batch.ids.shape
         most = max(1, int(self._spare / self._footprint.prefill(width, start + width)))
         return (range(i, min(i + most, total)) for i in range(0, total, most))
 
     def _arrange(self, slots: Sequence[int], *, whole: bool = True) -> None:
-        """Tell the adapters whose the rows of the next batches are: equal groups where they are of all slots."""
+        """Set the slot of each row of the next batches in the adapters, as equal groups if the rows allow it."""
         if self._adapters is None:
             return
         if whole and len(set(Counter(slots).values())) == 1:
@@ -155,7 +372,7 @@ class Prefill:
 
 
 def shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens that all prompts begin with, at least one left over for each; 0 where too few to be worth a pass."""
+    """Return how many tokens all prompts begin with, leaving at least one for each; 0 if too few to be worth a pass."""
     shared = min(map(len, prompts)) - 1
     first = prompts[0]
     for prompt in prompts[1:]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the in-process engine, and what follows from them. Imports no torch."""
+"""The settings of the in-process engine, and the memory that a batch needs. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,24 +23,95 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_GIB = 2.0
 
 
+PREFILL_TOKENS = 1024
+"""Tokens for which a prefill always has room, because small prefills leave a GPU idle."""
+COLUMNS = 64
+"""Granularity of columns of fixed memory, so that prompts of similar length share graphs."""
+WRITTEN = 12
+"""Bytes per generated token in fixed memory besides its cache: the id and the log-probability."""
+STATIC_TYPES = ("llama", "qwen2", "qwen3")
+"""Values of `model_type` that the static decoder supports."""
+_IN_LAYER = re.compile(r"\.\d+\.")
+_WIDEST = 32767
+"""Assumed width of a model without matrices in layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of a model: bytes per token of cache, per token of activations, and per pair of a query and a key.
+
+    Activations are those of one layer, because no more are alive at once: 4 numbers per unit of the widest matrix and 6
+    per unit of the hidden size. tests/engines/test_memory.py compares this with the tensors alive in a forward.
+    """
+
+    cache: int
+    activations: int
+    pair: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: Any) -> Footprint:
+        """Return the footprint of a loaded causal language model."""
+        shapes = [(name, p.shape) for name, p in model.named_parameters()]
+        return cls.of_shapes(model.config, shapes, model.dtype.itemsize)
+
+    @classmethod
+    def of_shapes(cls, config: Any, shapes: Iterable[tuple[str, Sequence[int]]], size: int) -> Footprint:
+        """Return the footprint from a configuration, the names and shapes of tensors, and bytes per number."""
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        experts = getattr(text, "num_experts_per_tok", None) or 1
+        sides = [max(shape[-2:]) for name, shape in shapes if len(shape) > 1 and _IN_LAYER.search(name)]
+        # With an attention kernel: a boolean mask and its form in the kernel. Without: the scores, also in float32.
+        kernel = getattr(config, "_attn_implementation", None) != "eager"
+        return cls(
+            cache=2 * text.num_hidden_layers * heads * head_dim * size,
+            activations=(4 * max(sides, default=_WIDEST) * experts + 6 * text.hidden_size) * size,
+            pair=1 + size if kernel else 12 * text.num_attention_heads + size,
+            vocabulary=text.vocab_size,
+        )
+
+    def row(self, tokens: int, *, greedy: bool) -> int:
+        """Return the bytes of one row while it is decoded: its cache and its logits."""
+        return self.cache * tokens + self.logits(greedy=greedy)
+
+    def logits(self, *, greedy: bool) -> int:
+        """Return the bytes of one row's logits: with a copy if greedy, else sorted in float64 (measured)."""
+        return (12 if greedy else 40) * self.vocabulary
+
+    def prefill(self, width: int, columns: int) -> int:
+        """Return the bytes to read one row of `width` tokens, without its cache of `columns`."""
+        return width * (self.activations + self.pair * columns)
+
+    def least(self, tokens: int) -> int:
+        """Return the bytes to keep free: for a prefill of one row, or of `PREFILL_TOKENS` in short rows."""
+        return max(1, PREFILL_TOKENS // tokens) * self.prefill(tokens, tokens)
+
+
+def columns(tokens: int) -> int:
+    """Return the columns of fixed memory for `tokens` tokens."""
+    return -(-tokens // COLUMNS) * COLUMNS
+
+
 class TransformersConfig(EngineSettings):
-    """The in-process engine, on the CPU or one GPU."""
+    """The in-process engine, on a CPU or one GPU."""
 
     name: Literal["transformers"] = "transformers"  # pyright: ignore[reportIncompatibleVariableOverride]
     device: Annotated[str, INSIDE] = "auto"
     """auto, cpu, cuda or cuda:K."""
     memory_gib: Gib | None = None
-    """Room for the cache, the logits and the activations of one chunk of rows. None: 2; half the free memory on a GPU
-    that is not `deterministic`."""
+    """Memory for the cache, the logits and the activations of one batch. None: 2, or half the free memory on a GPU that
+    is not `deterministic`."""
     max_rows: Count | None = None
     """At most this many sequences in one batch; None leaves it to `memory_gib`."""
     decoder: Literal["auto", "library", "static"] = "auto"
-    """How tokens are decoded: `library`, any model, by the library's forward; `static`, models of the Llama, Qwen2 and
-    Qwen3 families alone, by steps over fixed memory that a GPU repeats as CUDA graphs. auto: `static` where it can be
-    on a GPU, and on a CPU in float32 if evoalign was installed with a C compiler. A model that is being trained is
-    decoded by the library."""
+    """How tokens are decoded. `library`: by the forward of transformers, for any model. `static`: over fixed memory, on
+    a GPU as CUDA graphs, for models of the Llama, Qwen2 and Qwen3 families. `auto`: `static` if it supports the model,
+    on a GPU, or on a CPU in float32 if evoalign was installed with a C compiler. A model in training is always decoded
+    by `library`."""
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """CPU threads; None leaves torch's own choice."""
+    """CPU threads; None keeps the default of torch."""
 
     path = "evoalign.engines.transformers.engine:TransformersEngine"
     resources = frozenset({"device", "memory_gib", "max_rows", "threads", "decoder"})
@@ -51,7 +124,7 @@ class TransformersConfig(EngineSettings):
         return self.device
 
     def in_process(self) -> EngineSettings:
-        """A model that is being trained is decoded by the library, and so is what is compared with it."""
+        """Return settings for models that are compared with one in training, which `library` decodes."""
         return self.model_copy(update={"decoder": "library"})
 
     def held(
@@ -64,20 +137,19 @@ class TransformersConfig(EngineSettings):
         self, config: Config, specs: Sequence[TensorSpec], dtype: torch.dtype, rows: int, prompt: int
     ) -> float:
         from evoalign.engines.specs import on_gpu
-        from evoalign.engines.transformers.memory import STATIC_TYPES, WRITTEN, Footprint, columns
         from evoalign.kernels import compiled
         from evoalign.models.origin import model_config
 
         drawn, model = (config.sampling, config.evaluation), model_config(config.model)
         footprint = Footprint.of_shapes(model, [(spec.name, spec.shape) for spec in specs], dtype.itemsize)
         most, greedy = max(s.max_tokens for s in drawn), not any(s.temperature for s in drawn)
-        fits = on_gpu(config) or (dtype.itemsize == 4 and compiled.here())
-        fits = fits and model.model_type in STATIC_TYPES
-        fixed = self.decoder == "static" or (self.decoder == "auto" and fits)
+        supported = on_gpu(config) or (dtype.itemsize == 4 and compiled.here())
+        supported = supported and model.model_type in STATIC_TYPES
+        fixed = self.decoder == "static" or (self.decoder == "auto" and supported)
         rows = min(rows, self.max_rows or rows)
         tokens, written = (columns(prompt + most), WRITTEN * most) if fixed else (prompt + most, 0)
         deterministic = not on_gpu(config) if config.deterministic is None else config.deterministic
-        # The static decoder reads few prompts at a time, and as many as there is room for unless it has to repeat.
+        # The static decoder reads prompts in pieces; when deterministic, the pieces have a fixed size.
         reading = footprint.least(prompt) if fixed and deterministic else rows * footprint.prefill(prompt, prompt)
         wanted = float(rows * (footprint.row(tokens, greedy=greedy) + written) + reading)
         if self.memory_gib is None and on_gpu(config) and not config.deterministic:

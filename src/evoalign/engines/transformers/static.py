@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding with nothing that changes from step to step but numbers: one CUDA graph for each size of a batch.
+"""The static decoder: steps over fixed memory, on a GPU one CUDA graph for each batch size.
 
-Each row of a batch has a place in the store, into which its prompt is read; tokens, positions, members and what rows
-have said lie on the device, and the host asks only every `EVERY` steps who has ended. Rows that have leave by a new
-order of these few numbers, never by a copy of keys and values, and those that wait move in. On a CPU, without graphs,
-the same steps.
+Prompts are read into places of a store of keys and values. Tokens, positions, members and completions stay on the
+device, and the host looks every `EVERY` steps for rows that have ended. Rows leave by reordering these few numbers per
+row, without a copy of keys and values, and waiting rows take their places. On a CPU the same steps run without graphs.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import torch
 from evoalign import kernels, noise
 from evoalign.engines.transformers.blocks import Blocks, Factors
 from evoalign.engines.transformers.decode import Completion, Decoder, draw
-from evoalign.engines.transformers.fixed import Drawn, Made, Shape, State, size_for
-from evoalign.engines.transformers.memory import WRITTEN, columns
-from evoalign.engines.transformers.reading import Reader
+from evoalign.engines.transformers.settings import WRITTEN, columns
+from evoalign.engines.transformers.static_memory import Draws, Memory, Reader, Shape, State, size_for
 from evoalign.errors import EvoalignError, NotFiniteError
 from evoalign.kernels import population
 from evoalign.spaces.base import Master, Space
@@ -28,30 +26,34 @@ from evoalign.tokens import stopped, tail_of
 from evoalign.types import Layout, Member, Plan, Request, Sampling
 
 EVERY = 8
-"""Steps between two looks of the host."""
+"""Steps between two looks of the host at the state."""
 MOVE_IN = 8
-"""Rows that wait move in where one in so many of the places is free, for prompts are read best many at a time."""
+"""Waiting rows enter when at least 1 / MOVE_IN of the places is free: prompts are best read in large batches."""
 FACTORS = 0.25
-"""Share of the room that factors of members may take who do not all fit."""
+"""Share of the room for members' factors when not all members fit."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row of a batch on the host: which pair it answers and where, how many `tokens` it has unless it has ended, and
-    how many of them were looked through for texts that end it."""
+    """A row of a batch on the host.
+
+    `pair` is the index of its (slot, request), `place` its place in the store, `tokens` its length while it is active,
+    and `searched` the number of tokens that were searched for stop texts.
+    """
 
     pair: int
     place: int
     tokens: int = 1
-    looked: int = 0
+    searched: int = 0
     stopped: bool = False
-    """By one of those texts."""
-    told: bool = False
+    """Whether a stop text ended it."""
+    reported: bool = False
+    """Whether its completion has been returned."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """What members are made of."""
+class _Source:
+    """The space, layout and mean from which members' factors are computed."""
 
     space: Space
     layout: Layout
@@ -59,237 +61,247 @@ class _Served:
 
 
 class StaticDecoder:
-    """Generates as `Decoder` does, whose settings it shares, with a model of which `blocks.obstacle` says nothing."""
+    """Generates like `Decoder`, with the same settings, for a model that `blocks.obstacle` accepts."""
 
     def __init__(self, decoder: Decoder, blocks: Blocks) -> None:
         self._plain, self._blocks, self._device = decoder, blocks, decoder.forward.device
         self._footprint = decoder.footprint
         self._stop = frozenset(decoder.stop.tolist())
-        self._served: _Served | None = None
-        self._member = 0
-        self._made: Made | None = None
+        self._source: _Source | None = None
+        self._member_bytes = 0
+        self._memory: Memory | None = None
         self._turn = object()
-        """Of the batch that is being answered: there is memory for one."""
+        """Identifies the current batch: there is memory for one."""
 
     def begin(self, space: Space, layout: Layout, master: Master) -> str:
-        """Make ready for members with adapters. Why that cannot be, in words; empty where it can."""
-        self._made = None  # whose factors, before there were members, are none
+        """Prepare for members with adapters. Returns why they are not supported, or an empty string."""
+        self._memory = None  # memory without members has no factors
         names = [t.module for t in layout.tensors]
         if layout.rank > population.MAX_RANK:
             return f"the adapters' rank {layout.rank} is above {population.MAX_RANK}"
-        strange = self._blocks.strange(names)
-        if strange:
-            return f"{strange[0]} is no projection of a layer"
-        self._served = _Served(space, layout, master)
-        self._member = self._blocks.factor_bytes(names, layout.rank)
+        unsupported = self._blocks.unsupported(names)
+        if unsupported:
+            return f"{unsupported[0]} is no projection of a layer"
+        self._source = _Source(space, layout, master)
+        self._member_bytes = self._blocks.factor_bytes(names, layout.rank)
         return ""
 
     def close(self) -> None:
         """Free the memory and the graphs."""
-        self._made = self._served = None
+        self._memory = self._source = None
 
-    def bare(self, member: Member) -> bool:
-        """Whether a member is the served weights alone, without a slot."""
-        served = self._served
-        return served is None or (member.is_mean and not served.space.has_mean_adapter)
+    def is_plain(self, member: Member) -> bool:
+        """Return whether a member is served by the plain weights, without a slot for factors."""
+        source = self._source
+        return source is None or (member.is_mean and not source.space.has_mean_adapter)
 
     def fits(self, requests: Sequence[Request], members: int, room: float) -> tuple[int, int]:
-        """How many rows and members find room together; rows beyond wait."""
+        """Return how many rows and members fit together in `room` bytes; further rows wait."""
         sampling, longest = requests[0].sampling, max(len(r.prompt_ids) for r in requests)
         shape = Shape(1, columns(longest + sampling.max_tokens), sampling.max_tokens, 0)
-        each = self._kept(shape) + self._footprint.logits(greedy=sampling.temperature == 0)
+        each = self._bytes_of(shape) + self._footprint.logits(greedy=sampling.temperature == 0)
         pairs = len(requests) * (members if requests[0].member is None else 1)
-        room -= self._footprint.least(longest) + each  # and a place for nobody
-        if pairs * each + members * self._member > room and self._member:
-            members = min(members, max(1, int(FACTORS * room / self._member)))
-        return max(1, int((room - members * self._member) / each)), members
+        room -= self._footprint.least(longest) + each  # one place is for padding rows
+        if pairs * each + members * self._member_bytes > room and self._member_bytes:
+            members = min(members, max(1, int(FACTORS * room / self._member_bytes)))
+        return max(1, int((room - members * self._member_bytes) / each)), members
 
-    def _kept(self, shape: Shape) -> int:
-        """Bytes of what stays from one batch to the next, beside the graphs' own."""
-        return shape.rows * (self._footprint.cache * shape.room + WRITTEN * shape.tokens) + shape.slots * self._member
+    def _bytes_of(self, shape: Shape) -> int:
+        """Return the bytes that are kept between batches, without the graphs."""
+        row = self._footprint.cache * shape.room + WRITTEN * shape.tokens
+        return shape.rows * row + shape.slots * self._member_bytes
 
     @torch.inference_mode()
     def generate(
-        self, asked: Sequence[tuple[int, Request]], serve: tuple[Plan, Sequence[Member]] | None, rows: int,
+        self,
+        pairs: Sequence[tuple[int, Request]],
+        serve: tuple[Plan, Sequence[Member]] | None,
+        rows: int,
         room: float = math.inf,
-    ) -> Iterator[list[tuple[int, Completion]]]:  # fmt: skip
-        """See `Decoder.generate`. At most so many `rows` at once, of `serve`'s members by slot; -1 is none of them."""
-        sampling, full = asked[0][1].sampling, min(rows, len(asked))
-        drawn = Drawn(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in asked))
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Generate like `Decoder.generate`, with at most `rows` rows at once.
+
+        The slot of a pair is a member of `serve`, or -1 for the plain weights.
+        """
+        sampling, full = pairs[0][1].sampling, min(rows, len(pairs))
+        draws = Draws(sampling.temperature, sampling.top_p, any(r.logprobs for _, r in pairs))
         room -= full * self._footprint.logits(greedy=sampling.temperature == 0)
         turn = self._turn = object()
-        made = self._ready(asked, serve, full, room)
-        spare = room - self._kept(made.shape)
-        if self._plain.deterministic:  # what was answered before makes no difference to how many are read at once
-            spare = self._footprint.least(max(len(r.prompt_ids) for _, r in asked))
-        reader = Reader(
-            self._blocks, self._footprint, made, spare, pad=self._plain.pad_id, fixed=self._plain.deterministic
-        )
-        made.state.begin(sampling.max_tokens)
-        batch, size, waiting, said = list[_Row](), 0, 0, list[tuple[int, Completion]]()
+        memory = self._prepare(pairs, serve, full, room)
+        fixed, spare = self._plain.deterministic, room - self._bytes_of(memory.shape)
+        if fixed:  # independent of the memory that earlier batches left
+            spare = self._footprint.least(max(len(r.prompt_ids) for _, r in pairs))
+        reader = Reader(self._blocks, self._footprint, memory, spare, pad=self._plain.pad_id, fixed=fixed)
+        memory.state.begin(sampling.max_tokens)
+        batch, size, waiting, ended = list[_Row](), 0, 0, list[tuple[int, Completion]]()
         while True:
-            going = [i for i, row in enumerate(batch) if not row.told]
-            free, left = full - len(going), len(asked) - waiting
-            new = min(free, left) if free >= min(left, full // MOVE_IN) or not going else 0
-            if new or size_for(len(going), full) < size:
-                made.state.keep(going)
-                batch = [batch[i] for i in going]
+            active = [i for i, row in enumerate(batch) if not row.reported]
+            free, left = full - len(active), len(pairs) - waiting
+            new = min(free, left) if free >= min(left, full // MOVE_IN) or not active else 0
+            if new or size_for(len(active), full) < size:
+                memory.state.keep(active)
+                batch = [batch[i] for i in active]
                 if new:
-                    batch += self._enter(asked, range(waiting, waiting + new), batch, reader, made, drawn)
+                    batch += self._enter(pairs, range(waiting, waiting + new), batch, reader, memory, draws)
                     waiting += new
                 size = size_for(len(batch), full)
-                made.state.nobody(len(batch), size)
-            if all(row.told for row in batch):
+                memory.state.pad(len(batch), size)
+            if all(row.reported for row in batch):
                 break
-            steps = min(EVERY, sampling.max_tokens - min(row.tokens for row in batch if not row.told))
+            steps = min(EVERY, sampling.max_tokens - min(row.tokens for row in batch if not row.reported))
             for _ in range(steps):
-                self._step(made, size, drawn)
-            if said:  # what ended by the last look is dealt with while the device goes on
-                yield said
+                self._step(memory, size, draws)
+            if ended:  # handled while the device computes the next steps
+                yield ended
                 if self._turn is not turn:
-                    raise EvoalignError("a rollout was gone on with after another had begun; take all of one first")
+                    raise EvoalignError("a rollout was resumed after another had begun; consume one rollout at a time")
             for row in batch:
                 row.tokens = min(sampling.max_tokens, row.tokens + steps)
-            said = self._said(made.state, self._look(made.state, batch, sampling), batch, sampling, drawn.logprobs)
-        if said:
-            yield said
+            lengths = self._find_ended(memory.state, batch, sampling)
+            ended = self._completions(memory.state, lengths, batch, sampling, draws.logprobs)
+        if ended:
+            yield ended
 
-    def _ready(
-        self, asked: Sequence[tuple[int, Request]], serve: tuple[Plan, Sequence[Member]] | None, rows: int, room: float
-    ) -> Made:
-        """Memory for a batch, that of the last one where it fits; with the members' factors."""
-        tokens, longest = asked[0][1].sampling.max_tokens, max(len(r.prompt_ids) for _, r in asked)
+    def _prepare(
+        self, pairs: Sequence[tuple[int, Request]], serve: tuple[Plan, Sequence[Member]] | None, rows: int, room: float
+    ) -> Memory:
+        """Return memory for a batch, with the members' factors. Reuses the last batch's memory if it fits."""
+        tokens, longest = pairs[0][1].sampling.max_tokens, max(len(r.prompt_ids) for _, r in pairs)
         slots = 1 if serve is None else max(1, len(serve[1]))
         wanted = Shape(rows, columns(longest + tokens), tokens, slots)
-        whole = wanted if self._made is None else self._made.shape.beside(wanted)
-        if self._kept(whole) + self._footprint.least(longest) > room:
-            whole = wanted
-        if self._made is None or self._made.shape != whole:
-            self._made = None  # before there is another
-            self._made = self._new(whole)
-        if serve is not None and self._made.write is not None:
-            self._made.write(*serve)
-        return self._made
+        shape = wanted if self._memory is None else self._memory.shape.union(wanted)
+        if self._bytes_of(shape) + self._footprint.least(longest) > room:
+            shape = wanted
+        if self._memory is None or self._memory.shape != shape:
+            self._memory = None  # free it before allocating
+            self._memory = self._allocate(shape)
+        if serve is not None and self._memory.write is not None:
+            self._memory.write(*serve)
+        return self._memory
 
-    def _new(self, shape: Shape) -> Made:
-        served, model = self._served, self._blocks.model
-        if served is None:
-            return Made(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None)
-        names = [t.module for t in served.layout.tensors]
-        factors = Factors(model, names, shape.slots, served.layout.rank, served.space.scaling)
-        return Made(shape, self._blocks, factors, served.space.writer(served.layout, served.master, factors.slots()))
+    def _allocate(self, shape: Shape) -> Memory:
+        source, model = self._source, self._blocks.model
+        if source is None:
+            return Memory(shape, self._blocks, Factors(model, (), 1, 1, 1.0), None)
+        names = [t.module for t in source.layout.tensors]
+        factors = Factors(model, names, shape.slots, source.layout.rank, source.space.scaling)
+        write = source.space.writer(source.layout, source.master, factors.slots())
+        return Memory(shape, self._blocks, factors, write)
 
     def _enter(
-        self, asked: Sequence[tuple[int, Request]], pairs: Sequence[int], batch: Sequence[_Row], reader: Reader,
-        made: Made, drawn: Drawn,
-    ) -> list[_Row]:  # fmt: skip
-        """More rows of the batch, their prompts read and their first tokens drawn."""
+        self,
+        pairs: Sequence[tuple[int, Request]],
+        new_pairs: Sequence[int],
+        batch: Sequence[_Row],
+        reader: Reader,
+        memory: Memory,
+        draws: Draws,
+    ) -> list[_Row]:
+        """Return new rows of the batch, with their prompts read and their first tokens drawn."""
         taken = {row.place for row in batch}
-        free = (place for place in range(made.shape.rows) if place not in taken)
-        new = [_Row(pair, place) for pair, place in zip(pairs, free, strict=False)]
-        these, places = [asked[row.pair] for row in new], [row.place for row in new]
+        free = (place for place in range(memory.shape.rows) if place not in taken)
+        new = [_Row(pair, place) for pair, place in zip(new_pairs, free, strict=False)]
+        these, places = [pairs[row.pair] for row in new], [row.place for row in new]
         logits = reader.read(these, places)
-        made.state.enter(
-            len(batch), places, [len(r.prompt_ids) for _, r in these], [slot for slot, _ in these],
-            [r.seed for _, r in these],
-        )  # fmt: skip
-        self._choose(logits, made.state, slice(len(batch), len(batch) + len(new)), drawn)
+        lengths, slots = [len(r.prompt_ids) for _, r in these], [slot for slot, _ in these]
+        memory.state.enter(len(batch), places, lengths, slots, [r.seed for _, r in these])
+        self._draw(logits, memory.state, slice(len(batch), len(batch) + len(new)), draws)
         return new
 
-    def _step(self, made: Made, size: int, drawn: Drawn) -> None:
-        """One more token of the first `size` rows."""
+    def _step(self, memory: Memory, size: int, draws: Draws) -> None:
+        """Generate one more token for the first `size` rows."""
         with kernels.on(self._device):
-            if (size, drawn) in made.graphs:
-                made.graphs[size, drawn].replay()
+            if (size, draws) in memory.graphs:
+                memory.graphs[size, draws].replay()
                 return
-            self._compute(made, size, drawn)
-            if self._device.type == "cuda":  # kernels are compiled by now and libraries loaded
-                made.graphs[size, drawn] = made.captured(lambda: self._compute(made, size, drawn))
+            self._compute(memory, size, draws)
+            if self._device.type == "cuda":  # after one run all kernels are compiled and libraries loaded
+                memory.graphs[size, draws] = memory.capture(lambda: self._compute(memory, size, draws))
 
-    def _compute(self, made: Made, size: int, drawn: Drawn) -> None:
-        state, rows = made.state, slice(0, size)
-        logits = self._blocks.step(
-            state.token[rows], state.position[rows], state.place[rows], state.member[rows], made.store,
-            made.rotations, made.factors, fixed=self._plain.deterministic,
-        )  # fmt: skip
+    def _compute(self, memory: Memory, size: int, draws: Draws) -> None:
+        state, rows, fixed = memory.state, slice(0, size), self._plain.deterministic
+        where = (state.token[rows], state.position[rows], state.place[rows], state.member[rows])
+        logits = self._blocks.step(*where, memory.store, memory.rotations, memory.factors, fixed=fixed)
         state.position[rows].add_(~state.done[rows])
-        self._choose(logits, state, rows, drawn)
+        self._draw(logits, state, rows, draws)
 
-    def _choose(self, logits: torch.Tensor, state: State, rows: slice, drawn: Drawn) -> None:
-        """Draw a token of each row and write it down; of those that are done, where nobody reads it."""
+    def _draw(self, logits: torch.Tensor, state: State, rows: slice, draws: Draws) -> None:
+        """Draw a token for each row and store it. Tokens of rows that are done are stored but never read."""
         place, step, done = state.place[rows], state.step[rows], state.done[rows]
-        if drawn.temperature == 0:
+        if draws.temperature == 0:
             token = logits.argmax(-1)
         else:
-            sampling = Sampling(1, drawn.temperature, drawn.top_p)
+            sampling = Sampling(1, draws.temperature, draws.top_p)
             token = draw(logits, noise.uniforms(self._plain.key, step, state.stream[rows]), sampling)
         own = logits.gather(1, token[:, None])[:, 0].float()
-        # Of logits of which one is not a number the highest is none either.
-        odd = own.isnan() if drawn.temperature == 0 else logits.isnan().any(-1)
+        # If any logit is NaN, so is the maximum.
+        odd = own.isnan() if draws.temperature == 0 else logits.isnan().any(-1)
         state.finite.logical_and_(~(odd & ~done).any())
         state.ids[place, step] = token
-        if drawn.logprobs:
+        if draws.logprobs:
             state.logprobs[place, step] = own - logits.float().logsumexp(-1)
         state.token[rows] = token
         step.add_(~done)
-        last = (token[:, None] == self._plain.stop).any(-1) | (step >= state.most)  # isin of many waits for the device
+        last = (token[:, None] == self._plain.stop).any(-1) | (step >= state.most)  # torch.isin would synchronise
         ends = last & ~done
         state.length[place] = torch.where(ends, step, state.length[place])
         done.logical_or_(ends)
 
-    def _look(self, state: State, batch: Sequence[_Row], sampling: Sampling) -> dict[int, int]:
-        """Of the rows that have ended since the last look how many tokens count. Raises NotFiniteError."""
+    def _find_ended(self, state: State, batch: Sequence[_Row], sampling: Sampling) -> dict[int, int]:
+        """Return the length of each row that has ended since the last look. Raises NotFiniteError."""
         place = state.place[: len(batch)]
         length = state.length[place].tolist()
         if not bool(state.finite):
             raise NotFiniteError(
-                "the model's logits are not numbers; lower es.sigma (GRPO: grpo.learning_rate), or use model.dtype "
+                "the model's logits are not finite; lower es.sigma (GRPO: grpo.learning_rate), or set model.dtype to "
                 "bfloat16 or float32"
             )
         if sampling.stop:
-            found = self._texts(state, batch, length, sampling.stop)
+            found = self._search_stop_texts(state, batch, length, sampling.stop)
             if found:
                 rows = torch.tensor(list(found), device=self._device)
                 state.length[place[rows]] = torch.tensor(list(found.values()), device=self._device)
                 state.done[rows] = True
                 length = [found.get(i, n) for i, n in enumerate(length)]
-        return {i: n for i, (n, row) in enumerate(zip(length, batch, strict=True)) if n and not row.told}
+        return {i: n for i, (n, row) in enumerate(zip(length, batch, strict=True)) if n and not row.reported}
 
-    def _texts(self, state: State, batch: Sequence[_Row], length: Sequence[int], stop: Sequence[str]) -> dict[int, int]:
-        """Of rows in whose new tokens a text of `stop` comes up, the tokens up to there."""
+    def _search_stop_texts(
+        self, state: State, batch: Sequence[_Row], length: Sequence[int], stop: Sequence[str]
+    ) -> dict[int, int]:
+        """Return the length, up to the stop text, of each row with a stop text in its new tokens."""
         tail = tail_of(stop)
-        rows = [i for i, row in enumerate(batch) if not row.told]
-        firsts = [max(0, batch[i].looked + 1 - tail) for i in rows]
+        rows = [i for i, row in enumerate(batch) if not row.reported]
+        firsts = [max(0, batch[i].searched + 1 - tail) for i in rows]
         ends = [length[i] or batch[i].tokens for i in rows]
         width = max(end - first for first, end in zip(firsts, ends, strict=True))
         where = torch.tensor([[batch[i].place for i in rows], firsts]).to(self._device)
         at = (where[1][:, None] + torch.arange(width, device=self._device)).clamp_(max=state.ids.shape[1] - 1)
         found: dict[int, int] = {}
-        known: dict[tuple[int, ...], int] = {}  # members say the same more often than not
+        known: dict[tuple[int, ...], int] = {}  # many members generate the same tokens
         for i, first, end, ids in zip(rows, firsts, ends, state.ids[where[0][:, None], at].tolist(), strict=True):
-            row, said = batch[i], ids[: end - first]
-            key = (row.looked - first, *said)
+            row, new = batch[i], ids[: end - first]
+            key = (row.searched - first, *new)
             if key not in known:
-                known[key] = stopped(self._plain.decode, said, row.looked - first, stop)
-            row.looked = end
+                known[key] = stopped(self._plain.decode, new, row.searched - first, stop)
+            row.searched = end
             row.stopped = known[key] > 0
             if row.stopped:
                 found[i] = known[key] + first
         return found
 
-    def _said(
-        self, state: State, ended: Mapping[int, int], batch: Sequence[_Row], sampling: Sampling, wants_logprobs: bool
+    def _completions(
+        self, state: State, lengths: Mapping[int, int], batch: Sequence[_Row], sampling: Sampling, logprobs: bool
     ) -> list[tuple[int, Completion]]:
-        """Completions of the pairs of rows that have ended, by how many tokens each."""
-        if not ended:
+        """Return the completions of the rows in `lengths`, with the index of their pair."""
+        if not lengths:
             return []
-        rows, most = [batch[i] for i in ended], max(ended.values())
+        rows, most = [batch[i] for i in lengths], max(lengths.values())
         places = torch.tensor([row.place for row in rows], device=self._device)
         ids = state.ids[places, :most].tolist()
-        logprobs = state.logprobs[places, :most].tolist() if wants_logprobs else [[]] * len(ids)
+        scores = state.logprobs[places, :most].tolist() if logprobs else [[]] * len(ids)
         found = list[tuple[int, Completion]]()
-        for row, count, said, known in zip(rows, ended.values(), ids, logprobs, strict=True):
-            row.told = True
-            whole = count == sampling.max_tokens and said[count - 1] not in self._stop and not row.stopped
-            found.append((row.pair, Completion(said[:count], known[:count], "length" if whole else "stop")))
+        for row, count, tokens, own in zip(rows, lengths.values(), ids, scores, strict=True):
+            row.reported = True
+            whole = count == sampling.max_tokens and tokens[count - 1] not in self._stop and not row.stopped
+            found.append((row.pair, Completion(tokens[:count], own[:count], "length" if whole else "stop")))
         return found

@@ -96,7 +96,8 @@ def _warm_up(layers: Iterable[Any], settings: Settings) -> None:
             for count in population.row_sizes(a[0].device):
                 members = a[0].new_full((count,), -1, dtype=torch.int32)
                 y, x = a[0].new_zeros(count, sum(shape[1:])), a[0].new_zeros(count, shape[0])
-                population.add(y, x, a, b, members, rank=settings.rank, fixed=settings.fixed)
+                terms = population.Terms(members, settings.rank, fixed=settings.fixed)
+                population.add(y, x, a, b, terms)
 
 
 def decoder_of(model: torch.nn.Module) -> Any | None:
@@ -195,29 +196,17 @@ class Deep:
     def __init__(self, decoder: Any, rows: Rows, settings: Settings) -> None:
         self._decoder, self._rows = decoder, rows
         self._plain = decoder.forward
-        self._terms: Any = {"rank": settings.rank, "scaling": settings.scaling}
-        self._tiles: Any = {"fixed": settings.fixed}
+        self._settings = settings
         self._blocks = [_Block(layer) for layer in decoder.layers]
 
     def warm_up(self) -> None:
         """Compile the kernels for this model's shapes, so that no rollout waits for them."""
         block = self._blocks[0]
-        a, attention = block.qkv.a[0], block.attention
-        population.warm_up(
-            a.device,
-            a.dtype,
-            hidden=a.shape[3],
-            intermediate=block.down.a[0].shape[3],
-            heads=attention.num_heads,
-            kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            rank=self._terms["rank"],
-            padded_rank=a.shape[2],
-            rotary_dim=block.cos_sin.shape[1],
-            cos_sin_dtype=block.cos_sin.dtype,
-            qk_norm=bool(_head_norms(attention)),
-            **self._tiles,
-        )
+        a = block.qkv.a[0]
+        shape = {"hidden": a.shape[3], "intermediate": block.down.a[0].shape[3], "rank": self._settings.rank}
+        shape |= {"padded_rank": a.shape[2], "rotary_dim": block.cos_sin.shape[1]}
+        table = block.cos_sin.dtype
+        population.warm_up(a.device, a.dtype, block.heads(), **shape, cos_sin_dtype=table, fixed=self._settings.fixed)
 
     def __call__(
         self,
@@ -230,17 +219,18 @@ class Deep:
         if not self._rows.any:
             return self._plain(input_ids, positions, intermediate_tensors, inputs_embeds)
         hidden = self._decoder.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        members = self._rows.view(len(hidden))
+        settings, members = self._settings, self._rows.view(len(hidden))
+        terms = population.Terms(members, settings.rank, settings.scaling, settings.fixed)
         residual = source = None
         for block in self._blocks:
-            hidden, residual, source = self._layer(block, positions, members, hidden, residual, source)
-        return self._norm(self._decoder.norm, hidden, residual, members, (), source)[0]
+            hidden, residual, source = self._layer(block, positions, terms, hidden, residual, source)
+        return self._norm(self._decoder.norm, hidden, residual, terms, (), source)[0]
 
     def _layer(
         self,
         block: _Block,
         positions: torch.Tensor,
-        members: torch.Tensor,
+        terms: population.Terms,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         source: Any,
@@ -249,15 +239,13 @@ class Deep:
 
         A separate function, so that a layer's activations are freed before those of the next are allocated.
         """
-        normed, dots = self._norm(block.before, hidden, residual, members, block.qkv.a, source)
+        normed, dots = self._norm(block.before, hidden, residual, terms, block.qkv.a, source)
         residual = hidden if residual is None else residual
-        attended = self._attend(block, block.qkv(normed), positions, dots, members)
-        hidden, source = self._sum(block.o, attended, members, population.Dot(attended, block.o.a[0], block.o.b[0]))
-        normed, dots = self._norm(block.after, hidden, residual, members, block.gate_up.a, source)
-        gated, partial = population.gate(
-            block.gate_up(normed), dots, block.gate_up.b, block.down_a, members, **self._terms, **self._tiles
-        )
-        hidden, source = self._sum(block.down, gated, members, population.Partial(partial, block.down.b[0]))
+        attended = self._attend(block, block.qkv(normed), positions, dots, terms)
+        hidden, source = self._sum(block.o, attended, terms, population.Dot(attended, block.o.a[0], block.o.b[0]))
+        normed, dots = self._norm(block.after, hidden, residual, terms, block.gate_up.a, source)
+        gated, partial = population.gate(block.gate_up(normed), dots, block.gate_up.b, block.down_a, terms)
+        hidden, source = self._sum(block.down, gated, terms, population.Partial(partial, block.down.b[0]))
         return hidden, residual, source
 
     def _norm(
@@ -265,48 +253,26 @@ class Deep:
         norm: Any,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-        members: torch.Tensor,
+        terms: population.Terms,
         into: tuple[torch.Tensor, ...],
         source: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return population.norm(
-            hidden,
-            residual,
-            norm.weight,
-            norm.variance_epsilon,
-            members,
-            into_a=into,
-            source=source,
-            **self._terms,
-            **self._tiles,
-        )
+        return population.norm(hidden, residual, norm.weight, norm.variance_epsilon, terms, into, source)
 
     def _attend(
-        self, block: _Block, qkv: torch.Tensor, positions: torch.Tensor, dots: torch.Tensor, members: torch.Tensor
+        self, block: _Block, qkv: torch.Tensor, positions: torch.Tensor, dots: torch.Tensor, terms: population.Terms
     ) -> torch.Tensor:
         attention = block.attention
-        population.rotate(
-            qkv,
-            positions,
-            block.cos_sin,
-            dots,
-            block.qkv.b,
-            members,
-            heads=attention.num_heads,
-            kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            **block.head_norms(),
-            **self._terms,
-        )
+        population.rotate(qkv, positions, block.cos_sin, dots, block.qkv.b, terms, block.heads())
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         return attention.attn(query, key, value)
 
-    def _sum(self, linear: _Linear, x: torch.Tensor, members: torch.Tensor, source: Any) -> tuple[torch.Tensor, Any]:
+    def _sum(self, linear: _Linear, x: torch.Tensor, terms: population.Terms, source: Any) -> tuple[torch.Tensor, Any]:
         """Return a row-parallel product, and the source of the members' term that it lacks."""
         product = linear(x)
         if linear.layer.tp_size == 1:
             return product, source
-        population.add(product, x, linear.a, linear.b, members, **self._terms, **self._tiles)
+        population.add(product, x, linear.a, linear.b, terms)
         return tensor_model_parallel_all_reduce(product), None
 
 
@@ -324,9 +290,10 @@ class _Block:
         # The table in the dtype of the queries, as vLLM converts it before it rotates.
         self.cos_sin = self.attention.rotary_emb._match_cos_sin_cache_dtype(weight)
 
-    def head_norms(self) -> dict[str, Any]:
-        """Return the arguments of `rotate` for the norms of q and k."""
-        norms = _head_norms(self.attention)
+    def heads(self) -> population.Heads:
+        """Return the attention heads of this rank, with the norms of q and k."""
+        attention, norms = self.attention, _head_norms(self.attention)
+        counts = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         if not norms:
-            return {}
-        return {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": norms[0].variance_epsilon}
+            return population.Heads(*counts)
+        return population.Heads(*counts, norms[0].weight, norms[1].weight, norms[0].variance_epsilon)

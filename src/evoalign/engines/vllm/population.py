@@ -169,17 +169,9 @@ class Terms:
     ) -> torch.Tensor:
         """Add the members' terms to y [T, sum N_i], in place. Launches and captures nothing without members."""
         if self.rows.any:
-            settings = self.settings
-            population.add(
-                y,
-                x,
-                lora_a_stacked,
-                lora_b_stacked,
-                self.rows.view(len(y)),
-                rank=settings.rank,
-                scaling=settings.scaling,
-                fixed=settings.fixed,
-            )
+            settings, members = self.settings, self.rows.view(len(y))
+            terms = population.Terms(members, settings.rank, settings.scaling, settings.fixed)
+            population.add(y, x, lora_a_stacked, lora_b_stacked, terms)
         return y
 
     def _refuse(self, *_: Any, **__: Any) -> Any:

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fixed memory of the static decoder: keys and values, members' factors, the state of each row, and prefill.
+
+Prefill reads what all prompts begin with once per member, and the rest once per member and prompt. Layers below the
+first that evolves are the same for all members, so they read each prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from evoalign import kernels
+from evoalign.engines.transformers.blocks import Blocks, Factors, Hidden, Store
+from evoalign.engines.transformers.prefill import shared_prefix
+from evoalign.engines.transformers.settings import Footprint
+from evoalign.types import Member, Plan, Request
+
+LEAST = 8
+"""Smallest batch size."""
+PREFILL_AT_ONCE = (1024, 32768)
+"""Most prompt tokens per forward, on a CPU and on a GPU. They bound the activations."""
+Write = Callable[[Plan, Sequence[Member]], None]
+"""Writes members' factors into their slots: `Space.writer`."""
+Rows = Sequence[tuple[int, int, int]]
+"""Slot in the store, slot of the member or -1, and number of the text, per row."""
+
+
+def size_for(rows: int, full: int) -> int:
+    """Return the batch size for a number of rows: the smallest of 2^k and 3 * 2^(k-1), at most `full`."""
+    power = max(LEAST, 1 << (rows - 1).bit_length())
+    return min(full, power * 3 // 4 if power > LEAST and rows <= power * 3 // 4 else power)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of the memory: rows of `room` columns and at most `tokens` new ones, and slots for members."""
+
+    rows: int
+    room: int
+    tokens: int
+    slots: int
+
+    def union(self, other: Shape) -> Shape:
+        """Return the shape that holds both."""
+        return Shape(*(max(a, b) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How a graph draws tokens, and whether it stores their log-probabilities."""
+
+    temperature: float
+    top_p: float
+    logprobs: bool
+
+
+class State:
+    """The state of each row of a batch at fixed addresses: B rows, and C places in the store.
+
+    Per row: the last `token` and its `position`, the `place` in the store, the slot of the `member` or -1, the seed
+    `stream`, the number of tokens (`step`), and whether the row is `done`. Padding rows use the last place. Per place:
+    `ids` and `logprobs` [C, tokens + 1], and `length` [C], which is 0 until the completion has ended. `most` is the
+    maximum length. `finite` becomes False when the logits of an active row are not finite.
+    """
+
+    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.token, self.position, self.place = zeros(rows), zeros(rows), zeros(rows)
+        self.member, self.stream = zeros(rows, dtype=torch.int32), zeros(rows)
+        self.step, self.done = zeros(rows), zeros(rows, dtype=torch.bool)
+        self.ids = zeros(rows + 1, tokens + 1)
+        self.logprobs = zeros(rows + 1, tokens + 1, dtype=torch.float32)
+        self.length, self.most, self.finite = zeros(rows + 1), zeros(), zeros(dtype=torch.bool)
+
+    def begin(self, tokens: int) -> None:
+        """Start an empty batch whose completions have at most `tokens` tokens."""
+        self.most.fill_(tokens)
+        self.finite.fill_(True)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Move these rows to the front, in this order."""
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor(rows, device=self.place.device)
+            for tensor in (self.token, self.position, self.place, self.member, self.stream, self.step, self.done):
+                tensor[: len(rows)] = tensor[index]
+
+    def enter(
+        self, first: int, places: Sequence[int], lengths: Sequence[int], slots: Sequence[int], streams: Sequence[int]
+    ) -> None:
+        """Add rows from `first` on, whose prompts of these `lengths` have been read."""
+        rows, device = slice(first, first + len(places)), self.place.device
+        numbers = torch.tensor([list(places), list(lengths), list(streams), list(slots)]).to(device)
+        self.place[rows], self.position[rows], self.stream[rows], self.member[rows] = numbers
+        self.step[rows], self.done[rows] = 0, False
+        self.length[numbers[0]] = 0
+
+    def pad(self, first: int, end: int) -> None:
+        """Make rows from `first` to `end` padding: copies of the row before them at the last place, and done."""
+        rows = slice(first, end)
+        self.place[rows], self.done[rows] = len(self.length) - 1, True
+        for tensor in (self.token, self.position, self.step, self.member):
+            tensor[rows] = tensor[first - 1]
+
+
+class Memory:
+    """The memory of a shape and its graphs. `write` puts members' factors into the slots, if there are members."""
+
+    def __init__(self, shape: Shape, blocks: Blocks, factors: Factors, write: Write | None) -> None:
+        self.shape, self.factors, self.write = shape, factors, write
+        self.store: Store = blocks.store(shape.rows + 1, shape.room)
+        self.rotations = blocks.rotations(shape.room)
+        self.state = State(shape.rows, shape.tokens, self.rotations.device)
+        self.graphs: dict[tuple[int, Draws], torch.cuda.CUDAGraph] = {}
+
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture `work` as a CUDA graph. All graphs share one pool, since one runs at a time."""
+        graph, other = torch.cuda.CUDAGraph(), next(iter(self.graphs.values()), None)
+        pool = None if other is None else other.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device
+            work()
+        return graph
+
+
+class Reader:
+    """Reads prompts into `memory`. `spare` is the room for activations in bytes; `fixed` uses the same tiles always."""
+
+    def __init__(
+        self, blocks: Blocks, footprint: Footprint, memory: Memory, spare: float, *, pad: int, fixed: bool
+    ) -> None:
+        self._blocks, self._footprint, self._memory, self._spare = blocks, footprint, memory, spare
+        self._pad, self._fixed, self._device = pad, fixed, memory.rotations.device
+
+    def read(self, pairs: Sequence[tuple[int, Request]], places: Sequence[int]) -> torch.Tensor:
+        """Return logits [B, V] after the prompts of (slot, request) pairs, and store their keys and values."""
+        numbers: dict[tuple[int, ...], int] = {}
+        of_request = {id(r): numbers.setdefault(r.prompt_ids, len(numbers)) for _, r in pairs}
+        heads: dict[tuple[int, int], int] = {}  # place of the first row of each (slot, text)
+        of_slot: dict[int, int] = {}  # place of the first row of each slot
+        owners = list[int]()
+        for place, (slot, request) in zip(places, pairs, strict=True):
+            of_slot.setdefault(slot, place)
+            owners.append(heads.setdefault((slot, of_request[id(request)]), place))
+        prompts = list(numbers)
+        shared = shared_prefix(prompts) if len(prompts) > 1 else 0
+        if shared:
+            rows = [(place, slot, 0) for slot, place in of_slot.items()]
+            self._read_texts(rows, [prompts[0][:shared]], 0, answers=False)
+            self._copy([(of_slot[slot], place) for (slot, _), place in heads.items()], 0, shared)
+        rest = [(place, slot, text) for (slot, text), place in heads.items()]
+        logits = self._read_texts(rest, [prompt[shared:] for prompt in prompts], shared)
+        assert logits is not None
+        self._copy(list(zip(owners, places, strict=True)), 0, max(map(len, prompts)))
+        if len(heads) == len(pairs):
+            return logits
+        order = {place: i for i, (place, _, _) in enumerate(rest)}
+        return logits[torch.tensor([order[place] for place in owners], device=self._device)]
+
+    def _read_texts(
+        self, rows: Rows, texts: Sequence[Sequence[int]], start: int, *, answers: bool = True
+    ) -> torch.Tensor | None:
+        """Return logits [B, V] after rows that continue at column `start`, read in pieces that fit the room."""
+        width, found = max(map(len, texts)), list[torch.Tensor]()
+        filled = torch.tensor([[*ids, *[self._pad] * (width - len(ids))] for ids in texts], device=self._device)
+        last = torch.tensor([len(ids) - 1 for ids in texts], device=self._device)
+        below, begun = self._memory.factors.below, None
+        if below and len(texts) < len(rows):
+            begun = self._read_below(rows, filled, start)
+        for places, slots, chosen in self._pieces(rows, width, start, 0 if begun is None else len(texts)):
+            ends = last[chosen] if answers else None
+            layers = slice(0 if begun is None else below, None)
+            entered = None if begun is None else begun.rows(chosen)
+            got = self._forward(filled[chosen], start, places, slots, layers, entered, ends)
+            found += [got] if isinstance(got, torch.Tensor) else []
+        return (found[0] if len(found) == 1 else torch.cat(found)) if answers else None
+
+    def _read_below(self, rows: Rows, filled: torch.Tensor, start: int) -> Hidden:
+        """Run the layers below the first that evolves once per text. All rows of a text get its keys and values."""
+        first: dict[int, int] = {}
+        for place, _, text in rows:
+            first.setdefault(text, place)
+        below, found = slice(0, self._memory.factors.below), list[Hidden]()
+        each = [(first[text], -1, text) for text in range(len(filled))]
+        for places, slots, chosen in self._pieces(each, filled.shape[1], start, len(filled)):
+            got = self._forward(filled[chosen], start, places, slots, below, None, None)
+            assert isinstance(got, Hidden)
+            found.append(got)
+        self._copy([(first[text], place) for place, _, text in rows], start, start + filled.shape[1], below)
+        return Hidden(*(torch.cat(parts) for parts in zip(*((e.hidden, e.residual) for e in found), strict=True)))
+
+    def _pieces(self, rows: Rows, width: int, start: int, texts: int) -> list[torch.Tensor]:
+        """Return rows that are read together: [3, B] of places, slots and texts each."""
+        most = PREFILL_AT_ONCE[self._device.type == "cuda"] // width
+        row = self._footprint.prefill(width, start + width)
+        row += self._footprint.cache * (start + width) if start else 0  # at least one layer's cache, gathered
+        spare = self._spare - texts * width * self._footprint.activations  # at least the output of the layers below
+        size = max(1, int(min(most, spare / row)))
+        return [torch.tensor(rows[i : i + size]).T.to(self._device) for i in range(0, len(rows), size)]
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        start: int,
+        places: torch.Tensor,
+        slots: torch.Tensor,
+        layers: slice,
+        entered: Hidden | None,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor | Hidden:
+        memory, fixed = self._memory, self._fixed
+        kept = (memory.store, memory.rotations, memory.factors)
+        with kernels.on(self._device):
+            return self._blocks.read(
+                tokens, start, places, last, slots.int(), *kept, layers=layers, entered=entered, fixed=fixed
+            )
+
+    def _copy(self, moves: Sequence[tuple[int, int]], first: int, end: int, layers: slice = slice(None)) -> None:
+        """Copy columns from `first` to `end` between (source, target) places of the store."""
+        moves = [(source, to) for source, to in moves if source != to]
+        if not moves:
+            return
+        source, to = torch.tensor(moves, device=self._device).T
+        store = self._memory.store
+        for kept in (*store.keys[layers], *store.values[layers]):
+            kept[to, :, first:end] = kept[source, :, first:end]
