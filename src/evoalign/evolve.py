@@ -16,14 +16,13 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
-from evoalign.engines.base import scored_by
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.rewards.objective import Objective, score
 from evoalign.rollouts import Encoded, collect, group_of, requests_of, rows_of, with_mean
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Graders, grading
+from evoalign.tasks.grading import grading
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Generation, Plan, Update, population
 
@@ -39,14 +38,12 @@ def evolve(
     first: int = 0,
     objective: Objective | None = None,
     plateaus: Callable[[], int] | None = None,
-    graders: Graders | None = None,
 ) -> Iterator[Generation]:
     """Train from generation `first`, which the engine's mean and the journal have to be at; yields each generation.
 
     `evaluate_mean` is called every `evaluation.every` generations. `objective` has the state that generation `first`
     begins with; None is a new one of the task's. `plateaus` is asked as a generation begins, how many there were so
-    far, for `es.sigma_schedule` plateau. `graders` score what they can; None: this process does. Raises ConfigError
-    for a plateau without `plateaus`.
+    far, for `es.sigma_schedule` plateau. Raises ConfigError for a plateau without `plateaus`.
     """
     if plateaus is None and config.es.sigma_schedule.name == "plateau":
         raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
@@ -61,10 +58,9 @@ def evolve(
         sigma = sigma_at(config, generation, 0 if plateaus is None else plateaus())
         plan = Plan(generation, sigma, members)
         requests = requests_of(config, rows, prompts, generation)
-        with grading(task, examples, graders) as begun:
+        with grading(task, examples) as begun:
             said, of_mean = begun.of(rows * len(members)), begun.of(rows)
             rollouts = collect(engine, plan, requests, said.take)
-            by = scored_by(engine)
             mean = collect(engine, MEAN_PLAN, requests, of_mean.take) if objective.asks_mean else []
             clock.mark("rollout")
             group = group_of(task, [examples[i] for i in rows], rollouts, len(members), generation, said)
@@ -73,7 +69,7 @@ def evolve(
         clock.mark("score")
         update = replace(update_of(config, plan, shaping.shape(scores_MP, es.shaping)), summation=journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
-        journal.append(update, fitness_M, objective.state, by)
+        journal.append(update, fitness_M, objective.state)
         with watching.phase("updating"):
             engine.apply(update)
             weights_hash = engine.fingerprint()

@@ -15,14 +15,13 @@ import torch
 from evoalign import engines, evaluation, optimizer, spaces, tasks, tokens
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import Engine
-from evoalign.engines.base import graders_of
 from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
-from evoalign.tasks.grading import Graders, with_validation
+from evoalign.tasks.grading import with_validation
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -54,7 +53,6 @@ class Parts(Served):
     task: Task
     data: Data
     objective: Objective
-    graders: Graders | None = None
 
     @property
     def max_score(self) -> float:
@@ -69,7 +67,7 @@ class Parts(Served):
     def evaluate(self, split: Split) -> Evaluation:
         """The mean on a split."""
         examples, how = self.data.of(split), self.config.evaluation
-        return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how, self.graders)
+        return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how)
 
     def close(self) -> None:
         self.engine.close()
@@ -95,14 +93,8 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
     except BaseException:
         chosen.close()
         raise
-    try:
-        graders = graders_of(served.engine, chosen, data)
-    except BaseException:
-        served.close()
-        chosen.close()
-        raise
     kept = {f.name: getattr(served, f.name) for f in fields(served)}
-    return Parts(**kept, task=chosen, data=data, objective=objective, graders=graders)
+    return Parts(**kept, task=chosen, data=data, objective=objective)
 
 
 def serve(config: Config) -> Served:

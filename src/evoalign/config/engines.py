@@ -66,6 +66,8 @@ class EngineSettings(Section):
     """Those of them that move no bit of a run whose answers repeat to the bit."""
     younger: ClassVar[frozenset[str]] = frozenset()
     """Settings that came after the first release: a run that leaves them at their default has the hash it had then."""
+    removed: ClassVar[Mapping[str, object]] = {}
+    """Settings of earlier versions, none of which changed scores or weights, with their defaults then."""
     serves_here: ClassVar[bool] = False
     """Whether it answers in this process, with a model of transformers, and lets another model onto its device."""
     takes_mixtures: ClassVar[bool] = True
@@ -92,11 +94,6 @@ class EngineSettings(Section):
     def devices(self) -> int:
         """Devices that it keeps busy."""
         return 1
-
-    @property
-    def scored_by(self) -> int:
-        """Processes beside the run's own that it has score completions."""
-        return 0
 
     def held(self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int) -> Held:
         """What it holds beside the weights and a mean of `mean` bytes, the start's copy among them."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from evoalign.errors import EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tasks.base import Data, Task
-from evoalign.tasks.grading import Graders, kept_here
 from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 ABSENT = Member(index=-2, noise=1 << 32, sign=1)
@@ -93,19 +91,6 @@ def parts_of(engine: Engine) -> Sequence[Answering]:
     """The engines of which one is made up, by `parts`, where it has such a method; else itself."""
     parts: Callable[[], Sequence[Answering]] | None = getattr(engine, "parts", None)
     return [engine] if parts is None else parts()
-
-
-def scored_by(engine: Engine) -> Mapping[str, Any]:
-    """Who scored what of the last rollout, by `scored_by`, where an engine has such a method: for the journal."""
-    said: Callable[[], Mapping[str, Any]] | None = getattr(engine, "scored_by", None)
-    return {} if said is None else said()
-
-
-def graders_of(engine: Engine, task: Task, data: Data) -> Graders | None:
-    """Processes beside an engine that score completions, made by `graders`, where it has such a method and any: they
-    end with the engine. Raises EvoalignError."""
-    make: Callable[[Task, Data], Graders | None] | None = getattr(engine, "graders", None)
-    return None if make is None or kept_here(task) is not None else make(task, data)
 
 
 def pairs_of(members: Sequence[Member], requests: Sequence[Request]) -> list[tuple[Member, Request]]:

@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
-from typing import Protocol
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, EvoalignError, RewardError
@@ -23,28 +22,6 @@ from evoalign.rewards.objective import Columns
 from evoalign.tasks.base import Data, Task
 from evoalign.tasks.data import held_back
 from evoalign.types import Example, Rollout
-
-
-class Graders(Protocol):
-    """Processes that each make the task again from the config, and score several pieces at once."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    def takes(self, examples: Sequence[Example]) -> bool:
-        """Whether these are the rows of a split that they have loaded."""
-        ...
-
-    def columns(
-        self, texts: Sequence[str], examples: Sequence[Example], rows: Sequence[int], stopping: Event
-    ) -> Columns:
-        """The columns of completions, each of one of the `examples` by its place; called by `count` threads.
-
-        Raises the EvoalignError of the task, and CancelledError soon after `stopping` is set.
-        """
-        ...
 
 
 def pieces(count: int, size: int | None) -> Iterator[range]:
@@ -98,26 +75,13 @@ def with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
     return replace(data, train=train, validation=validation)
 
 
-def kept_here(task: Task) -> str | None:
-    """Why a task's completions are scored where the run is, whatever graders there are; None: they need not be."""
-    if task.asks_scorer:
-        return "models score them, which are loaded once"
-    if not task.from_config:
-        return "they are scored by a Python object, which no other process can make again"
-    if task.per_call is None:
-        return "they may be scored together: grader.batch says how many at once"
-    return None
-
-
 class Grading:
-    """What scores the completions of `examples`, in as many threads as there is something to wait for."""
+    """Scores the completions of `examples`, in a thread if the task scores in another process."""
 
-    def __init__(self, task: Task, examples: Sequence[Example], graders: Graders | None) -> None:
+    def __init__(self, task: Task, examples: Sequence[Example]) -> None:
         self.task, self.examples, self.stopping = task, examples, Event()
-        cut = task.per_call is not None
-        self._graders = graders if graders is not None and cut and graders.takes(examples) else None
-        count = int(cut and task.scores_elsewhere) if self._graders is None else self._graders.count
-        self.threads = ThreadPoolExecutor(count, "evoalign-grading") if count else None
+        waits = task.per_call is not None and task.scores_elsewhere
+        self.threads = ThreadPoolExecutor(1, "evoalign-grading") if waits else None
 
     def of(self, rows: Sequence[int]) -> Answers:
         """The completions of one rollout: the place of each one's row among the examples, in canonical order."""
@@ -125,15 +89,13 @@ class Grading:
 
     def columns(self, texts: Sequence[str], rows: Sequence[int]) -> Columns:
         """Those of one piece. Raises EvoalignError."""
-        if self._graders is not None:
-            return self._graders.columns(texts, self.examples, rows, self.stopping)
         return scored(self.task, texts, [self.examples[row] for row in rows])
 
 
 @contextmanager
-def grading(task: Task, examples: Sequence[Example], graders: Graders | None = None) -> Generator[Grading]:
+def grading(task: Task, examples: Sequence[Example]) -> Generator[Grading]:
     """While entered, completions are scored; whatever ends it ends that, too, and no thread is left."""
-    found = Grading(task, examples, graders)
+    found = Grading(task, examples)
     if found.threads is None:
         yield found
         return

@@ -22,7 +22,6 @@ from evoalign.rundir.directory import REPORT, RunDir
 from evoalign.rundir.method import Method, method_of, own_option, placebo_command
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Task
-from evoalign.tasks.grading import kept_here
 from evoalign.training import saving, splits, stopping
 from evoalign.training.result import gold_lines, shown
 from evoalign.types import Layout, TensorSpec
@@ -89,22 +88,10 @@ def opening(parts: Parts) -> list[str]:
         *estimate.step_lines(config, layout),
         *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
-        *_graders_lines(parts),
         *gold_lines(parts.task, parts.data),
         *splits.lines(config, parts.task, parts.data),
         *stopping.lines(config),
     ]
-
-
-def _graders_lines(parts: Parts) -> list[str]:
-    """Who scores completions, where processes are asked for that."""
-    count = parts.config.engine.scored_by
-    if not count:
-        return []
-    why = kept_here(parts.task)
-    if why is not None:
-        return [f"note: completions are scored in the run's own process and not by {count} graders: {why}"]
-    return [f"completions are scored by {count} graders, {parts.task.per_call} at a time, while others are decoded"]
 
 
 def last_lines(

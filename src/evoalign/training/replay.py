@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from evoalign.config import Config, ModelConfig, from_dict, outside
+from evoalign.config import Config, ModelConfig, from_dict, from_record, outside
 from evoalign.config.outside import REPLAY_SKIPS
 from evoalign.engines.base import sampled_places
 from evoalign.errors import CheckpointError, ConfigError, JournalError, MachineError, ResumeError, RunExistsError
@@ -187,7 +187,7 @@ def config_of(log: Log, model: str | ModelConfig | None = None, skip: Sequence[s
     and is in none of the sections `skip`. Raises JournalError for a config that cannot be.
     """
     try:
-        tree = from_dict(log.header.config).model_dump()
+        tree = from_record(log.header.config).model_dump()
     except ConfigError as error:
         wrong = "; ".join(str(error).splitlines())
         raise JournalError(f"{log.path}, line 1 holds a config that cannot be: {wrong}") from error

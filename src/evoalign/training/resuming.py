@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from evoalign.config import Config, from_dict
+from evoalign.config import Config, from_record
 from evoalign.errors import JournalError, ResumeError
 from evoalign.rundir import journal
 from evoalign.rundir.directory import RunDir
@@ -21,7 +21,7 @@ def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | No
             )
         return None
     log = journal.read(run.journal).whole()
-    odd, _ = differences(config, from_dict(log.header.config))
+    odd, _ = differences(config, from_record(log.header.config))
     if odd:
         raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
     if log.header.given_as != given_as:

@@ -21,7 +21,7 @@ from evoalign.checks.divergence import Divergence, Reference
 from evoalign.checks.fluency import Fluency
 from evoalign.checks.placebo import Distances, Placebos, distance_line
 from evoalign.checks.signs import scripts
-from evoalign.config import NO_ES, Config, from_dict
+from evoalign.config import NO_ES, Config, from_record
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.base import metrics_of, parts_of
@@ -187,7 +187,7 @@ class _EvolutionStrategies:
         """Raise ResumeError for another model, tokenizer, noise or data; warn of what moves last bits."""
         header = self._log().header
         repeats = self.parts.facts.deterministic
-        for line in differences(self.config, from_dict(header.config), repeats=repeats)[1]:
+        for line in differences(self.config, from_record(header.config), repeats=repeats)[1]:
             session.tell(f"warning: {line}: from here on, scores may differ in their last bits from those of one run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)
@@ -318,7 +318,7 @@ class _EvolutionStrategies:
         parts = self.parts
         return evolve.evolve(
             self.config, parts.task, parts.data.train, parts.engine, parts.tokens, self.journal,
-            lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus, parts.graders,
+            lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus,
         )  # fmt: skip
 
     def _end_if_due(self, session: Session) -> None:
