@@ -174,7 +174,7 @@ def _along(folder: Path, cell: Mapping[str, Any], run: Mapping[str, Any]) -> dic
 
 
 def _draw(name: str, sweep: Sweep, cells: Sequence[Mapping[str, Any]], figures: Path) -> None:
-    from evoalign.sweeping import report as report
+    from evoalign.analysis.sweeping import report as report
 
     points = [
         report.Point(

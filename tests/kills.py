@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 
 import killing
-from evoalign.sweeping.children import is_busy
+from evoalign.analysis.sweeping.children import is_busy
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 PHASES = {  # by module and function; the innermost frame that is here says what the call is for
@@ -47,7 +47,10 @@ PHASES = {  # by module and function; the innermost frame that is here says what
 }  # fmt: skip
 MAIN = ("directory", "seal", "checkpoint")
 ANY = "any instant"
-PARTS = {"grpo": ("trl.trainer.grpo_trainer", "evoalign.baselines.train"), "sweep": ("evoalign.sweeping.sweep",)}
+PARTS = {
+    "grpo": ("trl.trainer.grpo_trainer", "evoalign.baselines.train"),
+    "sweep": ("evoalign.analysis.sweeping.sweep",),
+}
 ASIDE = re.compile(r"run\.\d{8}-\d{6}(/|$)")
 """Where `grpo --resume` puts a run that died before it had a state to resume from."""
 Call = tuple[str, str]
@@ -141,7 +144,7 @@ def _be(case: Case, words: Sequence[str], death: Death | None, folder: Path, cal
     from matplotlib.figure import Figure
 
     from evoalign import cli
-    from evoalign.sweeping import children
+    from evoalign.analysis.sweeping import children
 
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for handle in (1, 2):
@@ -182,7 +185,7 @@ def _forks(death: Death | None, calls: Path | None) -> type:
             self.pid = os.fork()
             if self.pid:
                 return
-            from evoalign.sweeping import child
+            from evoalign.analysis.sweeping import child
 
             os.setsid()
             for handle in (1, 2):

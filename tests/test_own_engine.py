@@ -17,13 +17,13 @@ from rich.console import Console
 import evoalign
 from calling import caller
 from evoalign import engines, tokens
+from evoalign.analysis.sweeping.cells import Cell, make_run
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.engines.transformers.engine import TransformersEngine
 from evoalign.errors import ConfigError, ResumeError
 from evoalign.rundir import journal
 from evoalign.rundir.method import load_own
 from evoalign.setup import serve
-from evoalign.sweeping.cells import Cell, make_run
 from evoalign.testing import engines as contract
 from evoalign.training import replay as replaying
 from toy_engine import ToyEngine, ToySettings

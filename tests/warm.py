@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import pytest
 
-from evoalign.sweeping import children
+from evoalign.analysis.sweeping import children
 from killing import PROCESSES
 
 

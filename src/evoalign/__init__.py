@@ -11,7 +11,8 @@ from evoalign.version import __version__
 if TYPE_CHECKING:
     from evoalign.analysis.compare.comparison import compare
     from evoalign.analysis.evaluations import Evaluations, evaluate_many
-    from evoalign.baselines.train import grpo
+    from evoalign.analysis.runs import grpo, train
+    from evoalign.analysis.sweeping.sweep import sweep
     from evoalign.config import Config
     from evoalign.config import load as load_config
     from evoalign.errors import EvoalignError
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
     from evoalign.preflight import doctor
     from evoalign.preflight.ladder import probe
     from evoalign.spaces import Space
-    from evoalign.sweeping.sweep import sweep
     from evoalign.tasks import Data, Task
     from evoalign.training.placebos import placebo
     from evoalign.training.replay import replay
     from evoalign.training.resolve import evaluate
     from evoalign.training.result import Result
-    from evoalign.training.train import dry_run, train
+    from evoalign.training.train import dry_run
     from evoalign.types import Generation
 
 _HOMES = {
@@ -45,13 +45,13 @@ _HOMES = {
     "evaluate": "evoalign.training.resolve:evaluate",
     "evaluate_many": "evoalign.analysis.evaluations:evaluate_many",
     "export": "evoalign.exporting.export:export",
-    "grpo": "evoalign.baselines.train:grpo",
+    "grpo": "evoalign.analysis.runs:grpo",
     "load_config": "evoalign.config:load",
     "placebo": "evoalign.training.placebos:placebo",
     "probe": "evoalign.preflight.ladder:probe",
     "replay": "evoalign.training.replay:replay",
-    "sweep": "evoalign.sweeping.sweep:sweep",
-    "train": "evoalign.training.train:train",
+    "sweep": "evoalign.analysis.sweeping.sweep:sweep",
+    "train": "evoalign.analysis.runs:train",
 }
 
 __all__ = [

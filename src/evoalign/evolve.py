@@ -16,9 +16,10 @@ import numpy as np
 from evoalign import shaping, spaces
 from evoalign.config import Config
 from evoalign.engines import Engine
+from evoalign.engines.base import with_defaults
 from evoalign.errors import ConfigError
 from evoalign.report import watching
-from evoalign.rewards.objective import Objective, score
+from evoalign.rewards.objective import Objective, reported_means, score
 from evoalign.rollouts import Encoded, collect, group_of, requests_of, rows_of, with_mean
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
@@ -47,6 +48,7 @@ def evolve(
     """
     if plateaus is None and config.es.sigma_schedule.name == "plateau":
         raise ConfigError("es.sigma_schedule plateau follows the validation split: use evoalign.train")
+    engine = with_defaults(engine)
     objective = objective or task.objective()
     es = config.es
     prompts = Encoded(task, tokens, examples)
@@ -92,7 +94,7 @@ def evolve(
             rollouts=tuple(rollouts),
             prompts=tuple(prompts[i] for i in rows),
             evaluation=evaluation,
-            rewards=group.means,
+            rewards=reported_means(objective, group),
             objective=objective.state,
             mean=tuple(mean),
         )

@@ -157,13 +157,9 @@ def group_of(
 
     `answers` took them as they came. Raises RewardError.
     """
-    texts, asked, prompts = [r.text for r in rollouts], [*examples] * members, len(examples)
+    texts, asked = [r.text for r in rollouts], [*examples] * members
     columns = columns_of(task, texts, asked) if answers is None else columns_taken(answers)
-    group = grouped(columns, texts, examples, generation)
-    if task.fitness is None:
-        return group
-    whole = [range(i, i + prompts) for i in range(0, len(texts), prompts)]
-    return replace(group, fitness_M=np.array(task.fitness_of(texts, asked, whole), dtype=np.float64))
+    return grouped(columns, texts, examples, generation)
 
 
 def with_mean(task: Task, group: Group, rollouts: Sequence[Rollout], answers: Answers | None = None) -> Group:

@@ -116,7 +116,7 @@ def task_and_data(config: Config, task: Task | None, reward: Rewards | None) -> 
     if task is not None and rewards is not None:
         raise ConfigError("give a task or a reward, not both: a task has its own reward")
     made = task or tasks.create(config.task, rewards)
-    if config.task.fitness is not None and made.fitness is None:
+    if config.task.fitness is not None and made.set_objective is None:
         raise ConfigError(
             f"task.fitness {config.task.fitness}: the task {made.name} that was given has settings of its own; make it "
             "with TaskConfig(fitness=...)"

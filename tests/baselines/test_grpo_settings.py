@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from calling import caller
+from evoalign.analysis.sweeping.cells import make_cells
 from evoalign.baselines.settings import SET, arguments, check, fields_of
 from evoalign.config import Config, from_dict, load, parse_overrides, to_yaml
 from evoalign.config.grpo import OF_TRL, GrpoConfig
@@ -19,7 +20,6 @@ from evoalign.config.trl import ALLOWED, ASKED
 from evoalign.errors import ConfigError
 from evoalign.rundir.identity import config_hash, differences
 from evoalign.rundir.method import load_own
-from evoalign.sweeping.cells import make_cells
 
 OLD = Path(__file__).parents[1] / "compatibility"
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "trl_arguments.json").read_text(encoding="utf-8"))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from evoalign.analysis.sweeping.cells import read_cells, resolve
 from evoalign.config import load
-from evoalign.sweeping.cells import read_cells, resolve
 
 HERE = Path(__file__).parent
 CONFIGS = sorted(p for p in (HERE / "configs").rglob("*.yaml") if p.parent.name != "sweeps")

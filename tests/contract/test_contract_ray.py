@@ -24,7 +24,6 @@ import evoalign
 from evoalign import tokens
 from evoalign.checks import canary
 from evoalign.config import Config, from_dict
-from evoalign.engines.base import parts_of
 from evoalign.engines.ray import replicas
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.engines.ray.replicas import ReplicaActor, ReplicaPool
@@ -274,7 +273,7 @@ def test_canary_finds_the_replica_that_ignores_adapters(monkeypatch: pytest.Monk
     monkeypatch.setattr(replicas, "ReplicaActor", Deaf)
     with contract.started(RayEngine, config_of("lora")) as bench:
         call(engine_of(bench).pool.replicas[1], lambda actor: setattr(actor, "ignores_adapters", True))
-        parts = parts_of(bench.engine)
+        parts = bench.engine.parts()
         assert len(parts) == 2 and not hasattr(parts[0], "apply"), "an update goes to all replicas"
 
         def check(engine: Any) -> None:

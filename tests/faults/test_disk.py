@@ -21,11 +21,11 @@ from rich.console import Console
 
 import evoalign
 import killing
+from evoalign.analysis.sweeping.sweep import Sweep, sweep
 from evoalign.baselines.steps import Steps
 from evoalign.errors import EvoalignError
 from evoalign.exporting.export import export
 from evoalign.rundir.files import as_os_errors, filled, write_text
-from evoalign.sweeping.sweep import Sweep, sweep
 
 Traces = dict[str, Any]
 

@@ -19,15 +19,15 @@ from evoalign.analysis.compare.comparison import compare
 from evoalign.analysis.compare.pages import as_tree, markdown
 from evoalign.analysis.compare.runs import read
 from evoalign.analysis.compare.tables import end_grid
+from evoalign.analysis.sweeping import results
+from evoalign.analysis.sweeping.cells import Cell, Run
+from evoalign.analysis.sweeping.children import Ended
+from evoalign.analysis.sweeping.search import domain, search
+from evoalign.analysis.sweeping.sweep import Source, sweep
 from evoalign.checks import placebo_file
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError
-from evoalign.rewards.fitness import FitnessFunction, measure_of, shared_aim
-from evoalign.sweeping import results
-from evoalign.sweeping.cells import Cell, Run
-from evoalign.sweeping.children import Ended
-from evoalign.sweeping.search import domain, search
-from evoalign.sweeping.sweep import Source, sweep
+from evoalign.rewards.objective import SetObjective, measure_of, shared_aim
 from evoalign.training import placebos
 from plain import UNCHECKED
 
@@ -67,7 +67,7 @@ def in_this_process(source: Source, *rest: Any) -> list[Ended]:
 def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("sweep", "search"):
-            patch.setattr(f"evoalign.sweeping.{module}.drive", in_this_process)
+            patch.setattr(f"evoalign.analysis.sweeping.{module}.drive", in_this_process)
         yield
 
 
@@ -96,7 +96,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], P
 
 def test_the_name_of_what_is_trained_for_needs_no_import() -> None:
     assert measure_of(None) == "reward" and measure_of("no/such.py:letters") == NAME
-    assert FitnessFunction("math:dist").measure == "fitness/dist"
+    assert SetObjective("math:dist", str).measure == "fitness/dist"
     assert shared_aim([None, None], None) == ("reward", [])
     assert shared_aim(["a:letters"] * 2, "reward") == ("reward", [])
     assert shared_aim(["a:letters"] * 2, None) == (NAME, [f"goes by {NAME}, which is trained for (task.fitness)"])
@@ -119,7 +119,7 @@ def test_a_sweep_goes_by_what_is_trained_for(swept: tuple[Path, dict[str, Any], 
 
 
 def test_a_sweep_over_what_is_trained_for_goes_by_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoalign.sweeping.sweep.drive", lambda *given: [])
+    monkeypatch.setattr("evoalign.analysis.sweeping.sweep.drive", lambda *given: [])
     out = io.StringIO()
     ways = [f"{tmp_path}/own.py:letters", None]
     sweep(config(tmp_path), grid={"task.fitness": ways}, to=tmp_path / "sweep", console=Console(file=out, width=400))

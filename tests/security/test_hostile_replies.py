@@ -15,14 +15,14 @@ from typing import TypeAlias
 import pytest
 
 from evoalign import http
+from evoalign.analysis.judge import endpoint
+from evoalign.analysis.judge.base import NoReplyError
+from evoalign.analysis.judge.endpoint import Endpoint
 from evoalign.config import ScorerConfig
 from evoalign.engines.server import client as server_client
 from evoalign.engines.server.client import Client
 from evoalign.engines.server.errors import LostError
 from evoalign.errors import EvoalignError, JudgeError, RewardError, ScorerAwayError
-from evoalign.rewards.judge import endpoint
-from evoalign.rewards.judge.base import NoReplyError
-from evoalign.rewards.judge.endpoint import Endpoint
 from evoalign.rewards.scorer import client as scorer_client
 from evoalign.rewards.scorer.client import Service
 from hostile_server import BOMBS, LARGE, SLOW, Reply, hostile, memory, repeats, sends, whole

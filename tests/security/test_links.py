@@ -15,15 +15,15 @@ from rich.console import Console
 import evoalign
 import killing
 from calling import Run, caller
+from evoalign.analysis.judge.transcript import Item, Plan, Transcript
+from evoalign.analysis.sweeping.children import is_busy
+from evoalign.analysis.sweeping.sweep import sweep
 from evoalign.engines.server.process import Command, ServerProcess
 from evoalign.errors import RunExistsError
-from evoalign.rewards.judge.transcript import Item, Plan, Transcript
 from evoalign.rundir import files
 from evoalign.rundir.directory import RunDir, saved_folders
 from evoalign.rundir.links import FOLDERS, LIBRARIES, SAVED, links_in, refuse_links, refuse_links_above
 from evoalign.rundir.method import JOURNAL
-from evoalign.sweeping.children import is_busy
-from evoalign.sweeping.sweep import sweep
 from evoalign.training import saving
 from plain import UNCHECKED
 
@@ -377,8 +377,8 @@ def test_a_sweep_refuses_links_in_its_folder(place: str, victim: Path, tmp_path:
 
 def sweep_folder(folder: Path, tree: dict[str, Any]) -> Path:
     """The folder of a sweep that was stopped before its first run."""
-    from evoalign.sweeping.cells import make_cells
-    from evoalign.sweeping.sweep import prepare
+    from evoalign.analysis.sweeping.cells import make_cells
+    from evoalign.analysis.sweeping.sweep import prepare
 
     base, seeds, made = prepare(tree, [0], "es", folder)
     (folder / "configs").rmdir()

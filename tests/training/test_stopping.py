@@ -14,11 +14,11 @@ from rich.console import Console
 
 import evoalign
 from evoalign.analysis.compare.groups import settings_of
+from evoalign.analysis.sweeping import cells
 from evoalign.config import Config, from_dict, load
 from evoalign.errors import ConfigError, JournalError
 from evoalign.rundir import journal
 from evoalign.rundir.identity import identity
-from evoalign.sweeping import cells
 from evoalign.training import stopping
 from evoalign.training.train import dry_run
 from plain import UNCHECKED

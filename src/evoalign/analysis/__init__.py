@@ -19,7 +19,8 @@ from evoalign.errors import ConfigError
 
 def names() -> list[str]:
     """Of the analyses that come with evoalign."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
+    found = (module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
+    return sorted(name for name in found if name not in ("judge", "page", "sweeping"))
 
 
 def shipped() -> dict[str, Analysis[Any]]:

@@ -34,6 +34,6 @@ def grpo(
         lines = planning.dry_run(found, overwrite=overwrite, resume=resume)
         show_plan(found, "grpo", lines, everything=all_)
         return
-    from evoalign.baselines import train as baseline
+    from evoalign.analysis.runs import grpo as run
 
-    baseline.grpo(found, resume=resume, overwrite=overwrite)
+    run(found, resume=resume, overwrite=overwrite)

@@ -12,11 +12,11 @@ import typer
 from evoalign.cli.options import Debug, check_folder, console, quiet, say
 
 if TYPE_CHECKING:
-    from evoalign.rewards.judge.answers import Asked
-    from evoalign.rewards.judge.base import Judge
-    from evoalign.rewards.judge.judgments import Judgment
-    from evoalign.rewards.judge.ratings import Settings
-    from evoalign.rewards.judge.transcript import Transcript
+    from evoalign.analysis.judge.answers import Asked
+    from evoalign.analysis.judge.base import Judge
+    from evoalign.analysis.judge.judgments import Judgment
+    from evoalign.analysis.judge.ratings import Settings
+    from evoalign.analysis.judge.transcript import Transcript
 
 TRANSCRIPT = "judgments.jsonl"
 """Of the folder that --to names."""
@@ -85,9 +85,9 @@ def judge(
     Each pair of answers is judged in both orders. A judgment that cannot be read is left out and counted. The same
     command goes on where it was stopped.
     """
+    from evoalign.analysis.judge.judgments import read
+    from evoalign.analysis.judge.ratings import Settings
     from evoalign.errors import ConfigError
-    from evoalign.rewards.judge.judgments import read
-    from evoalign.rewards.judge.ratings import Settings
 
     check_folder(to)
     settings = Settings(ratings.value, anchor, unparsed.value, prior, draws, shuffles, seed)
@@ -100,8 +100,8 @@ def judge(
         raise ConfigError("no judge; give --judge-model FOLDER, or --endpoint URL with --judge-model NAME")
     if to is None and not dry_run:
         raise ConfigError("give --to FOLDER: what the judge says is kept there, and the same command goes on with it")
-    from evoalign.rewards.judge.asking import check_any, cost_of, same_as_scorer, unanswered
-    from evoalign.rewards.judge.transcript import Transcript, planned
+    from evoalign.analysis.judge.asking import check_any, cost_of, same_as_scorer, unanswered
+    from evoalign.analysis.judge.transcript import Transcript, planned
 
     found = _answers(targets or [], questions, anchor)
     plan = planned(found, judge_model, list(dict.fromkeys(one.value for one in dimension or Dimension)))
@@ -142,8 +142,8 @@ def _of_dimensions(judgments: list[Judgment], file: Path, wanted: list[Dimension
 
 
 def _answers(targets: list[str], questions: int | None, anchor: str | None) -> Asked:
+    from evoalign.analysis.judge.answers import asked, read
     from evoalign.errors import ConfigError
-    from evoalign.rewards.judge.answers import asked, read
 
     if not targets:
         raise ConfigError("nothing to judge; give two or more models' answers, or --from JUDGMENTS.jsonl to rate")
@@ -185,10 +185,10 @@ def _judge(
         if not load:
             return None
         quiet()
-        from evoalign.rewards.judge.local import Local
+        from evoalign.analysis.judge.local import Local
 
         return Local(model, max_tokens=max_tokens)
-    from evoalign.rewards.judge.endpoint import Endpoint
+    from evoalign.analysis.judge.endpoint import Endpoint
 
     key = None if key_env is None else os.environ.get(key_env)
     if key_env is not None and not key:
@@ -198,7 +198,7 @@ def _judge(
 
 def _check_folder(model: str) -> None:
     quiet()
-    from evoalign.rewards.judge.local import check
+    from evoalign.analysis.judge.local import check
 
     check(model)
 
@@ -206,9 +206,9 @@ def _check_folder(model: str) -> None:
 def _ask(judge_: Judge, transcript: Transcript) -> None:
     from rich.console import Console
 
+    from evoalign.analysis.judge.asking import ask
     from evoalign.report.progress import Bar
     from evoalign.report.watching import phase
-    from evoalign.rewards.judge.asking import ask
 
     with Bar("judging", Console(stderr=True)), phase("judgments", len(transcript.left())) as work:
 
@@ -225,11 +225,11 @@ def _ask(judge_: Judge, transcript: Transcript) -> None:
 def _show(judgments: list[Judgment], settings: Settings, to: Path | None) -> None:
     import json
 
-    from evoalign.report.ratings import draw, table
+    from evoalign.analysis.judge.figure import draw, table
+    from evoalign.analysis.judge.ratings import rate
+    from evoalign.analysis.judge.words import sentences
     from evoalign.report.tables import visible
     from evoalign.report.terminal import print_line
-    from evoalign.rewards.judge.ratings import rate
-    from evoalign.rewards.judge.words import sentences
     from evoalign.rundir.files import make_folder, write_text
 
     found = rate(judgments, settings)

@@ -27,14 +27,14 @@ def report(
 ) -> None:
     """Show what runs came to as one HTML page that loads nothing: warnings, curves, completions, settings, analyses."""
     from evoalign.analysis.compare.runs import find_in_order
+    from evoalign.analysis.page import page
+    from evoalign.analysis.page.analyses import shared
+    from evoalign.analysis.page.run import stamp, views_of
+    from evoalign.analysis.page.serving import Server
     from evoalign.errors import ConfigError
-    from evoalign.report.html import page
-    from evoalign.report.html.serving import Server
     from evoalign.rundir.directory import REPORT
     from evoalign.rundir.files import make_folder, write_text
     from evoalign.rundir.links import refuse_links, refuse_links_above
-    from evoalign.training.reporting.analyses import shared
-    from evoalign.training.reporting.run import stamp, views_of
 
     found = find_in_order(runs)
 

@@ -52,8 +52,8 @@ def sweep(
     if method not in ("es", "grpo"):
         raise ConfigError(f"--method {method}: use es or grpo")
     quiet()
-    from evoalign.sweeping import cells as parts
-    from evoalign.sweeping.sweep import sweep as train
+    from evoalign.analysis.sweeping import cells as parts
+    from evoalign.analysis.sweeping.sweep import sweep as train
 
     common: dict[str, Any] = {
         "seeds": integers(seeds),
@@ -66,8 +66,8 @@ def sweep(
     if search:
         if grid or cells is not None:
             raise ConfigError("--search chooses the cells itself: give it alone, or --grid and --cells")
-        from evoalign.sweeping.search import domain
-        from evoalign.sweeping.search import search as look
+        from evoalign.analysis.sweeping.search import domain
+        from evoalign.analysis.sweeping.search import search as look
 
         done = look(tree, once("--search", map(domain, search)), trials=trials, prune=prune, **common)
     else:

@@ -34,4 +34,6 @@ def train(
         lines = training.dry_run(found, overwrite=overwrite, resume=resume)
         show_plan(found, "es", lines, everything=all_)
         return
-    training.train(found, overwrite=overwrite, resume=resume)
+    from evoalign.analysis.runs import train as run
+
+    run(found, overwrite=overwrite, resume=resume)

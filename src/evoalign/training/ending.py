@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from evoalign.report.rows import WEIGHTS, Row
 from evoalign.rundir.directory import REPORT, RunDir
 from evoalign.rundir.files import write_rows
 from evoalign.tasks import Task
-from evoalign.training.reporting.run import write_report
 from evoalign.training.result import Tell
 from evoalign.types import Example
 
@@ -72,15 +70,3 @@ def forget(run: Path) -> None:
     """What lies beside the results of a run that goes on, and is not of its end any more."""
     placebo_file.remove(run)
     (run / REPORT).unlink(missing_ok=True)
-
-
-def report(run: Path, tell: Tell) -> None:
-    """`report.html` of a run that is done; whatever is wrong with that page, the run is not lost by it."""
-    try:
-        write_report(run)
-    except Exception as error:  # a mistake of ours in the page too: all of the run is saved by now
-        why = (str(error).strip().splitlines() or [""])[0]
-        tell(
-            f"warning: {REPORT} was not written ({type(error).__name__}: {why}); the run is whole without it; evoalign "
-            f"report {shlex.quote(str(run))} writes it"
-        )

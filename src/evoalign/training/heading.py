@@ -18,7 +18,7 @@ from evoalign.errors import EvoalignError
 from evoalign.models import origin
 from evoalign.rollouts import lengths_of
 from evoalign.rundir import checkpoint
-from evoalign.rundir.directory import REPORT, RunDir
+from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method, method_of, own_option, placebo_command
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Task
@@ -109,7 +109,6 @@ def last_lines(
         "adapter" if (saved / "adapter_config.json").is_file() else "model": saved,
         **_best(run, saved, config),
         **{name: run.path / "logs" / name for name in config.tracking.backends if (run.path / "logs" / name).is_dir()},
-        **({"report": report} if (report := run.path / REPORT).is_file() else {}),
         "run": run.path,
     }
     lines = [f"{name:<12} {shown(place) if isinstance(place, Path) else place}" for name, place in where.items()]

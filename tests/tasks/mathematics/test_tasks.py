@@ -17,9 +17,9 @@ from rich.console import Console
 
 import evoalign
 from evoalign import tasks
+from evoalign.analysis.sweeping.sweep import check_measure
 from evoalign.config import GraderConfig, TaskConfig, from_dict
 from evoalign.errors import ConfigError, DataError, RewardError
-from evoalign.sweeping.sweep import check_measure
 from evoalign.tasks import Task
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.tasks.mathematics import answers

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`train` and `grpo` as users call them: the run, and then its page `report.html`.
+
+Training itself knows nothing of the page, which is made of a run's files.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable
+from typing import ParamSpec
+
+from rich.console import Console
+
+from evoalign.analysis.page.run import write_report
+from evoalign.baselines.train import grpo as core_grpo
+from evoalign.config import load
+from evoalign.report.terminal import print_line
+from evoalign.rundir.directory import REPORT
+from evoalign.training.result import Result, shown
+from evoalign.training.train import train as core_train
+
+Arguments = ParamSpec("Arguments")
+
+
+def _with_page(run: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return `run` followed by its page. A page that cannot be written is a warning: the run is saved by then."""
+
+    @functools.wraps(run)
+    def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        result = run(*args, **kwargs)
+        path = result.path
+        console = kwargs.get("console")
+        console = console if isinstance(console, Console) else Console()
+        try:
+            if load(path / "config.yaml", needs_es=False).report:
+                print_line(console, f"{'report':<12} {shown(write_report(path))}")
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [""])[0]
+            print_line(
+                console,
+                f"warning: {REPORT} was not written ({type(error).__name__}: {why}); the run is complete without it; "
+                f"to write it: evoalign report {shlex.quote(str(path))}",
+            )
+        return result
+
+    return finished
+
+
+train = _with_page(core_train)
+grpo = _with_page(core_grpo)

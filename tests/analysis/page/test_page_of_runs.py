@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""report.html of real runs: written at their end, of what they left, and whatever is wrong with their files."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import evoalign
+from calling import Run, caller
+from compared import copy_run, edit, real_run
+from evoalign import analysis
+from evoalign.analysis import Finding
+from evoalign.analysis.compare.runs import find_in_order
+from evoalign.analysis.page import page
+from evoalign.analysis.page.markup import text
+from evoalign.analysis.page.run import names_of, stamp, views_of, write_report
+from evoalign.checks import placebo, placebo_file, summary
+from evoalign.config import load
+from evoalign.report.style import canvas, save
+from evoalign.rundir import parquet
+from evoalign.rundir.directory import RunDir
+from evoalign.rundir.identity import config_hash
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six generations, evaluated on the way."""
+    return real_run(tmp_path_factory.mktemp("report") / "done", steps=6, every=3)
+
+
+@pytest.fixture
+def run(done: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(done, tmp_path / "run"))
+
+
+@pytest.fixture
+def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys)
+
+
+def shown(run: Path) -> str:
+    return page.render(views_of([run]))
+
+
+# --- the end of a run -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_its_report(done: Path) -> None:
+    source = (done / "report.html").read_text()
+    result = json.loads((done / "results/evaluation.json").read_text())
+    rows = parquet.read(done / "results/completions/after.parquet")
+    (found,) = json.loads(source.split('id="completions-data">', 1)[1].split("</script>", 1)[0])
+    assert len(found["rows"]) == len(rows) > 1
+    assert [row["a"]["r"] for row in found["rows"]] == [row["reward"] for row in rows]
+    assert f"{result['before']['reward']:.4g} -&gt; {result['after']['reward']:.4g}" in source
+    assert "generation 6 of 6" in source and "lora.target_layers" in source
+    assert "Nothing alarms" in source or 'class="warnings"' in source
+
+
+def quick(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "es": {"num_generations": 1, "population_size": 2, "sigma": 0.05, "learning_rate": 0.02},
+        "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]}, "evaluation": {"max_tokens": 2},
+        "checks": {"control_every": 0, "canary_every": 0, "placebo": 0, "perplexity": False}, **more,
+    }  # fmt: skip
+
+
+def test_report_false_writes_none_and_is_the_same_run(tmp_path: Path) -> None:
+    evoalign.train(quick(tmp_path / "run", report=False), console=Console(file=io.StringIO()))
+    assert (tmp_path / "run/SHA256SUMS").is_file() and not (tmp_path / "run/report.html").exists()
+    config = load(tmp_path / "run/config.yaml")
+    assert not config.report
+    assert config_hash(config) == config_hash(config.model_copy(update={"report": True}))
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), ValueError("a mistake\nof ours"), RecursionError()])
+def test_a_report_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(page, "render", fail)
+    told = io.StringIO()
+    result = evoalign.train(quick(tmp_path / "run"), console=Console(file=told, width=200))
+    assert result.saved.is_dir() and (tmp_path / "run/SHA256SUMS").is_file()
+    assert not list((tmp_path / "run").glob("*report*"))
+    assert "warning: report.html was not written" in told.getvalue() and "evoalign report" in told.getvalue()
+
+
+def test_train_raises_keyboard_interrupt_while_the_page_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(page, "render", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        evoalign.train(quick(tmp_path / "run"), console=Console(file=io.StringIO()))
+
+
+def test_a_run_that_goes_on_has_no_report_of_its_earlier_end(tmp_path: Path) -> None:
+    evoalign.train(quick(tmp_path / "run"), console=Console(file=io.StringIO()))
+    assert "generation 1 of 1" in (tmp_path / "run/report.html").read_text()
+    more, there = quick(tmp_path / "run"), list[bool]()
+    more["es"]["num_generations"] = 2
+    evoalign.train(
+        more, resume=True, console=Console(file=io.StringIO()),
+        on_generation=lambda _: there.append((tmp_path / "run/report.html").exists()),
+    )  # fmt: skip
+    assert there == [False] and "generation 2 of 2" in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_report_costs_little(done: Path, tmp_path: Path) -> None:
+    """Of what a small run takes: a test's every training writes one."""
+    run = Path(shutil.copytree(done, tmp_path / "copy"))
+    start = time.process_time()
+    write_report(run)
+    assert time.process_time() - start < 0.5
+
+
+# --- what is in it --------------------------------------------------------------------------------------------------
+
+
+def test_the_diagnosis_is_the_run_s_own(done: Path) -> None:
+    config, rows = load(done / "config.yaml"), RunDir(done).read_metrics()
+    own = summary.told(summary.history_of([rows[i] for i in range(6)], config, deterministic=True))
+    (view,) = views_of([done])
+    assert list(view.diagnosis)[1:] == [line for line in own if not line.startswith("warning")]
+    assert "on the test split the reward" in view.diagnosis[0]
+    assert "; go by this" in view.diagnosis[0], "the training fitness may say otherwise"
+
+
+def test_the_intervals_are_those_of_the_statistics(done: Path) -> None:
+    from evoalign.statistics import mean
+
+    (view,) = views_of([done])
+    rewards = [row["reward"] for row in parquet.read(done / "results/completions/before.parquet")]
+    assert view.ends["test"].before == mean(rewards)
+
+
+def test_results_without_checksums_are_a_warning(run: Path) -> None:
+    (run / "SHA256SUMS").unlink()
+    (view,) = views_of([run])
+    assert any("not verified" in line for line in view.warnings) and not view.alarms
+
+
+def test_an_altered_result_is_an_alarm(run: Path) -> None:
+    edit(run / "results/evaluation.json", lambda tree: {**tree, "after": {**tree["after"], "reward": 99.0}})
+    (view,) = views_of([run])
+    assert any("altered" in line for line in view.alarms)
+
+
+def test_a_hacked_run_says_so_first(run: Path) -> None:
+    alarms = {"verdict": "likely hacked", "reasons": ["90% are empty"]}
+    edit(run / "results/evaluation.json", lambda tree: {**tree, "alarms": {**tree["alarms"], **alarms}})
+    (view,) = views_of([run])
+    assert view.alarms[0].startswith("likely hacked") and "90% are empty" in view.alarms[0]
+
+
+def test_placebos_stand_beside_the_gain(run: Path) -> None:
+    split = placebo.split([0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2], [[0.1, 0.2, 0.3, 0.1], [0.2, 0.1, 0.4, 0.2]])
+    kept = {"generation": 6, "seeds": [0, 1], "reward": split.as_dict(), "measures": {"reward": split.mean}}
+    edit(run / "results/evaluation.json", lambda tree: {**tree, "placebo": kept})
+    (view,) = views_of([run])
+    assert view.placebos is not None and view.placebos.placebos == split.placebos
+    assert view.placebos.lines[0] == placebo.sentence(split) and view.beside[0] == placebo.sentence(split)
+    assert view.measures[0].placebo == split.mean
+
+
+def test_the_column_of_placebos_is_of_those_that_are_drawn(run: Path) -> None:
+    """Of more that `evoalign placebo` measured, and not of the few of the run's end beside them."""
+    before, real = [0.0, 0.1, 0.2, 0.1], [1.0, 1.1, 1.3, 1.2]
+    few, many = placebo.split(before, real, [[0.1] * 4]), placebo.split(before, real, [[0.3] * 4, [0.5] * 4])
+    tree = {"generation": 6, "seeds": [0], "reward": few.as_dict(), "measures": {"reward": 0.1, "tokens": 1.0}}
+    edit(run / "results/evaluation.json", lambda old: {**old, "placebo": tree})
+    distance = placebo.Distances(1.0, None, (1.0,))
+    found = placebo.Placebos(6, (0, 1), many, distance, {"reward": 0.4, "tokens": 2.0})
+    placebo_file.write(run, load(run / "config.yaml"), found)
+    (view,) = views_of([run])
+    assert view.placebos is not None and len(view.placebos.placebos) == 2
+    assert {m.name: m.placebo for m in view.measures if m.placebo is not None} == {"reward": 0.4, "tokens": 2.0}
+    assert "mean of 2 placebos" in shown(run)
+
+
+def test_the_page_says_when_it_was_made_and_what_was_not_there(run: Path, go: Run) -> None:
+    assert go("report", run).code == 0
+    foot = (run / "report.html").read_text().split("<footer", 1)[1]
+    assert re.search(r"at \d{4}-\d\d-\d\d \d\d:\d\d UTC", foot) and "no analyses had been made" in foot
+    added = go("analyze", "hacking", run, "--to", run / "analysis")
+    assert added.code == 0, added.err
+    assert f"`evoalign report {run}` writes it anew" in " ".join(added.out.split())
+    assert go("report", run).code == 0
+    assert "no analyses" not in (run / "report.html").read_text().split("<footer", 1)[1]
+    elsewhere = go("analyze", "hacking", run, "--to", run / "other")
+    assert elsewhere.code == 0 and "writes it anew" not in elsewhere.out
+
+
+def test_without_placebos_it_is_said_that_drift_is_not_known(run: Path) -> None:
+    edit(run / "results/evaluation.json", lambda tree: {k: v for k, v in tree.items() if k != "placebo"})
+    (view,) = views_of([run])
+    assert "evoalign placebo" in view.beside[0]
+
+
+def test_a_run_that_is_being_trained_is_shown_as_far_as_it_is(run: Path) -> None:
+    for name in ("results/evaluation.json", "SHA256SUMS", "results/completions/after.parquet"):
+        (run / name).unlink()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:20])  # in mid-write
+    (view,) = views_of([run])
+    assert (view.state, view.steps, view.total, len(view.rows)) == ("unfinished", 3, 6, 3)
+    assert view.completions[0].after is None and view.completions[0].before is not None
+    assert not view.alarms and "not at its end" in shown(run)
+
+
+def test_of_a_run_of_grpo(run: Path, tmp_path: Path) -> None:
+    copy_run(run, tmp_path / "grpo", method="grpo")
+    (view,) = views_of([tmp_path / "grpo"])
+    assert view.method == "GRPO" and view.words.unit == "step"
+    assert [line for line in view.diagnosis if "on the test split" in line] == list(view.diagnosis)
+    assert "go by this" not in view.diagnosis[0], "nothing else is said"
+    assert not any(key.startswith("es.") for key in view.settings) and "grpo.max_steps" in view.settings
+
+
+class Drawn(Finding):
+    def draw(self, folder: Path) -> list[Path]:
+        figure = canvas(2, 1)
+        save(figure, folder / "odd_name.png")
+        (folder / "odd_name.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
+        return [folder / "odd_name.png", folder / "odd_name.svg"]
+
+
+def test_each_analysis_that_is_there_is_shown(run: Path) -> None:
+    folder = run / "analysis"
+    folder.mkdir()
+    Drawn({"x": [1, 2]}, ["All are short."]).write(folder, "lengths")
+    Finding({"y": 1}, ["Nothing to draw."]).write(folder, "another")
+    (view,) = views_of([run])
+    assert [found.name for found in view.analyses] == ["another", "lengths"]
+    assert [p.kind for p in view.analyses[1].pictures] == ["svg+xml"] and not view.analyses[0].pictures
+    source = shown(run)
+    assert "All are short." in source and "data:image/svg+xml;base64," in source and "alt=" in source
+
+
+NEW = """
+from pathlib import Path
+from evoalign.analysis.base import Analysis, Finding, NoSettings
+
+class Drawn(Finding):
+    def draw(self, folder):
+        (folder / "points.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
+        return [folder / "points.svg"]
+
+class Command(Analysis[NoSettings]):
+    name, help, settings = "generations", "Counts generations.", NoSettings
+
+    def run(self, targets, settings, config=None):
+        counts = [len((Path(run) / "metrics.jsonl").read_text().splitlines()) for run in targets]
+        return Drawn({"counts": counts}, [f"{sum(counts)} generations in all."])
+"""
+
+
+def test_an_analysis_that_is_added_as_a_folder_is_in_the_command_line_and_in_the_report(
+    run: Path, go: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but its folder is written."""
+    (tmp_path / "rooms/generations").mkdir(parents=True)
+    (tmp_path / "rooms/generations/__init__.py").touch()
+    (tmp_path / "rooms/generations/command.py").write_text(NEW)
+    assert "generations" not in analysis.names() and not views_of([run])[0].analyses
+    monkeypatch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path / "rooms")])
+    assert "Counts generations." in go("analyze").out
+    done = go("analyze", "generations", run, "--to", run / "analysis")
+    assert (done.code, done.err) == (0, "") and "6 generations in all." in done.out
+    assert go("report", run).code == 0
+    part = (run / "report.html").read_text().split('id="analyses"', 1)[1].split("</section>", 1)[0]
+    assert "<h3>generations</h3>" in part and "6 generations in all." in part and "data:image/svg+xml" in part
+
+
+def test_analyses_of_several_runs_together_have_a_folder_of_their_own(run: Path, tmp_path: Path, go: Run) -> None:
+    copy_run(run, tmp_path / "other", seed=7)
+    assert go("compare", run, tmp_path / "other", "--match", "tokens", "--to", "both").code == 0
+    assert go("analyze", "distance", run, tmp_path / "other", "--to", "both").code == 0
+    done = go("report", run, tmp_path / "other", "--analyses", "both", "--to", "page.html")
+    assert (done.code, done.err) == (0, "")
+    part = (tmp_path / "page.html").read_text().split('id="analyses"', 1)[1].split("</section>", 1)[0]
+    summary = json.loads((tmp_path / "both/comparison.json").read_text())["summary"]
+    assert part.index("<h3>comparison</h3>") < part.index(str(text(summary[0]))) < part.index("data:image/png;base64,")
+    assert "<h3>distance</h3>" in part and "(L2)" in part
+    (tmp_path / "both/distance.json").write_text('{"format_version": 1}')
+    assert "distance.json" in go("report", run, "--analyses", "both").err
+    assert "holds no analysis" in go("report", run, "--analyses", run / "figures").err
+
+
+# --- several, and the command ---------------------------------------------------------------------------------------
+
+
+def test_runs_side_by_side(run: Path, tmp_path: Path, go: Run) -> None:
+    copy_run(run, tmp_path / "other", seed=7, sets={"es.sigma": 0.09})
+    done = go("report", run, tmp_path / "other", "--to", "both.html")
+    assert done.code == 0, done.err
+    source = (tmp_path / "both.html").read_text()
+    part = source.split('id="settings"', 1)[1]
+    assert part.index("es.sigma") < part.index("not the default")
+    assert len(json.loads(source.split('id="completions-data">', 1)[1].split("</script>", 1)[0])) == 2
+    assert "<h1>run and other</h1>" in source  # as they were typed
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/a/x/seed_0"], ["seed_0"]),
+        (["/a/x/seed_0", "/a/y/seed_0"], ["x/seed_0", "y/seed_0"]),
+        (["/a/x", "/a/y"], ["x", "y"]),
+    ],
+)
+def test_names_tell_runs_apart(paths: list[str], names: list[str]) -> None:
+    assert names_of(list(map(Path, paths))) == names
+
+
+def test_runs_of_a_folder_are_in_natural_order(run: Path, tmp_path: Path) -> None:
+    for name in ("seed_10", "seed_9", "a", "seed_2/x"):
+        copy_run(run, tmp_path / "many" / name)
+    found = [str(one.relative_to(tmp_path / "many")) for one in find_in_order([tmp_path / "many"])]
+    assert found == ["a", "seed_2/x", "seed_9", "seed_10"]
+
+
+def test_the_command_says_what_is_wrong(run: Path, tmp_path: Path, go: Run) -> None:
+    copy_run(run, tmp_path / "other")
+    assert "--to" in go("report", run, tmp_path / "other").err
+    assert "no run" in go("report", tmp_path / "nowhere").err
+    mine = tmp_path / "thesis.html"
+    mine.write_text("<html>mine</html>")
+    refused = go("report", run, "--to", mine)
+    assert refused.code == 2 and "no report" in refused.err and mine.read_text() == "<html>mine</html>"
+    assert "--serve" in go("report", run, "--serve", "--to", mine).err
+
+
+def test_the_stamp_is_another_where_anything_changed(run: Path) -> None:
+    before = stamp([run])
+    assert stamp([run]) == before
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("{}\n")
+    later = stamp([run], run / "shared")
+    assert later != before
+    for folder in ("analysis", "shared"):
+        (run / folder).mkdir()
+        (run / folder / "x.json").touch()
+        assert stamp([run], run / "shared") != later
+        later = stamp([run], run / "shared")
+
+
+# --- from anywhere --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "manifest.json", "metrics.jsonl", "results/evaluation.json", "results/budget.json",
+     "results/completions/before.parquet", "results/completions/after.parquet", "SHA256SUMS"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"\xff\xfe\x00", b'{"generation": 1e999}', b"null\n", b"[" * 5000]
+)
+def test_a_damaged_file_leaves_the_rest(run: Path, name: str, content: bytes) -> None:
+    (run / name).write_bytes(content)
+    source = shown(run)
+    assert 'id="warnings"' in source and 'id="summary"' in source
+    if name.endswith("parquet"):
+        assert 'class="alarm"' in source
+
+
+def test_rows_of_anybody(run: Path) -> None:
+    odd = [
+        {"generation": 0, "mean": 1.0},
+        {"generation": 1, "mean": 1e308, "p20": -1e308, "p80": 1e308, "best": None, "seconds": {"</script>": 1e308}},
+        {"generation": 10**18, "mean": 5, "rewards": {"<img src=x>": 1}, "evaluation": {}, "divergence": {}},
+        {"generation": 3, "mean": 2.0, "zero_variance": True, "evaluation": {"reward": None}},
+        {"generation": 5, "mean": 2.0, "evaluation": {"other": 1.0}, "validation": {"other": 1.0}},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in odd) + '{"generation": 4, "mean": NaN, "std": Infinity}\n'
+    (run / "metrics.jsonl").write_text(text)
+    source = shown(run)
+    assert "<img src=x>" not in source and "cannot be diagnosed" in source
+
+
+def test_files_that_are_larger_than_a_run_leaves_make_no_large_page(run: Path) -> None:
+    (run / "analysis").mkdir()
+    told = {"format_version": 1, "analysis": "n" * 10**5, "sentences": ["s" * 10**5, *["t"] * 10**5], "numbers": {}}
+    (run / "analysis/x.json").write_text(json.dumps(told))
+    edit(run / "manifest.json", lambda tree: {**tree, "command": ["c" * 10**6]})
+    few = len(shown(run))
+    assert few < 1_500_000 and f"{10**5 + 1 - 400:,} more sentences are in the file" in shown(run)
+    names = {f"measure{i}": 1.0 for i in range(10_000)}
+    edit(run / "results/evaluation.json", lambda tree: {**tree, "before": names, "after": names})
+    assert len(shown(run)) < few + 200_000
+    edit(run / "manifest.json", lambda tree: {**tree, "command": ["c" * 2**24]})
+    assert any("manifest.json is larger than 16384 KiB" in line for line in views_of([run])[0].alarms)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of other file systems are text")
+def test_a_folder_whose_name_is_no_text_is_read_as_any_other(run: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd\udcff\u202e"
+    shutil.copytree(run, odd)
+    (view,) = views_of([odd])
+    assert view.completions and not view.alarms
+    source = shown(odd)
+    source.encode()
+    assert "\u202e" not in source
+
+
+def test_links_and_pipes_are_not_waited_for(run: Path) -> None:
+    import os
+
+    (run / "results/evaluation.json").unlink()
+    os.mkfifo(run / "results/evaluation.json")
+    (run / "analysis").mkdir()
+    os.mkfifo(run / "analysis/pipe.json")
+    edit_free = {
+        "format_version": 1,
+        "analysis": "x",
+        "sentences": [],
+        "numbers": {},
+        "figures": ["../../etc/passwd.png"],
+    }
+    (run / "analysis/x.json").write_text(json.dumps(edit_free))
+    (view,) = views_of([run])
+    assert len(view.alarms) >= 2 and not view.analyses[0].pictures

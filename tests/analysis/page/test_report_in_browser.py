@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in headless Chromium: filters and search, hostile completions, both themes, a phone, and a run followed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_page import HOSTILE, row, view
+
+from browsing import Visit, chromium
+from evoalign.analysis.page import page
+from evoalign.analysis.page.view import Answer, Measure, Pair, View
+
+pytestmark = pytest.mark.slow
+PHONE, DESKTOP = {"width": 400, "height": 844}, {"width": 1200, "height": 900}
+Open = Callable[..., Visit]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Open]:
+    made: list[Visit] = []
+
+    def make(source: str | None, tmp_path: Path, **settings: Any) -> Visit:
+        made.append(Visit(browser, **settings))
+        if source is not None:
+            (tmp_path / "report.html").write_text(source, encoding="utf-8")
+            made[-1].page.goto((tmp_path / "report.html").as_uri())
+        return made[-1]
+
+    yield make
+    for tab in made:
+        tab.context.close()
+
+
+def asked(count: int = 250) -> list[Pair]:
+    """Of every fifth the answer became right; every seventh was cut off."""
+    return [
+        Pair((i, 0, 0), f"Question {i}?", f"gold {i}", Answer(f"long answer {i}", -5.0, i % 5 != 0, "stop", 9),
+             Answer(f"brief {i}", float(-(i % 10)), True, "length" if i % 7 == 0 else "stop", 2))
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def found(tab: Visit) -> str:
+    return str(tab.page.locator("#found").inner_text())
+
+
+def is_quiet(tab: Visit) -> None:
+    """No message, and nothing asked for but the page itself."""
+    assert not tab.errors
+    assert [url for url in tab.asked if not url.startswith("data:")] == tab.asked[:1]
+
+
+def test_search_filters_and_order(visit: Open, tmp_path: Path) -> None:
+    tab = visit(page.render([view(said="run", completions=asked())]), tmp_path, viewport=DESKTOP)
+    assert found(tab).startswith("250 of 250")
+    assert tab.page.locator("#answers > li").count() == 20
+    tab.page.get_by_role("button", name="Show more").click()
+    assert tab.page.locator("#answers > li").count() == 80
+    tab.page.get_by_label("Search").fill("ANSWER 24")  # both words: 24, 124, 224, and 240 to 249
+    assert found(tab) == "13 of 250 completions"
+    tab.page.get_by_label("Right by gold").select_option("became right")
+    assert found(tab) == "2 of 250 completions"  # 240, 245
+    tab.page.get_by_label("Search").fill("")
+    assert found(tab).startswith("50 of 250")
+    tab.page.get_by_label("Ended").select_option("cut off after")
+    assert found(tab) == "8 of 250 completions"  # every 35th
+    tab.page.get_by_label("Right by gold").select_option("any")
+    tab.page.get_by_label("Ended").select_option("any")
+    tab.page.get_by_label("Order").select_option("lowest reward first")
+    assert "Question 9?" in tab.page.locator("#answers > li").first.inner_text()
+    tab.page.get_by_label("Order").select_option("as asked")
+    tab.page.locator("#by-reward").select_option("fell")
+    assert found(tab).startswith("100 of 250")  # below -5
+    is_quiet(tab)
+
+
+def test_runs_side_by_side_can_be_chosen(visit: Open, tmp_path: Path) -> None:
+    source = page.render([view("one", "x", completions=asked(30)), view("two", "x", completions=asked(20))])
+    tab = visit(source, tmp_path, viewport=DESKTOP)
+    assert found(tab) == "50 of 50 completions to 30 questions, the first 20 shown"
+    assert tab.page.locator("#answers > li .where").all_inner_texts()[:2] == ["example 0", "example 1"]
+    card = tab.page.locator("#answers > li").first
+    assert card.locator(".prompt").count() == 1, "asked once, of all runs"
+    assert card.locator(".what strong").all_inner_texts() == ["before, all alike", "one, after", "two, after"]
+    tab.page.locator("#by-run").select_option("two")
+    assert found(tab) == "20 of 50 completions to 20 questions"
+    assert card.locator(".what strong").all_inner_texts() == ["two, before", "two, after"]
+
+
+def test_runs_that_were_asked_something_else_have_cards_of_their_own(visit: Open, tmp_path: Path) -> None:
+    other = [Pair((0, 0, 0), "Another question?", None, Answer("x", 0.0, None, "stop", 1), None)]
+    source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=other)])
+    tab = visit(source, tmp_path, viewport=DESKTOP)
+    assert tab.page.locator("#answers .prompt").all_inner_texts() == ["Question 0?", "Another question?"]
+    changed = Pair((0, 0, 0), "Question 0?", "gold 0", Answer("another start", 0.0, None, "stop", 1), None)
+    source = page.render([view("one", "x", completions=asked(1)), view("two", "x", completions=[changed])])
+    tab = visit(source, tmp_path, viewport=DESKTOP)
+    assert tab.page.locator("#answers .what strong").all_inner_texts() == [
+        "one, before", "one, after", "two, before", "two, after",
+    ]  # fmt: skip
+    is_quiet(tab)
+
+
+def test_what_a_model_said_is_text(visit: Open, tmp_path: Path) -> None:
+    (tmp_path / "hostile.html").write_text(page.render([view(name=HOSTILE, said=HOSTILE)]), encoding="utf-8")
+    tab = visit(None, tmp_path, viewport=DESKTOP)
+    tab.page.add_init_script("window.alert = () => { window.owned = true; };")
+    tab.page.goto((tmp_path / "hostile.html").as_uri())
+    said = tab.page.locator("#answers pre").first.inner_text()
+    assert said.startswith(
+        "</script><script>alert(1)</script><img src=x onerror=alert(2)>\\u2028\\u2029\\u202e\\u2066\\x00"
+    )
+    assert tab.page.locator("img[src=x]").count() == 0 and tab.page.evaluate("window.owned") is None
+    is_quiet(tab)
+
+
+def test_the_policy_holds_a_script_that_came_in_all_the_same(visit: Open, tmp_path: Path) -> None:
+    """If ever something were to slip through: neither a script nor a request comes of it."""
+    evil = '<main><script>window.owned = 1</script><img src="http://127.0.0.1:9/x" onerror="window.owned = 2">'
+    tab = visit(page.render([view()]).replace("<main", evil + "<main", 1), tmp_path)
+    assert tab.page.evaluate("window.owned") is None
+    assert len([e for e in tab.errors if "Content Security Policy" in e]) >= 2
+    tab.page.evaluate("fetch('http://127.0.0.1:9/').catch(() => {})")
+    tab.page.wait_for_timeout(200)
+    assert not [url for url in tab.asked if url.startswith("http") and not any("ontent" in e for e in tab.errors)]
+
+
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => {
+    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (colour) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb(colour).map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (let one = node; one; one = one.parentElement) {
+      const colour = getComputedStyle(one).backgroundColor;
+      if (colour !== "rgba(0, 0, 0, 0)") return colour;
+    }
+    return "white";
+  };
+  let least = [99, ""];
+  for (const node of document.querySelectorAll("body *:not(svg *):not(script):not(option)")) {
+    if (![...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) || !node.offsetParent) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(behind(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < least[0]) least = [ratio, node.outerHTML.slice(0, 80)];
+  }
+  return least;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_themes_on_a_phone_and_a_desktop(visit: Open, tmp_path: Path, scheme: str) -> None:
+    long = view("a_name_without_any_space_" * 6, "w" * 300, rows=[row(i) for i in range(300)], completions=asked())
+    for views in ([view(said="words of a run", completions=asked())], [long, view("two")]):
+        tab = visit(page.render(views), tmp_path, viewport=DESKTOP, color_scheme=scheme)
+        for size in (DESKTOP, PHONE):
+            tab.page.set_viewport_size(size)
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+            shown = tab.page.locator("figure.chart").first.locator("svg:visible")
+            assert shown.nth(0).get_attribute("class") in ("wide", "narrow")
+        ratio, where = tab.page.evaluate(CONTRAST)
+        assert ratio >= 4.5, where
+        assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)"
+        )
+        is_quiet(tab)
+
+
+def test_charts_of_what_objectives_keep_fit_whatever_they_are_called(visit: Open, tmp_path: Path) -> None:
+    """One drawing of each is seen, in its size; lines of two runs in one chart have colours of their own."""
+    rows = [row(i, objective={"lambda": 1.0 + 0.1 * i, "a_name_without_any_space_" * 9: -1e-9 * i}) for i in range(30)]
+    tab = visit(page.render([view("one", rows=rows), view("two", rows=rows)]), tmp_path)
+    charts = tab.page.locator("figure.chart", has=tab.page.locator("figcaption", has_text="Kept by the objective"))
+    for size, kind in ((DESKTOP, "wide"), (PHONE, "narrow")):
+        tab.page.set_viewport_size(size)
+        seen = charts.locator("svg[role=img]:visible")
+        assert seen.evaluate_all("(all) => all.map((one) => one.getAttribute('class'))") == [
+            *[kind] * 2, *["narrow"] * 4,
+        ], "two names: together, and of each of two runs beside each other"  # fmt: skip
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    lines = charts.first.locator("svg[role=img]:visible path.line")
+    assert len(set(lines.evaluate_all("(all) => all.map((one) => getComputedStyle(one).stroke)"))) == 2
+    is_quiet(tab)
+
+
+def test_the_tables_of_four_runs_fit_a_desktop(visit: Open, tmp_path: Path) -> None:
+    share, reward = (0.0812345, 0.0123456, 0.1512345), (0.0812345, -0.0001234, 0.1612345)
+    found = [Measure("reward", 0.336123, 0.396123, reward, 0.330412), Measure("right", 0.236, 0.296, share, 0.23)]
+    views = [view(f"a_run_of_{i}", "run", measures=found) for i in range(4)]
+    tab = visit(page.render(views), tmp_path, viewport=DESKTOP)
+    tables = tab.page.locator("#summary .wide-table, #results .wide-table")
+    assert tables.count() == 5
+    assert max(tables.evaluate_all("(all) => all.map((one) => one.scrollWidth - one.clientWidth)")) <= 0
+
+
+def test_the_theme_can_be_switched_and_is_kept(visit: Open, tmp_path: Path) -> None:
+    tab = visit(page.render([view()]), tmp_path, color_scheme="light")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    tab.page.get_by_role("button", name="Dark theme").click()
+    assert tab.page.evaluate(colour) == "rgb(20, 23, 27)"
+    tab.page.reload()
+    assert tab.page.evaluate(colour) == "rgb(20, 23, 27)"
+    tab.page.get_by_role("button", name="Light theme").click()
+    assert tab.page.evaluate(colour) == "rgb(255, 255, 255)"
+    tab.page.emulate_media(media="print", color_scheme="dark")
+    assert tab.page.evaluate(colour) == "rgb(255, 255, 255)"
+
+
+def test_landmarks_labels_and_focus(visit: Open, tmp_path: Path) -> None:
+    tab = visit(page.render([view(completions=asked())]), tmp_path, viewport=DESKTOP)
+    for role in ("banner", "main", "navigation", "contentinfo", "search"):
+        assert tab.page.get_by_role(role).count() == 1, role
+    bare = "[...document.querySelectorAll('input, select')].filter((one) => !one.labels.length).length"
+    assert tab.page.evaluate(bare) == 0
+    assert tab.page.evaluate("[...document.images].every((one) => one.alt)")
+    tab.page.keyboard.press("Tab")
+    assert tab.page.evaluate("document.activeElement.className") == "skip"
+    assert tab.page.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
+    ids = "[...document.querySelectorAll('[id]')].map((one) => one.id)"
+    assert len(set(tab.page.evaluate(ids))) == len(tab.page.evaluate(ids))
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import sys, time, evoalign
+evoalign.train(sys.argv[1], on_generation=lambda generation: time.sleep(1))
+"""
+
+
+def test_the_live_page_follows_a_run(visit: Open, tmp_path: Path) -> None:
+    """A real run in a process of its own; what was typed and opened stays while the page goes on."""
+    config = {
+        "output_dir": str(tmp_path / "run"),
+        "es": {"num_generations": 12, "population_size": 6, "sigma": 0.05, "learning_rate": 0.02},
+        "lora": {"rank": 1, "target_layers": [3], "target_modules": ["down_proj"]},
+        "evaluation": {"max_tokens": 8}, "engine": {"threads": 1},
+        "checks": {"control_every": 0, "canary_every": 0, "placebo": 2, "perplexity": False},
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    training = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path / "config.yaml")], env=environment,
+                                stdout=subprocess.DEVNULL)  # fmt: skip
+    serving = None
+    try:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file())
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "evoalign.cli",
+            "report",
+            str(tmp_path / "run"),
+            "--serve",
+            "--port",
+            "0",
+        ]
+        serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert serving.stdout is not None
+        url = serving.stdout.readline().split()[0]
+        tab = visit(None, tmp_path, viewport=DESKTOP)
+        tab.page.goto(url)
+        assert "not at its end" in tab.page.locator("#summary").inner_text()
+        tab.page.get_by_label("Search").fill("what")
+        tab.page.locator("#made-0 summary").click()
+        tab.page.get_by_text("generation 12 of 12").wait_for(timeout=120_000)
+        tab.page.locator("#placebo").wait_for(timeout=120_000)
+        tab.page.get_by_text("done; generation 12 of 12").wait_for(timeout=120_000)
+        assert training.wait(timeout=120) == 0
+        assert tab.page.get_by_label("Search").input_value() == "what"
+        assert tab.page.evaluate("document.getElementById('made-0').open")
+        assert "after" in tab.page.locator("#answers > li").first.inner_text()
+        assert tab.page.locator("#answers .none").count() == 0  # the answers after training have come
+        assert not tab.errors and all(address.startswith((url, "data:")) for address in tab.asked)
+        assert len(tab.asked) > 2
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(timeout=30) == 0 and "ended" in serving.stdout.read()
+        assert (tmp_path / "run/report.html").is_file()
+    finally:
+        for process in (training, serving):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_the_live_page_without_a_run_that_goes_on_stays_as_it_is(visit: Open, tmp_path: Path) -> None:
+    """A part that comes, and one that goes, each in its place."""
+    states = [View("run", "run"), view("run", "x"), View("run", "run", warnings=["came late"])]
+    tags = iter("bc")
+    tab = visit(page.render(states[:1], live="a").replace("setTimeout(ask, 2000)", "setTimeout(ask, 50)"), tmp_path)
+    assert tab.page.locator("#placebo").count() == 0  # its script is not the allowed one, and does not run
+    pages = {"http://report.test/": page.render(states[:1], live="a")}
+
+    def answer(route: Any) -> None:
+        if route.request.headers.get("if-none-match"):
+            tag = next(tags, None)
+            if tag is None:
+                route.fulfill(status=304)
+                return
+            pages[route.request.url] = page.render([states["abc".index(tag)]], live=tag)
+        route.fulfill(status=200, content_type="text/html", body=pages[route.request.url])
+
+    tab = visit(None, tmp_path)
+    tab.page.route("**/*", answer)
+    tab.page.goto("http://report.test/")
+    order = "[...document.querySelectorAll('main > section')].map((one) => one.id)"
+    few = ["warnings", "summary", "completions"]
+    assert tab.page.evaluate(order) == few
+    tab.page.locator("#placebo").wait_for(timeout=20_000)
+    assert tab.page.evaluate(order) == list(page.PARTS)
+    assert tab.page.locator("nav a").count() == len(page.PARTS)
+    tab.page.get_by_text("came late").wait_for(timeout=20_000)
+    assert tab.page.evaluate(order) == few
+    assert not tab.errors
