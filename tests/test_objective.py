@@ -523,10 +523,10 @@ def test_a_population_is_asked_for_where_there_is_one(questions: str, tmp_path: 
     assert np.sort(np.array(seen[0].scores_MP), axis=0).tolist() == [[float(i)] * 2 for i in range(4)]
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert row["diagnosis"]["control"] is None
-    from evoalign.preflight import ladder
+    from evoalign.preflight import probe
 
     with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, and the probe has none"):
-        ladder.probe(tree, members=4, examples=1)
+        probe.probe(tree, members=4, examples=1)
 
 
 def test_scores_of_another_objective_are_not_held_against_the_best_reward(random_qwen2: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sure a gain is: against formulas written out here, and by simulation of rewards that nobody can learn."""
+"""Tests of gains: against formulas written out here, and by simulation of rewards that cannot be learned."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from evoalign.preflight import pace
+from evoalign.preflight import work
 from evoalign.types import Member, Request, Rollout, Sampling, population
 
 
@@ -32,12 +32,12 @@ class Timed:
 
 
 def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, prompts: int = 16, limit: int = 200
-             ) -> tuple[pace.Answering, float]:  # fmt: skip
+             ) -> tuple[work.Duration, float]:  # fmt: skip
     """The estimate from the lengths of eight answers, and what the whole generation takes."""
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(members), [Request(i, (1, 2), Sampling(limit), i) for i in range(prompts)]
     sample = [len(r.token_ids) for r in engine(everyone[:2], requests[:4])]
-    found = pace.answering(engine, everyone, requests, sample, on_gpu=False)
+    found = work.rollout_duration(engine, everyone, requests, sample, on_gpu=False)
     began = engine.now
     engine(everyone, requests)
     return found, engine.now - began
@@ -61,7 +61,7 @@ def test_where_all_answers_are_as_long_as_they_may_be_it_is_what_it_takes(monkey
 
 
 def test_few_tokens_at_most_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in (1, 2, pace.STEPS):
+    for limit in (1, 2, work.STEPS):
         found, whole = estimate(Timed((99,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
         assert found.usual == found.most == pytest.approx(whole)
 
@@ -72,7 +72,7 @@ def test_what_takes_long_is_timed_with_fewer_members_and_counted_in_proportion(
     engine = Timed((100,), step=0.0, row=1e-3, reading=0.02)  # a pair reads 64 prompts in 2.56 s
     found, whole = estimate(engine, monkeypatch, members=40, prompts=128)
     (_, _, _), first, *rest, _ = engine.asked
-    assert first == (2, pace.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, pace.STEPS)]
+    assert first == (2, work.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, work.STEPS)]
     assert found.usual == pytest.approx(whole)
 
 
@@ -86,9 +86,9 @@ def test_what_a_shape_takes_only_once_is_not_counted(monkeypatch: pytest.MonkeyP
         seen.add(engine.asked[-1])
         return said
 
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(32), [Request(i, (1, 2), Sampling(200), i) for i in range(16)]
-    found = pace.answering(ask, everyone, requests, [12, 20, 30, 14], on_gpu=True)
+    found = work.rollout_duration(ask, everyone, requests, [12, 20, 30, 14], on_gpu=True)
     began = engine.now
     engine(everyone, requests)
     assert (engine.now - began) / 2 < found.usual < 2 * (engine.now - began)

@@ -20,9 +20,9 @@ from evoalign.cli import app, main
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.cost import estimate
 from evoalign.errors import ConfigError
-from evoalign.preflight import ladder as module
+from evoalign.preflight import probe as module
 from evoalign.preflight.advice import ETA, texts
-from evoalign.preflight.ladder import probe
+from evoalign.preflight.probe import probe
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data/tasks/countdown/countdown.json"
@@ -58,7 +58,7 @@ def test_a_model_that_comes_to_no_end_is_told_before_its_widths_are_believed(tmp
     asked = {"sigmas": [0.01, 0.02], "members": 4, "examples": 4}
     cut = probe(tree(tmp_path, sampling={"max_tokens": 3}), **asked)
     (told,) = [line for line in cut.warnings if "cut off at 3 tokens" in line]
-    assert cut.truncated_share == 1 and told.startswith("100% of the unperturbed model's own answers are cut off")
+    assert cut.truncated_share == 1 and told.startswith("100% of the unperturbed model")
     whole = probe(tree(tmp_path, sampling={"max_tokens": 40}), **asked)
     assert whole.truncated_share < 0.5 and not any("cut off at" in line for line in whole.warnings)
 
@@ -93,7 +93,7 @@ def test_what_can_be_learned_is_recommended(brief):
     low, high = brief.gain_interval
     assert low < own.gain < high and low > 0
     assert far.truncated_share > 0.3 and brief.truncated_share == 0, "its texts do not end, those of the start do"
-    assert any("whether it holds for others" in line for line in brief.warnings), "of two questions nothing is known"
+    assert any("2 training examples" in line for line in brief.warnings), "of two questions nothing is known"
 
 
 def test_answers_are_shown_as_data(brief):
@@ -239,10 +239,10 @@ def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():
 
     def climb(width):
         x = np.stack([width * eps, -width * eps], axis=1).ravel()
-        return module.Climb(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
+        return module.WidthScores(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
 
     def measured(width):
-        return module.rungs_of([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
+        return module.widths_of([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
 
     small, middle, large = (measured(width) for width in (0.05, 0.8, 4.0))
     assert small.gain == pytest.approx(ETA * 0.05, rel=0.01)  # linear: eta times the spread
