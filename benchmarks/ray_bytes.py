@@ -211,7 +211,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for way, name in (("there", "to replicas"), ("back", "from replicas"))
         }
         single = {row["what"]: round(less(row)) for row in of if row["what"] not in ("idle", "generation")}
-        single["a hash"] = round(single.pop("200 hashes") / 200)
+        if "200 hashes" in single:
+            single["a hash"] = round(single.pop("200 hashes") / 200)
         single["float32 weights that evolve"] = still[0]["weights"]
         each = {str(n): round(statistics.median(less(r) for r in done if r["members"] == n)) for n in sorted(set(xs))}
         idle_all = round(sum(idle.values()))

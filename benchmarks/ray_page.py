@@ -115,7 +115,8 @@ def of_bytes(found: Row) -> Lines:
         wire, sizes = row["lines"]["wire"], row["bytes"]
         lines.append((
             f"`{space}`", f"{wire['a_member']:,.0f}", f"{wire['a_generation']:,.0f}",
-            f"{sizes['float32 weights that evolve']:,}", f"{sizes['a replica joins']:,}",
+            f"{sizes['float32 weights that evolve']:,}",
+            f"{sizes['a replica joins']:,}" if "a replica joins" in sizes else "-",
         ))  # fmt: skip
     head = (
         "space, tiny model", "bytes a member", "bytes a generation besides", "bytes of the weights that evolve",
