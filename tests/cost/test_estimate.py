@@ -61,7 +61,7 @@ def test_a_small_model_is_not_said_to_take_the_whole_of_its_limit(tmp_path: Path
     more, _ = stated(dry_run(tree(tmp_path, 256)))
     assert 6 < (more - own) / (whole - own) < 9
     most, line = stated(dry_run(tree(tmp_path, 256, engine={"device": "cpu", "memory_gib": 0.125})))
-    assert most - own < 140 * 2**20 and "in batches that keep to engine.memory_gib" in line
+    assert most - own < 140 * 2**20 and "limited by engine.memory_gib" in line
     few, _ = stated(dry_run(tree(tmp_path, 256, engine={"device": "cpu", "max_rows": 16})))
     assert few - own < 20 * 2**20
 

@@ -66,7 +66,7 @@ def test_the_dry_run_says_so_and_warns_where_little_is_left(tmp_path: Any) -> No
         "tiny", "full", model={"dtype": "float16"}, es={"noise_multiplier": 1e-3, "learning_rate": 0.5}
     )
     assert rounded_lines(scaled) == [
-        "rounding to float16: what it leaves of the noise is known once the weights are loaded"
+        "rounding to float16: how much noise survives is known once the weights are loaded"
     ]
 
 

@@ -22,7 +22,7 @@ def test_experts_that_do_not_evolve_are_a_warning_with_its_mend(tmp_path: Path) 
     _, share, _, warning, eta, effective, *_ = dry_run(config)
     assert eta.startswith("eta ") and effective.startswith("effective sigma")
     assert share.startswith("space lora: ") and " numbers; adapters reach 10.6 % of the weights: q_proj, " in share
-    assert warning.startswith("warning: the experts, 14 % of the weights, do not evolve: PEFT has no adapter of theirs")
+    assert warning.startswith("warning: the experts, 14 % of the weights, do not evolve: PEFT has no adapter for them")
     mended = make_config(tmp_path / "base", "lowrank", output_dir=str(tmp_path / "run"), task=task)
     assert check_targets(Case(mended)).status == "ok"
     assert not any("do not evolve" in line for line in dry_run(mended))
@@ -48,7 +48,7 @@ def test_one_layer_of_many_is_a_warning(tmp_path: Path) -> None:
     more = {"task": {"name": "conciseness"}, "output_dir": str(tmp_path / "run")}
     few = check_targets(Case(make_config(tmp_path / "deep", lora={"target_layers": [3]}, **more)))
     assert few.status == "warning" and "1 of 24 layers evolves, lora.target_layers [3]" in few.detail
-    assert few.fix == "lora.target_layers=null takes all layers"
+    assert "lora.target_layers=null" in few.fix
     for layers in ([1, 2, 3], None):
         assert (
             check_targets(Case(make_config(tmp_path / "deep", lora={"target_layers": layers}, **more))).status == "ok"

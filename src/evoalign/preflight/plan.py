@@ -18,8 +18,7 @@ from evoalign import setup, spaces, tokens, tracking
 from evoalign.baselines import settings
 from evoalign.config import Config
 from evoalign.cost import estimate
-from evoalign.cost.estimate import gib
-from evoalign.cost.share import share_lines
+from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
 from evoalign.models.empty import model_config

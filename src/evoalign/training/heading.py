@@ -13,7 +13,7 @@ from evoalign import spaces, tokens
 from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
-from evoalign.cost.share import share_lines
+from evoalign.cost.estimate import share_lines
 from evoalign.errors import EvoalignError
 from evoalign.models import origin
 from evoalign.rollouts import lengths_of
