@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe recommends, or why nothing; as a table, as text, and as a config overlay."""
+"""The recommendation of a probe, or why there is none; as a table, as text, and as a config overlay."""
 
 from __future__ import annotations
 

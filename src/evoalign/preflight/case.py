@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks of `evoalign doctor` share: their finding, the config with what earlier checks loaded, errors."""
+"""Shared by the checks of `evoalign doctor`: findings, the config with what earlier checks loaded, and errors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
 LONGEST = 1000
-"""Of many prompts, this many with the most characters are tokenised to find the longest."""
+"""If there are many prompts, this many with the most characters are tokenised to find the longest."""
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
