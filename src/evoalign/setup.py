@@ -19,6 +19,8 @@ from evoalign.errors import ConfigError, DataError, ModelError, shown
 from evoalign.evaluation import Evaluation
 from evoalign.rewards import scorer
 from evoalign.rewards.objective import Objective, refuse_by_prompt
+from evoalign.rollouts import Run, no_plateaus, not_evaluated
+from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
 from evoalign.tasks.grading import with_validation
@@ -68,6 +70,18 @@ class Parts(Served):
         """The mean on a split."""
         examples, how = self.data.of(split), self.config.evaluation
         return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how)
+
+    def run(
+        self,
+        journal: Journal,
+        evaluate_mean: Callable[[], Mapping[str, float] | None] = not_evaluated,
+        plateaus: Callable[[], int] = no_plateaus,
+    ) -> Run:
+        """Return what the loop needs, writing to a journal; see `Run`."""
+        return Run(
+            self.config, self.task, self.data.train, self.engine, self.tokens, journal, self.objective,
+            evaluate_mean, plateaus,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.engine.close()

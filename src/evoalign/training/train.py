@@ -314,11 +314,8 @@ class _EvolutionStrategies:
         return self.log
 
     def _generations(self, session: Session) -> Iterator[Generation]:
-        parts = self.parts
-        return evolve.evolve(
-            self.config, parts.task, parts.data.train, parts.engine, parts.tokens, self.journal,
-            lambda: session.evaluate().measures, session.done, parts.objective, self._course.plateaus,
-        )  # fmt: skip
+        run = self.parts.run(self.journal, lambda: session.evaluate().measures, self._course.plateaus)
+        return evolve.evolve(run, session.done)
 
     def _end_if_due(self, session: Session) -> None:
         """Before the last generation, where the settings say so."""
