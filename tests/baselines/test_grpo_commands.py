@@ -320,7 +320,7 @@ def test_the_doctor_takes_a_config_for_grpo_alone(tmp_path: Path) -> None:
     told = {f.name: f for f in found}
     assert told["canary"].status == "skipped" and "no members" in told["canary"].detail
     assert "a group of 4 completions scored" in told["generation"].detail
-    assert re.search(r"a step takes about [\d.]+ s where .* at most about [\d.]+ s", told["generation"].detail)
+    assert re.search(r"a step takes about [\d.]+ s if .* at most about [\d.]+ s", told["generation"].detail)
     assert doctor.verdict(found)[1] == 0
     assert not list(tmp_path.iterdir())
 

@@ -152,7 +152,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAULTS)
 def test_run_with_a_fault_has_the_journal_of_one_without(
     name: str, reference: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -293,7 +293,7 @@ def _actors() -> list[psutil.Process]:
     return [process for process in found if "ReplicaActor" in " ".join(process.cmdline())]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lines", [0, 3])
 @pytest.mark.parametrize("own", [True, False], ids=["own cluster", "cluster that stays"])
 def test_killed_run_leaves_no_process_and_resumes(
@@ -335,7 +335,7 @@ def nodes(tmp_path: Path) -> Generator[Any]:
     process.wait(60)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_run_whose_replicas_node_is_killed_has_the_same_journal(reference: Journal, nodes: Any, tmp_path: Path) -> None:
     given = settings("lora", 2, address=nodes("address"), compare_every=1, restarts=10, patience=60.0)
     given["es"] |= {"num_generations": 40}
@@ -348,7 +348,7 @@ def test_run_whose_replicas_node_is_killed_has_the_same_journal(reference: Journ
     assert max(row.get("restarts", 0) for row in rows) >= 1
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_run_whose_own_node_is_killed_resumes_on_another_cluster(
     reference: Journal, nodes: Any, tmp_path: Path
 ) -> None:
