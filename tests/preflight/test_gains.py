@@ -97,7 +97,7 @@ def test_rise_cancels_linear_effects():
 
 
 def chance(rng, members=32, prompts=64):
-    """Yield scores of a coin that pays 30 %; 5 % of the completions change at the narrowest width and all at the widest."""
+    """Yield scores of a coin that pays 30 %: 5 % of completions change at the narrowest width, all at the widest."""
     base_P = (rng.random(prompts) < 0.3).astype(float)
     for k in range(9):
         coin_MP = (rng.random((members, prompts)) < 0.3).astype(float)
