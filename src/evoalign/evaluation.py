@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean model on a split, by the same engine path as training."""
+"""Evaluation of the mean on a split, by the same engine path as training."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
 PREFIX = "reward/"
-"""Of the measure, and the column of a table, of one of several rewards."""
+"""Prefix of the measure, and of the table column, of one of several rewards."""
 
 RESAMPLES, RESAMPLE_SECONDS = 200, 30.0
-"""How often a set-level fitness is asked of examples drawn again, and how long that may take of one evaluation."""
+"""Number of bootstrap resamples for a set-level fitness, and the seconds they may take per evaluation."""
 
 RIGHT = "right"
-"""The measure of what gold says of completions, whatever they earn."""
+"""Measure: share of completions that are right by the gold answer, whatever the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Scored:
     finish_reason: str
     tokens: int
     rewards: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """By column, where there are several."""
+    """Reward by column, if there are several."""
     right: bool | None = None
-    """Whether it is right by gold, not by the reward: `Task.is_right`. None where that is not known."""
+    """Whether it is right by the gold answer (`Task.is_right`); None if unknown."""
 
     def flat(self) -> dict[str, Any]:
-        """A row of a table: `reward/NAME` is a column of rewards."""
+        """Return a table row, with each reward column as `reward/NAME`."""
         row = asdict(self)
         return row | {f"{PREFIX}{name}": value for name, value in row.pop("rewards").items()}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Scored:
-        """From a row as `flat` makes it. Raises TypeError for other columns."""
+        """Make one from a row of `flat`. Raises TypeError for other columns."""
         rewards = {name.removeprefix(PREFIX): value for name, value in row.items() if name.startswith(PREFIX)}
         return cls(**{name: value for name, value in row.items() if not name.startswith(PREFIX)}, rewards=rewards)
 
@@ -81,20 +81,22 @@ class Evaluation:
     completions: tuple[Scored, ...]
     resampled: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     points: tuple[Mapping[str, Any], ...] = ()
-    """What `Task.point` keeps of the completions: see `with_points`."""
+    """Values of `Task.point` for the completions: see `with_points`."""
 
     def estimate(self, name: str) -> Estimate:
-        """A measure with its 95 % interval for new examples: Student's t, or the percentiles of `resampled`."""
+        """Return a measure with its 95 % interval over examples: Student's t, or the percentiles of `resampled`."""
         if name in self.measures_E:
             return mean([value for value in self.measures_E[name] if not math.isnan(value)])
         value, count = self.measures[name], len(next(iter(self.measures_E.values())))
         if name not in self.resampled:
-            return Estimate(value, count, why="no interval: it takes too long, or fails, on examples drawn again")
+            return Estimate(
+                value, count, why="no interval: the function takes too long, or fails, on resampled examples"
+            )
         return Estimate(value, count, *_percentiles(self.resampled[name]))
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name} {value:.4g}" for name, value in self.measures.items())
-        return f"Evaluation({told}; {len(self.completions):,} completions)"
+        values = ", ".join(f"{name} {value:.4g}" for name, value in self.measures.items())
+        return f"Evaluation({values}; {len(self.completions):,} completions)"
 
 
 def evaluate(
@@ -104,7 +106,7 @@ def evaluate(
     examples: Sequence[Example],
     settings: EvaluationConfig,
 ) -> Evaluation:
-    """Score the unperturbed model: every example, `samples` times for each of `seeds` (greedy: once)."""
+    """Score the unperturbed model on every example, `samples` times for each of `seeds` (greedy: once)."""
     sampling = sampling_of(settings)
     greedy = sampling.temperature == 0
     draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
@@ -127,7 +129,7 @@ def evaluate(
 
 
 def summarise(task: Task, examples: Sequence[Example], scored: Sequence[Scored]) -> Evaluation:
-    """Means of the reward, the task's own measures and the shares every task has."""
+    """Return the means of the reward, of the task's own measures and of the shares that every task has."""
     rows: list[dict[str, float | None]] = []
     for s in scored:
         own = task.measures(task.clean(s.text), task.handed(examples[s.example]))
@@ -176,10 +178,7 @@ def with_resampled(task: Task, examples: Sequence[Example], found: Evaluation) -
 
 
 def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> Evaluation:
-    """The evaluation with the point of each completion that the task keeps one of, in their order.
-
-    Raises RewardError for a point that no line of JSON can hold.
-    """
+    """Add the task's points (`Task.point`) of the completions, in order. Raises RewardError if one is not JSON."""
     points = [task.point(s.text, task.handed(examples[s.example]), s.rewards) for s in found.completions]
     kept = tuple(point for point in points if point is not None)
     for point in kept:
@@ -187,8 +186,8 @@ def with_points(task: Task, examples: Sequence[Example], found: Evaluation) -> E
             json.dumps(point, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"task {task.name}: its point {cut(plain(repr(point)), 200)} is no line of JSON ({error}); give finite "
-                "numbers, texts, and lists and dicts of these"
+                f"task {task.name}: its point {cut(plain(repr(point)), 200)} is not JSON ({error}); return finite "
+                "numbers, strings, and lists and dicts of these"
             ) from None
     return replace(found, points=kept)
 
@@ -212,7 +211,7 @@ def _fitness(
 
 
 def resampled_interval(before: Evaluation, after: Evaluation) -> dict[str, tuple[float, float, float]]:
-    """The change of what `with_resampled` has of both, with the 95 % percentile interval of its paired draws."""
+    """Return the change of each resampled measure, with the 95 % percentile interval of its paired resamples."""
     return {
         name: (after.measures[name] - before.measures[name], *_percentiles(np.subtract(after.resampled[name], values)))
         for name, values in before.resampled.items()
@@ -226,7 +225,7 @@ def _percentiles(values_B: Sequence[float] | NDArray[np.float64]) -> tuple[float
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of the values that are there; NaN where none is."""
+    """Return the mean of the values that are not None; NaN if there is none."""
     there = [value for value in values if value is not None]
     return float(np.mean(there)) if there else math.nan
 
@@ -234,10 +233,10 @@ def _mean(values: Sequence[float | None]) -> float:
 def paired_interval(
     before_E: Sequence[float], after_E: Sequence[float], *, shares: bool = False
 ) -> tuple[float, float, float]:
-    """Mean of the per-example differences and its 95 % interval for new examples: `evoalign.statistics.paired`.
+    """Return the mean per-example difference and its 95 % interval over examples: `evoalign.statistics.paired`.
 
-    Both ends are the mean where there is no interval: of fewer than three examples, or where all differ alike.
-    Examples that have the measure in one of them only, which is NaN in the other, do not count; NaN where that is all.
+    Both ends are the mean if there is no interval: with fewer than three examples, or equal differences. Examples with
+    NaN on either side do not count; NaN if none is left.
     """
     found = paired(before_E, after_E, shares=shares)
     low, high = (found.mean if end is None else end for end in (found.low, found.high))
