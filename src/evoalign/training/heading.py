@@ -17,7 +17,6 @@ from evoalign import spaces, tokens
 from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
-from evoalign.cost.share import share_lines
 from evoalign.errors import EvoalignError
 from evoalign.models import origin
 from evoalign.rollouts import lengths_of
@@ -57,7 +56,7 @@ def subject(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec])
 def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
     """Return what a run of ES consists of: model, task, evolved numbers, completions."""
     es, asked, samples = config.es, config.task.asked(len(data.train)), config.task.samples or 1
-    share, *warnings = share_lines(config, specs, layout)
+    share, *warnings = estimate.share_lines(config, specs, layout)
     members, each = es.population_size, f" x {samples} samples" if samples > 1 else ""
     asks_mean = task.objective().asks_mean
     return [
