@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from evoalign import preflight
 from evoalign.baselines.train import grpo
 from evoalign.config import Config, load
+from evoalign.preflight import doctor
 from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 
@@ -75,7 +75,7 @@ def config_of(name: str, output: Path) -> Config:
 
 def estimated(config: Config) -> tuple[float, float, str]:
     """Seconds that the doctor says: usual, and where all answers are as long as they may be; its words."""
-    (found,) = (f for f in preflight.doctor(config) if f.name == "generation")
+    (found,) = (f for f in doctor.doctor(config) if f.name == "generation")
     usual, most = re.findall(r"about ([\d.]+) s where", found.detail)
     return float(usual), float(most), found.detail
 

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from evoalign.config import load
 from evoalign.preflight.advice import ETA, ProbeResult, lines, table
-from evoalign.preflight.ladder import probe
+from evoalign.preflight.probe import probe
 from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 

@@ -32,9 +32,9 @@ from rich.console import Console
 
 from evoalign import placebo
 from evoalign.config import load
-from evoalign.preflight import ladder
-from evoalign.preflight.advice import ETA, Advice, Base, ProbeResult, Rung, recommend
-from evoalign.preflight.ladder import LADDER, probe
+from evoalign.preflight import probe as module
+from evoalign.preflight.advice import ETA, Advice, Baseline, ProbeResult, Width, recommend
+from evoalign.preflight.probe import LADDER, probe
 from evoalign.training.train import train
 
 QUESTIONS = "data/tasks/conciseness/conciseness_test.json"
@@ -121,11 +121,13 @@ def interval(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"width": advice.width, "gain": true, "low": low, "high": high, "holds": low <= true <= high}
 
 
-def advised(scores: list[Any], base_P: Any) -> tuple[Advice, tuple[Rung, ...]]:
+def advised(scores: list[Any], base_P: Any) -> tuple[Advice, tuple[Width, ...]]:
     """From made-up scores of all widths, as from those of a model whose texts are never broken."""
-    made = [ladder.Climb(WIDTH * k, s, 1.0, 0.0, 0.0, ("",) * len(s)) for k, s in zip(LADDER, scores, strict=True)]
-    rungs = ladder.rungs_of(made, base_P, paired=True)
-    return recommend(rungs, Base(float(base_P.mean()), 0.0, 0.0, 0.0, np.inf, len(base_P))), rungs
+    made = [
+        module.WidthScores(WIDTH * k, s, 1.0, 0.0, 0.0, ("",) * len(s)) for k, s in zip(LADDER, scores, strict=True)
+    ]
+    rungs = module.widths_of(made, base_P, paired=True)
+    return recommend(rungs, Baseline(float(base_P.mean()), 0.0, 0.0, 0.0, np.inf, len(base_P))), rungs
 
 
 TRIALS: dict[str, Callable[[int, argparse.Namespace], dict[str, Any]]] = {

@@ -36,7 +36,7 @@ from evoalign import placebo
 from evoalign.checks import hacking
 from evoalign.evaluation import Evaluation
 from evoalign.preflight.advice import ProbeResult, lines, table, texts
-from evoalign.preflight.ladder import probe
+from evoalign.preflight.probe import probe
 from evoalign.rundir.identity import versions
 from evoalign.training.train import train
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between hosts in a generation of `engine: ray`, against the number of members, and what they are.
+"""Bytes between hosts in a generation of `engine: ray`, against the number of members.
 
     OMP_NUM_THREADS=1 python benchmarks/ray_bytes.py        as root, on Linux: it makes two network namespaces
 
 Driver and head of the cluster are in one namespace, both replicas in the other. `wire` is what the counters of the only
-link between them say, both ways, headers and acknowledgements included, less what passes in as many idle seconds.
-`payload` is what `evoalign.engines.ray.wire` encodes in the same generations. Lines are fitted to both over the
-members: so many bytes a member, and so many a generation. A member answers one prompt with at most four tokens.
+link between them count, both ways, headers and acknowledgements included, less the traffic of as many idle seconds. A
+line is fitted over the number of members. A member answers one prompt with at most four tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,10 +27,8 @@ from typing import Any
 
 from evoalign import optimizer, spaces, tokens
 from evoalign.config import from_dict
-from evoalign.engines.ray import wire
 from evoalign.engines.ray.engine import RayEngine
 from evoalign.types import Plan, Request, Sampling, Update, population
-from ray_faults import settings
 
 RESULTS = Path(__file__).parent / "results" / "ray_bytes.json"
 HERE, THERE = "evoalign-driver", "evoalign-replicas"
@@ -90,38 +86,21 @@ def on_the_link() -> tuple[int, int]:
     return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
 
-class Measure:
-    """Bytes of what is done, on the link and as payload."""
+def measured(do: Callable[[], object]) -> dict[str, Any]:
+    """Return the bytes on the link, and the seconds, that something takes."""
+    before, began = on_the_link(), time.monotonic()
+    do()
+    seconds, after = time.monotonic() - began, on_the_link()
+    there, back = (a - b for a, b in zip(after, before, strict=True))
+    return {"seconds": seconds, "there": there, "back": back}
 
-    def __init__(self) -> None:
-        self.payload, self.calls = Counter[str](), 0
-        members = len(wire.members_bytes(population(1)))
-        self._count("members_bytes", "plan", lambda given, found: len(found))
-        self._count("asked_bytes", "requests", lambda given, found: len(found))
-        self._count("update_bytes", "update", lambda given, found: REPLICAS * len(found))
-        # An update's members are written by the same function.
-        self._count("update_bytes", "plan", lambda given, found: -members * len(given.members))
-        self._count("rollouts_of", "completions", lambda given, found: len(given))
 
-    def _count(self, function: str, name: str, size: Callable[[Any, Any], int]) -> None:
-        own = getattr(wire, function)
-
-        def counted(given: Any, *more: Any) -> Any:
-            found = own(given, *more)
-            self.payload[name] += size(given, found)
-            self.calls += name == "completions"
-            return found
-
-        setattr(wire, function, counted)
-
-    def of(self, do: Callable[[], object]) -> dict[str, Any]:
-        self.payload.clear()
-        self.calls = 0
-        before, began = on_the_link(), time.monotonic()
-        do()
-        seconds, after = time.monotonic() - began, on_the_link()
-        there, back = (a - b for a, b in zip(after, before, strict=True))
-        return {"seconds": seconds, "there": there, "back": back, "payload": dict(self.payload), "chunks": self.calls}
+def settings(space: str) -> dict[str, Any]:
+    replica = {"name": "transformers", "device": "cpu", "threads": 1}
+    return {
+        "space": space, "model": {"name": "tiny"}, "deterministic": True, "es": {"sigma": 0.01, "learning_rate": 0.005},
+        "engine": {"name": "ray", "replicas": REPLICAS, "cpus": 1, "chunk": 8, "replica": replica, "restarts": 1000},
+    }  # fmt: skip
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
@@ -130,9 +109,9 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
     return {"a_member": round(slope, 1), "a_generation": round(intercept)}
 
 
-def rows_of(space: str, members: Sequence[int], times: int, measure: Measure) -> Iterator[dict[str, Any]]:
-    """Generations of so many members, a replica that joins, and a call that does nothing."""
-    config = from_dict(settings(Path("unused"), compare_every=10, chunk=8) | {"space": space})
+def rows_of(space: str, members: Sequence[int], times: int) -> Iterator[dict[str, Any]]:
+    """Generations of so many members, a replica that joins, and hashes."""
+    config = from_dict(settings(space))
     tokens_ = tokens.load(config.model)
     engine = RayEngine(config, tokens_)
     try:
@@ -155,20 +134,20 @@ def rows_of(space: str, members: Sequence[int], times: int, measure: Measure) ->
             engine.fingerprint()
 
         generation(members[0])  # what is looked up once
-        idle = measure.of(lambda: time.sleep(IDLE))
+        idle = measured(lambda: time.sleep(IDLE))
         yield {"space": space, "what": "idle", "weights": weights, **idle}
         for n in members:
             for _ in range(times):
-                row = measure.of(lambda n=n: generation(n))
+                row = measured(lambda n=n: generation(n))
                 yield {"space": space, "what": "generation", "members": n, "weights": weights, **row}
-        nothing = measure.of(lambda: [engine.team.ask("metrics") for _ in range(200)])
-        yield {"space": space, "what": "200 calls that do nothing", **nothing}
-        yield {"space": space, "what": "a replica joins", "weights": weights, **measure.of(lambda: joined(engine))}
+        nothing = measured(lambda: [engine.pool.ask("fingerprint") for _ in range(200)])
+        yield {"space": space, "what": "200 hashes", **nothing}
+        yield {"space": space, "what": "a replica joins", "weights": weights, **measured(lambda: joined(engine))}
         state, slots = dict(engine.state()), dict(engine.optimizer_state()) or None
-        yield {"space": space, "what": "weights are loaded", **measure.of(lambda: engine.load(state, slots))}
-        row = measure.of(lambda: joined(engine))
+        yield {"space": space, "what": "weights are loaded", **measured(lambda: engine.load(state, slots))}
+        row = measured(lambda: joined(engine))
         yield {"space": space, "what": "a replica joins, of a run that was resumed", "weights": weights, **row}
-        idle = measure.of(lambda: time.sleep(IDLE))
+        idle = measured(lambda: time.sleep(IDLE))
         yield {"space": space, "what": "idle", "weights": weights, **idle}
     finally:
         engine.close()
@@ -182,14 +161,14 @@ def joined(engine: RayEngine) -> None:
     """Kill a replica, and wait until another is in its place and has the mean of the first."""
     import ray
 
-    before = engine.team.stand()
-    pid: Any = ray.get(engine.team.seats[1].actor.__ray_call__.remote(_pid))
+    before = engine.pool.fingerprint()
+    pid: Any = ray.get(engine.pool.replicas[1].actor.__ray_call__.remote(_pid))
     os.kill(pid, signal.SIGKILL)
-    while len(engine.team.stands()) == REPLICAS:  # until it is missed
+    while len(engine.pool.fingerprints()) == REPLICAS:  # until it is missed
         time.sleep(0.1)
-    while len(engine.team.ready) < REPLICAS:
-        engine.team.poll(())
-    found = engine.team.stands()
+    while len(engine.pool.ready) < REPLICAS:
+        engine.pool.poll(())
+    found = engine.pool.fingerprints()
     assert len(found) == REPLICAS and set(found.values()) == {before}
 
 
@@ -197,7 +176,7 @@ def inside(members: Sequence[int], space_names: Sequence[str], times: int, file:
     """All of it, in the namespace of the driver."""
     import ray
 
-    measure, rows = Measure(), list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     context: Any = ray.init(
         address="local", num_cpus=0, num_gpus=0, include_dashboard=False, object_store_memory=2**28,
         log_to_driver=False, logging_level=logging.CRITICAL, _node_ip_address=ADDRESSES[HERE],
@@ -205,7 +184,7 @@ def inside(members: Sequence[int], space_names: Sequence[str], times: int, file:
     try:
         with node(context.address_info["address"]):
             for space in space_names:
-                for row in rows_of(space, members, times, measure):
+                for row in rows_of(space, members, times):
                     print(json.dumps(row), flush=True)
                     rows.append(row)
     finally:
@@ -231,11 +210,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f"wire {name}": line(xs, [row[way] - idle[way] * row["seconds"] for row in done])
             for way, name in (("there", "to replicas"), ("back", "from replicas"))
         }
-        for name in ("plan", "requests", "update", "completions"):
-            lines[f"payload {name}"] = line(xs, [float(row["payload"].get(name, 0)) for row in done])
-        lines["chunks"] = line(xs, [float(row["chunks"]) for row in done])
         single = {row["what"]: round(less(row)) for row in of if row["what"] not in ("idle", "generation")}
-        single["a call that does nothing"] = round(single.pop("200 calls that do nothing") / 200)
+        if "200 hashes" in single:
+            single["a hash"] = round(single.pop("200 hashes") / 200)
         single["float32 weights that evolve"] = still[0]["weights"]
         each = {str(n): round(statistics.median(less(r) for r in done if r["members"] == n)) for n in sorted(set(xs))}
         idle_all = round(sum(idle.values()))
@@ -247,8 +224,7 @@ def table(found: dict[str, Any]) -> str:
     lines = ["| space | what | bytes a member | bytes a generation |", "|---|---|---:|---:|"]
     for space, of in found.items():
         for what, row in of["lines"].items():
-            if what != "chunks":
-                lines.append(f"| {space} | {what} | {row['a_member']:,} | {row['a_generation']:,} |")
+            lines.append(f"| {space} | {what} | {row['a_member']:,} | {row['a_generation']:,} |")
     lines += ["", "| space | what | bytes |", "|---|---|---:|"]
     for space, of in found.items():
         lines.append(f"| {space} | idle, a second | {of['idle, bytes a second']:,} |")

@@ -3,8 +3,8 @@
 
     python benchmarks/ray_costs.py
 
-`Schedule` itself hands out chunks to so many replicas that answer at once, without Ray, and parses completions of 128
-tokens; Ray's own calls are timed with one actor. Used by ray_simulation.py.
+`Dispatcher` itself hands out chunks to replicas that answer at once, without Ray, and checks completions of 128
+tokens; Ray's own calls, and reading completions from its store, are timed with one actor. Used by ray_simulation.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from evoalign.engines.ray import wire
-from evoalign.engines.ray.schedule import Schedule
-from evoalign.types import Member, Plan, Request, Rollout, Sampling, Update, population
+from evoalign.engines.ray.replicas import checked_rollouts
+from evoalign.engines.ray.schedule import Dispatcher
+from evoalign.types import Member, Plan, Request, Rollout, Sampling, population
 
 TOKENS = 128
 REPLICAS = (1, 16, 64, 256, 1024)
@@ -39,20 +39,18 @@ def median(times: int, of: Callable[[], Any], clock: Callable[[], float] = time.
     return statistics.median(found)
 
 
-def _answer(members: Sequence[Member], prompts: int) -> bytes:
+def _rollouts(members: Sequence[Member], prompts: int) -> list[Rollout]:
     ids = tuple(range(1000, 1000 + TOKENS))
-    return wire.rollouts_bytes(Rollout(m, i, ids, TEXT, "length") for m in members for i in range(prompts))
+    return [Rollout(m, i, ids, TEXT, "length") for m in members for i in range(prompts)]
 
 
-def completion_seconds(members: int = 128, prompts: int = 8) -> float:
-    """Of one completion, to be parsed and checked."""
-    who = population(members)
-    asked = [(m, Request(i, (1,), Sampling(TOKENS))) for m in who for i in range(prompts)]
-    data = _answer(who, prompts)
-    return median(5, lambda: wire.rollouts_of(data, asked)) / len(asked)
+def completion_seconds(load: Callable[[Any], Any], data: Any, members: int, prompts: int) -> float:
+    """Of one completion, to be loaded and checked."""
+    asked = [(m, Request(i, (1,), Sampling(TOKENS))) for m in population(members) for i in range(prompts)]
+    return median(5, lambda: checked_rollouts(load(data), asked)) / len(asked)
 
 
-class _Seat:
+class _Replica:
     stage = "ready"
 
     def __init__(self) -> None:
@@ -60,33 +58,27 @@ class _Seat:
 
 
 class _Call:
-    def __init__(self, members: bytes, asked: bytes) -> None:
-        self.members = members
+    def __init__(self, plan: Plan, requests: Any) -> None:
+        self.members = plan.members
 
 
-class _Team:
-    """Replicas whose answers are there as soon as they are asked."""
-
-    audit, may_check = None, None
+class _Pool:
+    """Replicas whose results are there at once."""
 
     def __init__(self, replicas: int, chunks: int) -> None:
-        self.seats = [_Seat() for _ in range(replicas)]
-        self.cluster = SimpleNamespace(ray=SimpleNamespace(put=bytes))
+        self.ready = [_Replica() for _ in range(replicas)]
+        self.cluster = SimpleNamespace(ray=SimpleNamespace(put=list))
         self.settings = SimpleNamespace(patience=1e9)
-        self._answers = {m.index: _answer([m], 1) for m in population(chunks)}
+        self._results = {m.index: _rollouts([m], 1) for m in population(chunks)}
 
-    @property
-    def ready(self) -> list[_Seat]:
-        return [seat for seat in self.seats if seat.stage == "ready"]
-
-    def settled(self) -> _Seat:
-        return self.seats[0]
+    def any_ready(self) -> _Replica:
+        return self.ready[0]
 
     def poll(self, calls: Any) -> list[Any]:
         return [next(iter(calls))]
 
-    def get(self, seat: _Seat, call: _Call) -> bytes:
-        return self._answers[wire.members_of(call.members)[0].index]
+    def get(self, replica: _Replica, call: _Call) -> Any:
+        return self._results[call.members[0].index]
 
 
 def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
@@ -94,11 +86,11 @@ def deal_seconds(replicas: Sequence[int] = REPLICAS) -> tuple[float, float]:
     found: list[float] = []
     for count in replicas:
         chunks = max(200, 2 * count)
-        schedule = Schedule(cast(Any, _Team(count, chunks)))
+        dispatcher = Dispatcher(cast(Any, _Pool(count, chunks)))
         plan, requests = Plan(0, 1.0, population(chunks)), [Request(0, (1,), Sampling(TOKENS))]
-        found.append(median(3, lambda s=schedule, p=plan, r=requests: list(s.run(p, r, 1))) / chunks)
+        found.append(median(3, lambda d=dispatcher, p=plan, r=requests: list(d.run(p, r, 1))) / chunks)
     slope, intercept = np.polyfit(replicas, found, 1, w=1 / np.asarray(found))
-    return max(0.0, float(intercept) - completion_seconds(1, 1)), float(slope)
+    return max(0.0, float(intercept) - completion_seconds(list, _rollouts(population(1), 1), 1, 1)), float(slope)
 
 
 def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]:
@@ -108,15 +100,15 @@ def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]
     ray: Any = module
 
     class Echo:
-        def rollout(self, members: bytes, asked: bytes) -> bytes:
-            return members
+        def rollout(self, plan: Plan, requests: Sequence[Request]) -> bytes:
+            return bytes(100)
 
         def sleep(self, seconds: float) -> None:
             time.sleep(seconds)
 
     actor = ray.remote(Echo).options(num_cpus=0).remote()
-    members, asked = wire.members_bytes(population(128)), ray.put(b"[]")
-    refs = [actor.rollout.remote(members, asked) for _ in range(300)]
+    plan, asked = Plan(0, 1.0, population(128)), ray.put([])
+    refs = [actor.rollout.remote(plan, asked) for _ in range(300)]
     ray.wait(refs, num_returns=len(refs))
     taken: list[float] = []
     for ref in refs:
@@ -126,12 +118,12 @@ def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]
     called: list[float] = []
     for _ in range(300):
         began = time.perf_counter()
-        actor.rollout.remote(members, asked)
+        actor.rollout.remote(plan, asked)
         called.append(time.perf_counter() - began)
-    ray.get(actor.rollout.remote(members, asked))
+    ray.get(actor.rollout.remote(plan, asked))
     done = refs[0]
     block = actor.sleep.remote(3600)
-    pending = [actor.rollout.remote(members, asked) for _ in range(max(waiting))]
+    pending = [actor.rollout.remote(plan, asked) for _ in range(max(waiting))]
     waits = [
         median(9, lambda n=n: ray.wait([*pending[: n - 1], done], num_returns=1, timeout=0.5), time.perf_counter)
         for n in waiting
@@ -148,9 +140,8 @@ def ray_seconds(waiting: Sequence[int] = (1, 64, 256, 1024)) -> dict[str, float]
 
 
 def update_bytes(members: int) -> int:
-    """That every replica is sent after a generation."""
-    none, one = (wire.update_bytes(Update(0, 0, population(n), (0.0,) * n, 1.0, 1.0)) for n in (0, 2))
-    return len(none) + members * (len(one) - len(none)) // 2
+    """Return the size of an update as Ray sends it to each replica, as measured: 91 bytes, and 26.5 per member."""
+    return 91 + members * 53 // 2
 
 
 def costs() -> dict[str, float]:
@@ -162,12 +153,13 @@ def costs() -> dict[str, float]:
              object_store_memory=2**28, _node_ip_address="127.0.0.1")  # fmt: skip
     try:
         of_ray = ray_seconds()
+        completion = completion_seconds(ray.get, ray.put(_rollouts(population(128), 8)), 128, 8)
     finally:
         ray.shutdown()
     deal, each = deal_seconds()
     return {
         "dispatch": of_ray["call"], "answer": deal + of_ray["get"] + of_ray["wait"],
-        "completion": completion_seconds(), "look": each + of_ray["wait_each"], "put_byte": of_ray["put_byte"],
+        "completion": completion, "look": each + of_ray["wait_each"], "put_byte": of_ray["put_byte"],
         "deal": deal, "deal_each": each,
         **{f"ray_{name}": value for name, value in of_ray.items()},
     }  # fmt: skip

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations of `engine: ray` in virtual time: replicas are numbers, and the class that deals chunks deals them.
+"""Generations of `engine: ray` in virtual time: replicas are numbers, and `Scheduler` hands out the chunks.
 
-One driver does one thing after the other, as `Schedule` does: it asks `Deal` for every free replica, waits for the next
-answer or for `TICK`, and parses that answer. What each of these takes is given. Used by ray_straggler.py and
+One driver does one thing after the other, as `Dispatcher` does: it asks `Scheduler` for every free replica, waits for
+the next result or for `TICK`, and checks that result. What each of these takes is given. Used by ray_straggler.py and
 ray_simulation.py.
 """
 
@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evoalign.engines.ray.deal import Chunk, Deal
-from evoalign.engines.ray.team import TICK
+from evoalign.engines.ray.replicas import TICK
+from evoalign.engines.ray.schedule import Chunk, Scheduler
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class _Event:
     worker: Worker
     chunk: Chunk[Worker] | None
     """None: it is back after a failure."""
-    deal: Deal[Worker] | None
+    scheduler: Scheduler[Worker] | None
     failed: bool = False
 
 
@@ -61,7 +61,7 @@ class Cluster:
         costs: Costs,
         prompts: int = 1,
         comes_back: Callable[[], tuple[float, float]] | None = None,
-        rules: type[Deal[Worker]] = Deal,
+        rules: type[Scheduler[Worker]] = Scheduler,
     ) -> None:
         self.workers, self.costs, self.prompts = workers, costs, prompts
         self.clock = 0.0
@@ -75,34 +75,34 @@ class Cluster:
 
     def rollout(self, sizes: Sequence[int]) -> float:
         """Seconds until chunks of so many members are answered."""
-        began, deal = self.clock, self._rules([Chunk[Worker](size) for size in sizes])
-        while deal.open:
-            self._hand_out(deal)
+        began, scheduler = self.clock, self._rules([Chunk[Worker](size) for size in sizes])
+        while scheduler.open:
+            self._hand_out(scheduler)
             self._works(self.costs.look * len(self.workers))
             until = self.clock + TICK
             if self._events and self._events[0][0] <= until:
-                self._ended(deal)
+                self._ended(scheduler)
             else:
                 self.clock = until
-        self.copies += deal.copies
+        self.copies += scheduler.copies
         return self.clock - began
 
-    def _hand_out(self, deal: Deal[Worker]) -> None:
-        for place in sorted(self._free) if deal.todo else tuple(self._free):
-            chunk = deal.next(self.workers[place], self.clock)
+    def _hand_out(self, scheduler: Scheduler[Worker]) -> None:
+        for place in sorted(self._free) if scheduler.todo else tuple(self._free):
+            chunk = scheduler.next(self.workers[place], self.clock)
             if chunk is not None:
                 del self._free[place]
                 self._works(self.costs.dispatch)
-                self._start(self.workers[place], chunk, deal)
-            elif not deal.todo:
-                return  # what is late is so for all that are free: `Schedule` asks them too, to the same end
+                self._start(self.workers[place], chunk, scheduler)
+            elif not scheduler.todo:
+                return  # what is late is so for all that are free: `Dispatcher` asks them too, to the same end
 
-    def _start(self, worker: Worker, chunk: Chunk[Worker], deal: Deal[Worker]) -> None:
+    def _start(self, worker: Worker, chunk: Chunk[Worker], scheduler: Scheduler[Worker]) -> None:
         ends = self.clock + self._seconds(worker, chunk.load)
         if worker.fails_at < ends:
-            self._push(max(self.clock, worker.fails_at), _Event(worker, chunk, deal, failed=True))
+            self._push(max(self.clock, worker.fails_at), _Event(worker, chunk, scheduler, failed=True))
         else:
-            self._push(ends, _Event(worker, chunk, deal))
+            self._push(ends, _Event(worker, chunk, scheduler))
 
     def _works(self, seconds: float) -> None:
         self.clock += seconds
@@ -111,7 +111,7 @@ class Cluster:
     def _push(self, when: float, event: _Event) -> None:
         heapq.heappush(self._events, (when, next(self._count), event))
 
-    def _ended(self, deal: Deal[Worker]) -> None:
+    def _ended(self, scheduler: Scheduler[Worker]) -> None:
         when, _, event = heapq.heappop(self._events)
         self.clock = max(self.clock, when)
         if event.failed and event.chunk is not None:
@@ -120,14 +120,14 @@ class Cluster:
             takes, lasts = self._comes_back()
             event.worker.fails_at = self.clock + takes + lasts
             self._push(self.clock + takes, _Event(event.worker, None, None))
-            if event.deal is deal:
-                deal.lost(event.worker, event.chunk)
+            if event.scheduler is scheduler:
+                scheduler.lost(event.worker, event.chunk)
             return
         self._free[event.worker.place] = None
         if event.chunk is not None:  # of an earlier rollout too, it is fetched and parsed
             self._works(self.costs.answer + self.costs.completion * event.chunk.load * self.prompts)
-            if event.deal is deal:
-                deal.answered(event.worker, event.chunk, event.worker.place, self.clock)
+            if event.scheduler is scheduler:
+                scheduler.finished(event.worker, event.chunk, self.clock)
 
 
 def sizes_of(members: int, chunk: int) -> list[int]:
@@ -135,8 +135,8 @@ def sizes_of(members: int, chunk: int) -> list[int]:
     return [min(chunk, members - first) for first in range(0, members, chunk)]
 
 
-class Undeclined(Deal[Worker]):
+class Undeclined(Scheduler[Worker]):
     """The rules without the one that a slow worker leaves to the others what they will have done before it."""
 
-    def _is_late(self, worker: Worker, now: float) -> bool:
+    def _declines(self, replica: Worker, now: float) -> bool:
         return False

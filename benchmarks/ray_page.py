@@ -115,7 +115,8 @@ def of_bytes(found: Row) -> Lines:
         wire, sizes = row["lines"]["wire"], row["bytes"]
         lines.append((
             f"`{space}`", f"{wire['a_member']:,.0f}", f"{wire['a_generation']:,.0f}",
-            f"{sizes['float32 weights that evolve']:,}", f"{sizes['a replica joins']:,}",
+            f"{sizes['float32 weights that evolve']:,}",
+            f"{sizes['a replica joins']:,}" if "a replica joins" in sizes else "-",
         ))  # fmt: skip
     head = (
         "space, tiny model", "bytes a member", "bytes a generation besides", "bytes of the weights that evolve",
@@ -126,12 +127,9 @@ def of_bytes(found: Row) -> Lines:
 
 def of_joining(rows: Sequence[Row]) -> Lines:
     """Replicas that were started again."""
-    lines = [
-        (r["how"], r["updates"], f"{r['loading']:.1f}", f"{r['catching up']:.1f}",
-         f"{r['copied_bytes'] / 1e9:.2f}" if r["how"] == "copy" else "-")
-        for r in rows if r.get("case") == "join"
-    ]  # fmt: skip
-    head = ("by", "updates behind", "loading s", "catching up s", "GB copied")
+    joins = [row for row in rows if row.get("case") == "join"]
+    lines = [(row["updates"], f"{row['loading']:.1f}", f"{row['catching up']:.1f}") for row in joins]
+    head = ("updates to replay", "loading s", "catching up s")
     yield from table(head, lines) if lines else iter(["Not measured yet."])
 
 
@@ -179,12 +177,6 @@ def of_failing(found: Row) -> Lines:
     yield from table(("replicas", "one fails every", "failures in 100 generations", "generation s, simulated"), lines)
 
 
-def of_graded(found: Row) -> Lines:
-    """Scoring that takes longer."""
-    lines = [(p["replicas"], p["graders"], f"{p['score']:.2f}", f"{p['seconds']:.2f}") for p in found["graded"]]
-    yield from table(("replicas", "graders", "score s, simulated", "generation s"), lines)
-
-
 def limits(found: Row) -> Lines:
     """What the driver, the update and the grading allow, from their parameters."""
     driver, given = found["driver"], found["parameters"]
@@ -216,11 +208,7 @@ def limits(found: Row) -> Lines:
             "that replicas look slow that are not, and chunks are dealt twice for nothing: of "
             f"{twice[-1]['replicas']:,} chunks {twice[-1]['copies']:,.0f} in a generation."
         )
-    yield (
-        f"- **Scoring** in the driver takes {1e6 * given['score']:.1f} us a completion in Conciseness. At "
-        f"{1000 * given['grading']:.0f} ms one grader takes {given['grading'] * rows:.1f} s for what one replica makes "
-        f"in {usual:.1f} s."
-    )
+    yield (f"- **Scoring** in the driver takes {1e6 * given['score']:.1f} us a completion in Conciseness.")
 
 
 def parts() -> dict[str, Callable[[], Lines]]:
@@ -242,7 +230,6 @@ def parts() -> dict[str, Callable[[], Lines]]:
         "strong": lambda: of_curve(found, "strong"),
         "slow": lambda: of_slow(found),
         "failing": lambda: of_failing(found),
-        "graded": lambda: of_graded(found),
     }
 
 

@@ -98,12 +98,12 @@ class Bench:
             self.engine._chunk = chunk
         self.generation(members)
         if self.replicas:
-            for seat in self.engine.team.seats:
-                _call(seat, lambda replica: replica.inside.clear())
+            for replica in self.engine.pool.replicas:
+                _call(replica, lambda actor: actor.inside.clear())
         took = [self.generation(members) for _ in range(self.options.repeats)]
         inside: list[Any] = []
         if self.replicas:
-            inside = [_call(seat, lambda replica: list(replica.inside)) for seat in self.engine.team.seats]
+            inside = [_call(replica, lambda actor: list(actor.inside)) for replica in self.engine.pool.replicas]
         v.emit(
             self.options.file, benchmark="ray", case=name, inside=inside, frozen=self.options.freeze,
             shape=self.options.shape, space=self.space,
@@ -117,22 +117,20 @@ class Bench:
             both = (f"{v.median(call[i] for call in calls):.3f} s" for i in (0, 1))
             v.say(f"  replica {place}: in the engine and in all of the call, a chunk: {', '.join(both)}")
 
-    def join(self, how: str, members: int) -> None:
-        """Seconds of one replica that is started again after some updates."""
-        of, seat = self.engine.team, self.engine.team.seats[1]
-        of.settings = of.settings.model_copy(update={"catch_up": how})
+    def join(self, members: int) -> None:
+        """Measure one replica that is restarted after some updates."""
+        pool, replica = self.engine.pool, self.engine.pool.replicas[1]
         wanted = self.engine.fingerprint()
-        of.revive(seat, "is started again to see how long that takes")
-        while seat.stage != "ready":
-            of.poll(())
-        assert set(of.stands().values()) == {wanted}
-        stand = _call(seat, lambda replica: replica.fingerprint())
-        row = dict(seat.seconds, updates=stand[0], copied_bytes=stand[3], copied_seconds=stand[4])
+        pool.restart(replica, "is restarted to measure how long that takes")
+        while replica.stage != "ready":
+            pool.poll(())
+        assert set(pool.fingerprints().values()) == {wanted}
+        row = dict(replica.seconds, updates=len(pool.updates))
         v.emit(
-            self.options.file, benchmark="ray", case="join", how=how, shape=self.options.shape, space=self.space,
+            self.options.file, benchmark="ray", case="join", how="replay", shape=self.options.shape, space=self.space,
             replicas=self.replicas, members=members, gpu=v.machine(), **row,
         )  # fmt: skip
-        v.say(f"join by {how} after {stand[0]} updates of {members} members, {self.space}: {row}")
+        v.say(f"join after {len(pool.updates)} updates of {members} members, {self.space}: {row}")
 
 
 class _Timed:
@@ -152,22 +150,22 @@ class _Timed:
 def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
     from evoalign import engines
     from evoalign.config import from_dict
-    from evoalign.engines.ray import replica, team
+    from evoalign.engines.ray import replicas as module
 
     engines.read(config)
     here, options = str(Path(__file__).parent), (config.engine.load_format, config.seed)
 
-    class Measured(replica.Replica):
+    class Measured(module.ReplicaActor):
         """One with weights of a usual size, and graphs of the batches in use only."""
 
-        def about(self) -> Any:
+        def load_model(self) -> Any:
             import sys
 
             sys.path.insert(0, here)
             import vllm_shapes
 
             vllm_shapes.only_graphs(graphs)
-            found = super().about()
+            found = super().load_model()
             if options[0] == "dummy":
                 self._engine.rpc(vllm_shapes.redraw, options[1])
             return found
@@ -181,7 +179,7 @@ def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
                 gc.freeze()
             return found
 
-        def rollout(self, plan: bytes, requests: bytes) -> bytes:
+        def rollout(self, plan: Any, requests: Any) -> Any:
             began = time.perf_counter()
             self.inside = getattr(self, "inside", [])
             engine, self._engine = self._engine, _Timed(self._engine, self.inside)
@@ -191,7 +189,7 @@ def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
                 self._engine = engine
                 self.inside[-1].append(time.perf_counter() - began)
 
-    team.Replica = Measured
+    module.ReplicaActor = Measured
     wanted = config.model_dump(mode="json", exclude_unset=True)
     wanted["engine"] = {
         "name": "ray", "replicas": replicas, "replica": wanted["engine"], "chunk": MEMBERS, "patience": 300,
@@ -200,10 +198,10 @@ def _on_ray(config: Any, replicas: int, graphs: list[int], freeze: bool) -> Any:
     return from_dict(wanted)
 
 
-def _call(seat: Any, what: Any) -> Any:
+def _call(replica: Any, what: Any) -> Any:
     import ray
 
-    return ray.get(seat.actor.__ray_call__.remote(what), timeout=60)
+    return ray.get(replica.actor.__ray_call__.remote(what), timeout=60)
 
 
 def plain(options: argparse.Namespace, folder: Path) -> None:
@@ -229,10 +227,9 @@ def ray(options: argparse.Namespace, folder: Path) -> None:
             if replicas > 1:
                 bench.case("strong", options.members, options.members // replicas)
         if replicas > 1 and options.joins:
-            while len(bench.engine.team.updates) < options.joins:
+            while len(bench.engine.pool.updates) < options.joins:
                 bench.move(options.members)
-            for how in ("replay", "copy"):
-                bench.join(how, options.members)
+            bench.join(options.members)
         bench.engine.close()
 
 

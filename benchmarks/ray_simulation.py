@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations of `engine: ray` on 1 to 4,096 replicas, simulated: `Deal` itself deals the chunks, in virtual time.
+"""Generations of `engine: ray` on 1 to 4,096 replicas, simulated: `Scheduler` hands out chunks in virtual time.
 
     python benchmarks/ray_simulation.py                       [--rows FILE] [--straggler FILE ...] [--to FILE]
 
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import ray_costs
-from evoalign.engines.ray.deal import Deal
+from evoalign.engines.ray.schedule import Scheduler
 from ray_events import Cluster, Costs, Undeclined, Worker, sizes_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,8 +36,6 @@ PROMPTS, MEMBERS, DENSE, STRONG = 8, 128, 32, 4096
 REPLICAS = tuple(2**i for i in range(13))
 HOURS = 3600.0
 LONGER = 8
-GRADING = 0.005
-"""Seconds that a completion takes to be graded in a case that is made up: Conciseness takes microseconds."""
 Row = Mapping[str, Any]
 
 
@@ -52,7 +50,6 @@ class Model:
     update: float
     update_member: float
     score: float
-    graders: int = 1
     send_byte: float = 0.0
     """Of a byte of an update, for each replica."""
 
@@ -90,7 +87,7 @@ def generations(
     slow: Mapping[int, float] | None = None,
     lasts: float | None = None,
     comes_back: float = 0.0,
-    rules: type[Deal[Worker]] = Deal,
+    rules: type[Scheduler[Worker]] = Scheduler,
 ) -> list[Took]:
     """Simulated, one after the other. `slow` says how many times as long a replica takes; `lasts` is the mean time
     between failures of one."""
@@ -108,7 +105,7 @@ def generations(
     for _ in range(count):
         before = cluster.busy, cluster.copies, cluster.failures
         rollout = cluster.rollout(sizes_of(members, chunk))
-        score = model.score * members * PROMPTS / model.graders
+        score = model.score * members * PROMPTS
         sent = replicas * (model.costs.dispatch + model.send_byte * ray_costs.update_bytes(members))
         update = sent + model.update + model.update_member * members
         cluster.clock += score + update
@@ -189,7 +186,7 @@ def stragglers_measured(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         def seconds(worker: Worker, size: int, row: Any = row, draw: random.Random = draw) -> float:
             return size * row["member_seconds"] * worker.slowness + draw.choice(row["added"])
 
-        dealt = Undeclined if found.get("undeclined") else Deal
+        dealt = Undeclined if found.get("undeclined") else Scheduler
         cluster = Cluster(workers, seconds, Costs(), rules=dealt)
         said = [cluster.rollout(sizes_of(row["members"], row["chunk"])) for _ in range(200)]
         which = "slow, does not decline" if found.get("undeclined") else "slow"
@@ -202,7 +199,7 @@ def rules() -> Iterable[dict[str, Any]]:
     cost: what the rules alone come to, with and without the one by which a slow replica declines."""
     for chunk in (1, 2, 4, 8, 16, 32):
         row: dict[str, Any] = {"chunk": chunk}
-        for name, dealt in (("", Deal), ("undeclined_", Undeclined)):
+        for name, dealt in (("", Scheduler), ("undeclined_", Undeclined)):
             found = [ratio for slow in (0, 3) for seed in range(20) for ratio in _ratios(chunk, slow, seed, dealt)]
             row |= {f"{name}median": statistics.median(found), f"{name}worst": max(found)}
         yield row
@@ -236,7 +233,7 @@ def of_all(rows: Sequence[Row], costs: Costs, put_byte: float) -> Model:
     spread = tuple(t / statistics.median(took) for took in each for t in took)  # not of engines that are others
     return Model(
         tuple(of_chunk.items()), spread, costs, few - slope * MEMBERS, slope,
-        statistics.median(score), 1, put_byte,
+        statistics.median(score), put_byte,
     )  # fmt: skip
 
 
@@ -305,16 +302,6 @@ def failing(model: Model, comes_back: float) -> Iterable[dict[str, Any]]:
             }  # fmt: skip
 
 
-def graded(model: Model) -> Iterable[dict[str, Any]]:
-    """Scoring that takes milliseconds, on one grader and on more."""
-    for replicas in (1, 16, 64):
-        for graders in (1, 16, 64):
-            (*_, took) = generations(
-                replace(model, score=GRADING, graders=graders), replicas, MEMBERS * replicas, MEMBERS
-            )
-            yield {"replicas": replicas, "graders": graders, "seconds": took.total, "score": took.score}
-
-
 def joining(rows: Sequence[Row]) -> list[float]:
     """Seconds of replicas that were started again until they stood where the others were, where that was measured."""
     return [r["loading"] + r["catching up"] for r in rows if r.get("case") == "join"]
@@ -355,14 +342,12 @@ def main() -> None:
         "parameters": {
             "chunk": model.chunk, "spread": model.spread, "update": model.update, "update_member": model.update_member,
             "score": model.score, "prompts": PROMPTS, "comes_back": comes_back, "comes_back_measured": bool(measured),
-            "grading": GRADING,
         },
         "points": points,
         "rules": list(rules()),
         "curves": [point for case, one in cases.items() for point in curve(one, case, REPLICAS)],
         "slow": list(slow_ones(model)),
         "failing": list(failing(model, comes_back)),
-        "graded": list(graded(model)),
     }  # fmt: skip
     options.to.write_text(json.dumps(_short(found), indent=1) + "\n", encoding="utf-8")
     for point in points:

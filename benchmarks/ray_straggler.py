@@ -18,14 +18,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray_events as events
 from evoalign.config import from_dict
-from evoalign.engines.ray import schedule, team, wire
-from evoalign.engines.ray.replica import Replica
+from evoalign.engines.ray import replicas, schedule
+from evoalign.engines.ray.replicas import ReplicaActor
 from evoalign.types import Plan, Request, Rollout, Sampling, population
 
 REPLICAS, SLOWNESS, MEMBER = 4, 4.0, 0.020
@@ -33,12 +33,12 @@ CHUNKS = (1, 2, 4, 8, 16)
 BOUND = 1.15
 
 
-class Sleeper(Replica):
+class Sleeper(ReplicaActor):
     """Answers so many seconds a member later, without a model."""
 
     member_seconds = 0.0
 
-    def about(self) -> tuple[str, list[Any]]:
+    def load_model(self) -> tuple[str, list[Any]]:
         """There is nothing to load."""
         return "float32", []
 
@@ -46,29 +46,28 @@ class Sleeper(Replica):
         """How long it takes for a member."""
         self.member_seconds = seconds
 
-    def rollout(self, members: bytes, asked: bytes) -> bytes:
-        """Whose answer it is, after the time that it takes."""
-        who = wire.members_of(members)
-        time.sleep(len(who) * self.member_seconds)
-        return wire.rollouts_bytes(Rollout(m, 0, (1,), str(m.index), "stop") for m in who)
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+        """Return each member's index as its text, after the seconds that the members take."""
+        time.sleep(len(plan.members) * self.member_seconds)
+        return [Rollout(m, 0, (1,), str(m.index), "stop") for m in plan.members]
 
 
 class Bench:
     """The replicas, and generations on them."""
 
     def __init__(self, slow: int) -> None:
-        team.Replica = Sleeper  # pyright: ignore[reportPrivateImportUsage]
-        self.team = team.Team(from_dict({
+        replicas.ReplicaActor = Sleeper
+        self.pool = replicas.ReplicaPool(from_dict({
             "space": "lora", "model": {"name": "tiny"}, "es": {"sigma": 0.01},
             "engine": {"name": "ray", "replicas": REPLICAS, "cpus": 0.5,
                        "replica": {"name": "transformers", "device": "cpu", "threads": 1}},
         }))  # fmt: skip
         self.slow = slow
-        while len(self.team.ready) < REPLICAS:
-            self.team.welcome()
-        get = self.team.cluster.ray.get
-        get([s.actor.takes.remote(MEMBER * self.slowness(s.place)) for s in self.team.seats])
-        self.schedule = schedule.Schedule(self.team)
+        while len(self.pool.ready) < REPLICAS:
+            self.pool.admit()
+        get = self.pool.cluster.ray.get
+        get([r.actor.takes.remote(MEMBER * self.slowness(r.place)) for r in self.pool.replicas])
+        self.dispatcher = schedule.Dispatcher(self.pool)
 
     def slowness(self, place: int) -> float:
         """How many times as long as a usual one a replica takes."""
@@ -77,7 +76,7 @@ class Bench:
     def chunks(self, members: int, chunk: int) -> Iterator[float]:
         """When each chunk of a generation was there, in seconds."""
         began, found, seen = time.perf_counter(), list[int](), 0
-        for rollout in self.schedule.run(Plan(0, 1.0, population(members)), [Request(0, (1,), Sampling(4))], chunk):
+        for rollout in self.dispatcher.run(Plan(0, 1.0, population(members)), [Request(0, (1,), Sampling(4))], chunk):
             found.append(int(rollout.text))
             if len(found) > seen:
                 yield time.perf_counter() - began
@@ -86,17 +85,15 @@ class Bench:
 
     def alone(self, chunk: int, count: int) -> list[float]:
         """Seconds that the machine adds to each chunk of a usual replica that works alone."""
-        usual = next(s for s in self.team.seats if s.place != self.slow)
-        others = [s for s in self.team.seats if s is not usual]
-        for seat in others:
-            seat.stage = "waiting"
+        usual = next(r for r in self.pool.replicas if r.place != self.slow)
+        others = [r for r in self.pool.replicas if r is not usual]
+        for replica in others:
+            replica.stage = "excluded"
         try:
-            self.team.welcome = lambda: False  # nobody is to be seated anew
             ends = [0.0, *self.chunks(chunk * count, chunk)]
         finally:
-            del self.team.welcome
-            for seat in others:
-                seat.stage = "ready"
+            for replica in others:
+                replica.stage = "ready"
         return [ends[i + 1] - ends[i] - chunk * MEMBER for i in range(count)]
 
     def generations(self, members: int, chunk: int, count: int) -> list[float]:
@@ -114,12 +111,12 @@ def measured(bench: Bench, members: int, chunk: int, generations: int) -> dict[s
     """One chunk size."""
     bench.generations(members, chunk, 1)
     added = bench.alone(chunk, 32)
-    before = bench.schedule.counts["copies"]
+    before = bench.dispatcher.copies
     took = bench.generations(members, chunk, generations)
     row = {
         "chunk": chunk, "members": members, "member_seconds": MEMBER, "replicas": REPLICAS, "slow": bench.slow,
         "slowness": SLOWNESS, "added": [round(a, 6) for a in added], "took": [round(t, 6) for t in took],
-        "copies": bench.schedule.counts["copies"] - before,
+        "copies": bench.dispatcher.copies - before,
     }  # fmt: skip
     print(line(row), flush=True)
     return row
@@ -158,13 +155,13 @@ def main() -> None:
     parser.add_argument("--undeclined", action="store_true", help="without the rule that a slow replica declines")
     options = parser.parse_args()
     if options.undeclined:
-        schedule.Deal = events.Undeclined  # pyright: ignore[reportPrivateImportUsage]
+        schedule.Scheduler = events.Undeclined  # pyright: ignore[reportPrivateImportUsage]
     bench = Bench(options.slow)
     print(HEAD, flush=True)
     try:
         rows = [measured(bench, options.members, chunk, options.generations) for chunk in options.chunks]
     finally:
-        bench.team.close()
+        bench.pool.close()
     if options.to is not None:
         import ray
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import interpreted  # noqa: F401  before anything that imports Triton
 from evoalign.models import tiny
-from evoalign.preflight import pace
+from evoalign.preflight import work
 
 settings.register_profile("evoalign", deadline=None, max_examples=60, derandomize=True,
                           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a generation that the doctor times two members answer: its pieces are most of what it takes."""
-    monkeypatch.setattr(pace, "BUDGET", 0.0)
+    monkeypatch.setattr(work, "BUDGET", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign.config import Config
-from evoalign.preflight import Finding
+from evoalign.preflight.case import Finding
 from families import make_config
 
 ROOT = Path(__file__).resolve().parents[1]

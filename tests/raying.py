@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of engine `ray` share: a cluster on loopback, a small run, its journal."""
+"""Shared by the tests of engine `ray`: a cluster on loopback, a small run and its journal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import evoalign
-from evoalign.engines.ray import team
 from evoalign.engines.ray.engine import RayEngine
+from evoalign.engines.ray.replicas import Replica
 from evoalign.testing import engines as contract
 
 CORES = 8
@@ -22,7 +22,7 @@ DATA = Path(__file__).parent.parent / "data" / "tasks" / "conciseness"
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Generator[Any]:
-    """One cluster for all: an engine uses the one that this process is connected to."""
+    """Start one cluster for all tests: an engine uses the cluster that its process is connected to."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback, as a run's own
     ray = pytest.importorskip("ray")
@@ -47,32 +47,32 @@ def settings(space: str, replicas: int, **ray: Any) -> dict[str, Any]:
 
 
 def journal(to: Path, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run writes of its generations."""
+    """Train and return the journal's lines of its generations."""
     evoalign.train({**given, "output_dir": str(to)})
     return generations(to)
 
 
 def generations(run: Path) -> list[dict[str, Any]]:
-    """The lines of a journal below its head, which says how many replicas there were, and without the chain of hashes
-    that begins with it."""
+    """Return a journal's lines without its header, which has the number of replicas, and without the hash chain."""
     lines = (run / "journal.jsonl").read_text().splitlines()[1:]
     return [{k: v for k, v in json.loads(line).items() if k not in ("hash", "previous")} for line in lines]
 
 
-def call(seat: team.Seat, what: Callable[[Any], Any]) -> Any:
+def call(replica: Replica, what: Callable[[Any], Any]) -> Any:
+    """Run a function on the actor of a replica, in its process."""
     import ray
 
-    return ray.get(seat.actor.__ray_call__.remote(what), timeout=60)
+    return ray.get(replica.actor.__ray_call__.remote(what), timeout=60)
 
 
 def all_hashes(bench: contract.Bench) -> list[str]:
-    """Of all replicas, once nobody joins any more: one that hangs may be found out by this very question."""
-    of = engine_of(bench).team
+    """Return the hashes of all replicas, once none is joining: asking may reveal that one hangs."""
+    pool = engine_of(bench).pool
     while True:
-        while any(seat.joining for seat in of.seats):
-            of.poll(())
-        found = of.stands()
-        if not any(seat.joining for seat in of.seats):
+        while any(replica.joining for replica in pool.replicas):
+            pool.poll(())
+        found = pool.fingerprints()
+        if not any(replica.joining for replica in pool.replicas):
             return list(found.values())
 
 

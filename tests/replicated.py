@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of two replicas, held against one engine without Ray that is given the same chunks. Linux only."""
+"""Checks that two replicas give what one engine without Ray gives for the same chunks. Linux only."""
 
 from __future__ import annotations
 
@@ -14,46 +14,44 @@ import psutil
 
 from evoalign import engines
 from evoalign.config import Config
-from evoalign.engines.ray import wire
 from evoalign.engines.ray.engine import RayEngine
+from evoalign.engines.ray.replicas import Replica, checked_rollouts
 from evoalign.engines.ray.schedule import chunks_of
 from evoalign.engines.ray.settings import RayConfig
-from evoalign.engines.ray.team import Seat
 from evoalign.testing.engines import Bench, started
 from evoalign.types import MEAN, Plan, Rollout, population
 
 MEMBERS, CHUNK = 6, 3
 SHELVES = Path("/dev/shm")
 ENDING = 10.0
-"""Seconds that processes may take to follow the one that started them."""
+"""Seconds that processes may take to end after the one that started them."""
 
 Answers = dict[tuple[int, int], Rollout]
 Same = Callable[[Bench, Rollout, Rollout], None]
 
 
 def equal(_: Bench, one: Rollout, other: Rollout) -> None:
-    """Raises AssertionError where two answers differ in anything, log-probabilities included."""
+    """Raise AssertionError if two rollouts differ in anything, log-probabilities included."""
     assert one == other
 
 
 def two_of(alone: Config) -> Config:
-    """A config with two replicas of another's engine."""
+    """Return a config with two replicas of its engine."""
     engine = RayConfig(name="ray", replicas=2, chunk=CHUNK, compare_every=1, replica=alone.engine)
     return alone.model_copy(update={"engine": engine})
 
 
 def check_life(alone: Config, same: Same, lose: bool) -> None:
-    """Two generations, an update after each, of one engine and then of two. `lose`: one is killed in between.
+    """Run two generations with updates on one engine, then on two replicas; `lose` kills one in between.
 
-    Answers are alike and so are hashes; nothing is left of a replica that was killed, nor of all after the end.
-    Raises AssertionError.
+    Raises AssertionError if rollouts or hashes differ, or processes are left behind.
     """
     with started(engines.create, alone) as bench:
         wanted = list(_life(bench, _in_chunks, lambda: None))
     shelves, before = set(SHELVES.glob("evoalign-*")), set(below(os.getpid()))
     with started(RayEngine, two_of(alone)) as bench:
-        seat = _engine(bench).team.seats[0]
-        found = _life(bench, _at_once, lambda: _kill(seat) if lose else None)
+        replica = _engine(bench).pool.replicas[0]
+        found = _life(bench, _at_once, lambda: _kill(replica) if lose else None)
         for (answers, weights), (theirs, their_weights) in zip(found, wanted, strict=True):
             assert answers.keys() == theirs.keys() and len(answers) == (MEMBERS + 1) * len(bench.requests)
             for key, answer in answers.items():
@@ -70,16 +68,17 @@ def check_life(alone: Config, same: Same, lose: bool) -> None:
 def _life(
     bench: Bench, ask: Callable[[Bench, Plan], Sequence[Rollout]], between: Callable[[], None]
 ) -> Iterator[tuple[Answers, Any]]:
-    """Answers and hashes of two generations."""
+    """Yield rollouts and hashes of two generations."""
     for index in (0, 1):
         answers = ask(bench, bench.plan((*population(MEMBERS), MEAN), generation=index + 1))
         bench.engine.apply(dataclasses.replace(bench.update(), index=index))
         found: Any = bench.engine.fingerprint()
         if isinstance(bench.engine, RayEngine):
-            while any(seat.joining for seat in bench.engine.team.seats):
-                bench.engine.team.poll(())
-            hashes = bench.engine.team.stands()
-            assert len(hashes) == len(bench.engine.team.seats), "a replica failed"
+            pool = bench.engine.pool
+            while any(replica.joining for replica in pool.replicas):
+                pool.poll(())
+            hashes = pool.fingerprints()
+            assert len(hashes) == len(pool.replicas), "a replica failed"
             found = set(hashes.values())
         yield {(r.member.index, r.request): r for r in answers}, found
         if index == 0:
@@ -96,22 +95,21 @@ def _in_chunks(bench: Bench, plan: Plan) -> list[Rollout]:
 
 
 def _check_alike(bench: Bench, same: Same) -> None:
-    """Every replica answers a chunk as the others do, whoever was handed what so far."""
+    """Raise AssertionError if replicas return different rollouts for one chunk."""
     plan = bench.plan(population(CHUNK), generation=3)
-    asked = [(member, request) for member in plan.members for request in bench.requests]
-    sent = wire.members_bytes(plan.members), wire.asked_bytes(plan, bench.requests)
-    said = _engine(bench).team.ask_all("rollout", *sent)
-    first, *others = [wire.rollouts_of(data, asked) for data in said.values()]
+    pairs = [(member, request) for member in plan.members for request in bench.requests]
+    returned = _engine(bench).pool.ask_all("rollout", plan, bench.requests)
+    first, *others = [checked_rollouts(rollouts, pairs) for rollouts in returned.values()]
     assert len(others) == 1
     for one, other in zip(first, others[0], strict=True):
         same(bench, one, other)
 
 
-def _kill(seat: Seat) -> None:
-    """SIGKILL; what the replica had started follows it."""
+def _kill(replica: Replica) -> None:
+    """Kill a replica, and check that the processes which it started end."""
     import ray
 
-    pid = ray.get(seat.actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+    pid = ray.get(replica.actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
     processes = below(pid)
     os.kill(pid, signal.SIGKILL)
     check_gone(processes)
@@ -123,11 +121,11 @@ def _engine(bench: Bench) -> RayEngine:
 
 
 def below(pid: int) -> list[psutil.Process]:
-    """All that a process has started, and what that has."""
+    """Return all descendants of a process."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def check_gone(processes: Sequence[psutil.Process] | set[psutil.Process]) -> None:
-    """Raises AssertionError where one of them lives on."""
+    """Raise AssertionError if one of them is still running."""
     _, alive = psutil.wait_procs(list(processes), timeout=ENDING)
     assert not alive, f"left behind: {[process.as_dict(['pid', 'name', 'cmdline']) for process in alive]}"

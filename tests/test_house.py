@@ -42,7 +42,7 @@ OWN_NAMES = (
 OTHERS = {
     "baselines/assembling.py": "grpo.tune", "baselines/planning.py": "grpo.tune, and the space of its adapter",
     "cli/__init__.py": "a command", "exporting/card.py": "grpo.tune, a library's name and a tag of the hub",
-    "preflight/machine.py": "a library's name", "rundir/identity.py": "sections, grpo.tune, libraries' names",
+    "preflight/doctor.py": "a library's name", "rundir/identity.py": "sections, grpo.tune, libraries' names",
     "analysis/sweeping/search.py": "the default of task.name",
     "training/resolve.py": "what a PEFT adapter is",
 }  # fmt: skip

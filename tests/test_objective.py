@@ -521,10 +521,10 @@ def test_probe_needs_an_objective_without_population(questions: str, tmp_path: P
     assert np.sort(np.array(seen[0].scores_MP), axis=0).tolist() == [[float(i)] * 2 for i in range(4)]
     (row,) = lines(tmp_path / "run/metrics.jsonl")
     assert row["diagnosis"]["control"] is None
-    from evoalign.preflight import ladder
+    from evoalign.preflight import probe
 
     with pytest.raises(ConfigError, match="objective ranks scores a whole population at once, but the probe has none"):
-        ladder.probe(tree, members=4, examples=1)
+        probe.probe(tree, members=4, examples=1)
 
 
 def test_max_reward_applies_only_to_the_default_objective(random_qwen2: Path, tmp_path: Path) -> None:

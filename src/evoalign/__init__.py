@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from evoalign.errors import EvoalignError
     from evoalign.evaluation import Evaluation
     from evoalign.exporting.export import export
-    from evoalign.preflight import doctor
-    from evoalign.preflight.ladder import probe
+    from evoalign.preflight.doctor import doctor
+    from evoalign.preflight.probe import probe
     from evoalign.spaces import Space
     from evoalign.tasks import Data, Task
     from evoalign.training.placebos import placebo
@@ -40,7 +40,7 @@ _HOMES = {
     "Space": "evoalign.spaces:Space",
     "Task": "evoalign.tasks:Task",
     "compare": "evoalign.analysis.compare.comparison:compare",
-    "doctor": "evoalign.preflight:doctor",
+    "doctor": "evoalign.preflight.doctor:doctor",
     "dry_run": "evoalign.training.train:dry_run",
     "evaluate": "evoalign.training.resolve:evaluate",
     "evaluate_many": "evoalign.analysis.evaluations:evaluate_many",
@@ -48,7 +48,7 @@ _HOMES = {
     "grpo": "evoalign.analysis.runs:grpo",
     "load_config": "evoalign.config:load",
     "placebo": "evoalign.training.placebos:placebo",
-    "probe": "evoalign.preflight.ladder:probe",
+    "probe": "evoalign.preflight.probe:probe",
     "replay": "evoalign.training.replay:replay",
     "sweep": "evoalign.analysis.sweeping.sweep:sweep",
     "train": "evoalign.analysis.runs:train",

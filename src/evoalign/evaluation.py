@@ -21,7 +21,7 @@ from evoalign.rewards.objective import SetObjective
 from evoalign.rollouts import collect, columns_taken, derive_seed, sampling_of
 from evoalign.statistics import FEWEST, LEVEL, Estimate, mean, paired
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Graders, grading
+from evoalign.tasks.grading import grading
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Request, Rollout, text_of
 
@@ -104,12 +104,8 @@ def evaluate(
     task: Task,
     examples: Sequence[Example],
     settings: EvaluationConfig,
-    graders: Graders | None = None,
 ) -> Evaluation:
-    """Score the unperturbed model on every example, `samples` times for each of `seeds` (greedy: once).
-
-    `graders` score completions in other processes if they can; None: this process scores.
-    """
+    """Score the unperturbed model on every example, `samples` times for each of `seeds` (greedy: once)."""
     sampling = sampling_of(settings)
     greedy = sampling.temperature == 0
     draws = [(0, 0)] if greedy else [(seed, k) for seed in settings.seeds for k in range(settings.samples)]
@@ -117,7 +113,7 @@ def evaluate(
     prompts = [tokens.encode(task.prompt(example)) for example in examples]
     seeds = [derive_seed("evaluation", seed, e, k) for e, seed, k in keys]
     requests = [Request(i, prompts[e], sampling, seeds[i]) for i, (e, _, _) in enumerate(keys)]
-    with grading(task, examples, graders) as begun:
+    with grading(task, examples) as begun:
         answers = begun.of([e for e, _, _ in keys])
         rollouts = collect(engine, MEAN_PLAN, requests, answers.take)
         columns = columns_taken(answers)

@@ -36,7 +36,7 @@ def evolve(run: Run, first: int = 0) -> Iterator[Generation]:
         coefficients_M = shaping.shape(scores_MP, es.shaping)
         update = update_of(run.config, plan, coefficients_M, run.journal.summation)
         fitness_M = tuple(map(float, shaping.fitness(scores_MP)))
-        run.journal.append(update, fitness_M, run.objective.state, answered.scored_by)  # before the weights move
+        run.journal.append(update, fitness_M, run.objective.state)  # before the weights move
         with watching.phase("updating"):
             run.engine.apply(update)
             weights_hash = run.engine.fingerprint()

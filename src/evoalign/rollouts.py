@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from evoalign.report import watching
 from evoalign.rewards.objective import Columns, Group, Objective, grouped, judge
 from evoalign.rundir.journal import Journal
 from evoalign.tasks.base import Task
-from evoalign.tasks.grading import Answers, Graders, grading, scored
+from evoalign.tasks.grading import Answers, grading, scored
 from evoalign.tokens import Tokens
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, Sampling
 
@@ -38,8 +37,8 @@ class Run:
     """Parts of a run that the loop uses. `objective` is in the state of the first generation to be trained.
 
     `evaluate_mean` returns the measures of the mean; it is called every `evaluation.every` generations. `plateaus`
-    returns the number of plateaus so far. `graders` score completions in other processes; None: this process scores.
-    Raises ConfigError for `es.sigma_schedule` plateau without `plateaus`.
+    returns the number of plateaus so far. Raises ConfigError for `es.sigma_schedule` plateau without
+    `plateaus`.
     """
 
     config: Config
@@ -49,7 +48,6 @@ class Run:
     tokens: Tokens
     journal: Journal
     objective: Objective
-    graders: Graders | None = None
     evaluate_mean: Callable[[], Mapping[str, float] | None] = not_evaluated
     plateaus: Callable[[], int] = no_plateaus
 
@@ -66,7 +64,6 @@ class Answered:
     group: Group
     rollouts: Sequence[Rollout]
     mean: Sequence[Rollout]
-    scored_by: Mapping[str, Any]
 
     @property
     def tokens(self) -> int:
@@ -110,16 +107,15 @@ def ask(run: Run, plan: Plan, requests: Sequence[Request], rows: Sequence[int], 
     Raises LostError, RewardError.
     """
     task, members = run.task, len(plan.members)
-    with grading(task, run.examples, run.graders) as graded:
+    with grading(task, run.examples) as graded:
         answers, of_mean = graded.of([*rows] * members), graded.of(rows)
         rollouts = collect(run.engine, plan, requests, answers.take)
-        scored_by = run.engine.scored_by()
         mean = collect(run.engine, MEAN_PLAN, requests, of_mean.take) if run.objective.asks_mean else []
         clock.mark("rollout")
         examples = [run.examples[row] for row in rows]
         group = group_of(task, examples, rollouts, members, plan.generation, answers)
         group = with_mean(task, group, mean, of_mean) if mean else group
-    return Answered(group, rollouts, mean, scored_by)
+    return Answered(group, rollouts, mean)
 
 
 class LostError(EvoalignError):

@@ -23,7 +23,7 @@ from evoalign.rollouts import Run, no_plateaus, not_evaluated
 from evoalign.rundir.journal import Journal
 from evoalign.spaces import Space
 from evoalign.tasks import Data, Split, Task
-from evoalign.tasks.grading import Graders, kept_here, with_validation
+from evoalign.tasks.grading import with_validation
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, TensorSpec
 
@@ -55,7 +55,6 @@ class Parts(Served):
     task: Task
     data: Data
     objective: Objective
-    graders: Graders | None = None
 
     @property
     def max_score(self) -> float:
@@ -70,7 +69,7 @@ class Parts(Served):
     def evaluate(self, split: Split) -> Evaluation:
         """Evaluate the mean on a split."""
         examples, how = self.data.of(split), self.config.evaluation
-        return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how, self.graders)
+        return evaluation.evaluate(self.engine, self.tokens, self.task, examples, how)
 
     def run(
         self,
@@ -80,7 +79,7 @@ class Parts(Served):
     ) -> Run:
         """Return what the loop needs, writing to a journal; see `Run`."""
         return Run(
-            self.config, self.task, self.data.train, self.engine, self.tokens, journal, self.objective, self.graders,
+            self.config, self.task, self.data.train, self.engine, self.tokens, journal, self.objective,
             evaluate_mean, plateaus,
         )  # fmt: skip
 
@@ -105,14 +104,8 @@ def assemble(config: Config, task: Task | None = None, reward: Rewards | None = 
     except BaseException:
         chosen.close()
         raise
-    try:
-        graders = None if kept_here(chosen) is not None else served.engine.graders(chosen, data)
-    except BaseException:
-        served.close()
-        chosen.close()
-        raise
     kept = {f.name: getattr(served, f.name) for f in fields(served)}
-    return Parts(**kept, task=chosen, data=data, objective=objective, graders=graders)
+    return Parts(**kept, task=chosen, data=data, objective=objective)
 
 
 def serve(config: Config) -> Served:

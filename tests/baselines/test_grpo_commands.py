@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM
 
 import evoalign
 from calling import Run, caller
-from evoalign import preflight
 from evoalign.baselines import planning
 from evoalign.config import from_dict, load
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import CheckpointError, ConfigError, JournalError, ModelError, ResumeError
 from evoalign.exporting.public import private_paths, public
 from evoalign.models import tiny
+from evoalign.preflight import doctor
+from evoalign.preflight.case import Finding
 from evoalign.rundir import checkpoint, parquet
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import serve
@@ -157,7 +158,7 @@ def test_a_saved_policy_that_was_altered_or_is_of_es_is_refused(
 
 @pytest.mark.slow
 def test_evaluating_needs_no_trl() -> None:
-    modules = "evoalign.training.resolve, evoalign.exporting.export, evoalign.preflight"
+    modules = "evoalign.training.resolve, evoalign.exporting.export, evoalign.preflight.doctor"
     code = f"import sys, {modules}; sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
@@ -308,47 +309,47 @@ def test_train_needs_the_section_es_and_says_so_first(run: Run, tmp_path: Path) 
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 
-def statuses(found: list[preflight.Finding]) -> dict[str, str]:
+def statuses(found: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.status for finding in found}
 
 
 def test_the_doctor_takes_a_config_for_grpo_alone(tmp_path: Path) -> None:
-    found = preflight.doctor(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
-    assert [f.name for f in found[3:]] == [name for name, _ in preflight.CONFIGURED_FOR_GRPO]
+    found = doctor.doctor(from_dict(config(tmp_path / "runs/new", grpo={"num_generations": 4})))
+    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED_FOR_GRPO]
     assert {s for name, s in statuses(found[3:]).items() if name != "canary"} == {"ok"}
     told = {f.name: f for f in found}
     assert told["canary"].status == "skipped" and "no members" in told["canary"].detail
     assert "a group of 4 completions scored" in told["generation"].detail
-    assert re.search(r"a step takes about [\d.]+ s where .* at most about [\d.]+ s", told["generation"].detail)
-    assert preflight.verdict(found)[1] == 0
+    assert re.search(r"a step takes about [\d.]+ s if .* at most about [\d.]+ s", told["generation"].detail)
+    assert doctor.verdict(found)[1] == 0
     assert not list(tmp_path.iterdir())
 
 
 def test_the_doctor_finds_what_grpo_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"per_device_train_batch_size": 64, "trl": {"loss_typ": 1}, "tune": "lora"}
     tree = config(tmp_path / "new", grpo=wrong, lora={"target_layers": [99]})
-    found = {f.name: f for f in preflight.doctor(from_dict(tree))}
+    found = {f.name: f for f in doctor.doctor(from_dict(tree))}
     assert found["config"].status == "warning" and "num_generations 2" in found["config"].fix
     assert found["trl"].status == "failed" and "loss_type" in found["trl"].detail
     assert found["round"].status == "failed" and "takes 32 prompts" in found["round"].detail
     assert found["targets"].status == "failed" and "99" in found["targets"].detail
     assert found["engine"].status == found["disk"].status == "skipped"
     monkeypatch.setattr("evoalign.tracking.is_installed", lambda name: name != "trl")
-    found = {f.name: f for f in preflight.doctor(from_dict(config(tmp_path / "new")))}
+    found = {f.name: f for f in doctor.doctor(from_dict(config(tmp_path / "new")))}
     assert found["trl"].status == "failed" and found["trl"].fix == install("grpo")
 
 
 def test_the_doctor_names_the_command_that_needs_a_flag(runs: dict[str, Path]) -> None:
-    found = preflight.doctor(load([runs["lora"] / "config.yaml"]))
+    found = doctor.doctor(load([runs["lora"] / "config.yaml"]))
     assert statuses(found)["output"] == "warning"
-    line, code = preflight.verdict(found)
+    line, code = doctor.verdict(found)
     assert code == 0 and "ready (grpo needs --resume or --overwrite)" in line
 
 
 def test_a_config_of_both_is_examined_as_train_takes_it(tmp_path: Path) -> None:
-    found = preflight.doctor(from_dict(config(tmp_path / "new", es=ES)))
-    assert [f.name for f in found[3:]] == [name for name, _ in preflight.CONFIGURED]
-    assert preflight.verdict(found)[1] == 0
+    found = doctor.doctor(from_dict(config(tmp_path / "new", es=ES)))
+    assert [f.name for f in found[3:]] == [name for name, _ in doctor.CONFIGURED]
+    assert doctor.verdict(found)[1] == 0
 
 
 # --- dry run --------------------------------------------------------------------------------------------------------

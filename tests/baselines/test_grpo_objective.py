@@ -21,10 +21,10 @@ import pytest
 from rich.console import Console
 
 import evoalign
-from evoalign import preflight
 from evoalign.baselines import planning, trainer_state
 from evoalign.config import from_dict, to_yaml
 from evoalign.errors import ConfigError, ResumeError
+from evoalign.preflight import doctor
 from evoalign.rundir import parquet
 from evoalign.rundir.checkpoint import verify
 from plain import UNCHECKED
@@ -234,9 +234,9 @@ def test_members_do_not_tell_what_the_policy_says(tmp_path: Path) -> None:
 def test_dry_run_and_doctor_take_a_moving_price(tmp_path: Path) -> None:
     assert not [line for line in planning.dry_run(config(tmp_path)) if "refused" in line]
     tree = config(tmp_path)
-    assert {f.name: f.status for f in preflight.doctor(from_dict(tree))}["round"] == "ok"
+    assert {f.name: f.status for f in doctor.doctor(from_dict(tree))}["round"] == "ok"
     tree["task"]["objective"]["standardize"] = True
-    (found,) = [f for f in preflight.doctor(from_dict(tree)) if f.name == "round"]
+    (found,) = [f for f in doctor.doctor(from_dict(tree)) if f.name == "round"]
     assert found.status == "failed" and "lagrangian scores a whole population at once" in found.detail
 
 

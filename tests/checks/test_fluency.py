@@ -100,11 +100,11 @@ def test_when_it_is_measured(wanted: bool | None, here: bool, expected: bool, mo
     monkeypatch.setattr(type(config.engine), "serves_here", here)
     assert config.measures_nats is expected
     lines = second_copy_lines(config, 250_000_000, torch.bfloat16)
-    assert lines == (["second copy of the model 0.93 GiB, on the CPU in float32: asked at the end (checks.perplexity)"]
+    assert lines == (["second copy of the model 0.93 GiB, on the CPU in float32: used at the end (checks.perplexity)"]
                      if expected else [])  # fmt: skip
     monkeypatch.setattr("evoalign.cost.estimate.on_gpu", lambda config: True)
     both = config.model_copy(update={"checks": config.checks.model_copy(update={"kl_every": 5})})
     size = "0.47 GiB" if here else "0.93 GiB, on the CPU in float32"
     asked = "every 5 (checks.kl_every)" + (" and at the end (checks.perplexity)" if expected else "")
-    assert second_copy_lines(both, 250_000_000, torch.bfloat16) == [f"second copy of the model {size}: asked {asked}"]
+    assert second_copy_lines(both, 250_000_000, torch.bfloat16) == [f"second copy of the model {size}: used {asked}"]
     assert dataclasses.asdict(fluency.Fluency(None, None, 0, 0))["each"] == ()

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from calling import Run, caller
-from evoalign import preflight
 from evoalign.config import from_dict, load
 from evoalign.models import tiny
+from evoalign.preflight import doctor
 from evoalign.version import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ def test_a_dry_run_on_vllm_needs_no_vllm(run: Run, tmp_path: Path, monkeypatch: 
     assert "  name: vllm\n" in done.out and "cache at least 2.00 GiB (engine.kv_cache_gib)" in done.out
 
 
-@pytest.mark.skipif(preflight.machine._installed("vllm"), reason="vLLM is installed")
+@pytest.mark.skipif(doctor._installed("vllm"), reason="vLLM is installed")
 @pytest.mark.parametrize("words", [["train", QUICKSTART], ["eval", "tiny", "--task", "conciseness"]], ids=str)
 def test_vllm_that_is_not_installed_is_one_line(words: list[str], run: Run, tmp_path: Path) -> None:
     done = run(*words, "-s", "engine=vllm", "-s", "output_dir=run")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine `ray`, of real actors: what every engine promises, the same journal however many replicas, and their loss."""
+"""Engine `ray` with real actors: the contract of engines, the same journal for any number of replicas, joining.
+
+Faults are in tests/faults/test_ray_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,61 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import evoalign
 from evoalign import tokens
+from evoalign.checks import canary
 from evoalign.config import Config, from_dict
-from evoalign.engines.ray import team
+from evoalign.engines.ray import replicas
 from evoalign.engines.ray.engine import RayEngine
-from evoalign.engines.ray.replica import Replica
-from evoalign.errors import ConfigError, EvoalignError
+from evoalign.engines.ray.replicas import ReplicaActor, ReplicaPool
+from evoalign.engines.ray.schedule import Dispatcher
+from evoalign.errors import CanaryError, ConfigError, EvoalignError
 from evoalign.testing import engines as contract
-from evoalign.types import Rollout, population
+from evoalign.types import Plan, Request, Rollout, Sampling, population
 from raying import CORES, all_hashes, call, cluster, engine_of, generations, journal, settings
 
 __all__ = ["cluster"]
+long = pytest.mark.long
 
-pytestmark = pytest.mark.long
+
+@pytest.fixture(scope="module")
+def shared_bench(cluster: Any) -> Iterator[contract.Bench]:
+    with contract.started(RayEngine, from_dict(settings("lora", 2))) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [
+        contract.check_rollouts,
+        contract.check_request_indices,
+        contract.check_requests_of_one_member,
+        contract.check_repeats,
+        contract.check_state,  # these two change the mean, so they come last
+        contract.check_apply,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_engine_keeps_the_contract_on_a_shared_engine(check: contract.Check, shared_bench: contract.Bench) -> None:
+    check(shared_bench)
+
+
+@pytest.mark.slow
+def test_replicas_have_the_same_mean_after_updates(shared_bench: contract.Bench) -> None:
+    shared_bench.engine.apply(shared_bench.update())
+    assert all_hashes(shared_bench) == [shared_bench.engine.fingerprint()] * 2
+    assert engine_of(shared_bench).metrics()["restarts"] == 0
 
 
 @pytest.fixture
@@ -38,121 +72,45 @@ def config() -> Config:
     return from_dict(settings("lora", 2))
 
 
-@pytest.fixture
-def bench(config: Config) -> Iterator[contract.Bench]:
-    with contract.started(RayEngine, config) as found:
-        yield found
-
-
+@long
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
-def test_it_keeps_the_contract(check: contract.Check, bench: contract.Bench) -> None:
-    check(bench)
+def test_engine_keeps_the_contract(check: contract.Check, config: Config) -> None:
+    with contract.started(RayEngine, config) as bench:
+        check(bench)
 
 
+@long
 @pytest.mark.parametrize("space", ["lora", "lowrank", "full"])
 def test_journal_and_evaluation_do_not_depend_on_number_of_replicas(space: str, tmp_path: Path) -> None:
-    """The test split has 245 rows, which are handed out in four chunks."""
+    """The test split has 245 rows, which make four chunks."""
     journals, evaluations = [], []
-    for replicas in (1, 2, 3):
-        given: dict[str, Any] = settings(space, replicas)
+    for count in (1, 2, 3):
+        given: dict[str, Any] = settings(space, count)
         given["task"] |= {"test_size": None}
-        journals.append(journal(tmp_path / str(replicas), given))
-        evaluations.append(json.loads((tmp_path / str(replicas) / "results" / "evaluation.json").read_text()))
+        journals.append(journal(tmp_path / str(count), given))
+        evaluations.append(json.loads((tmp_path / str(count) / "results" / "evaluation.json").read_text()))
     assert len(journals[0]) == 6 and journals[0] == journals[1] == journals[2]
     assert evaluations[0]["examples"] == 245
-    assert evaluations[0]["before"] == evaluations[1]["before"] == evaluations[2]["before"]
-    assert evaluations[0]["after"] == evaluations[1]["after"] == evaluations[2]["after"]
+    for key in ("before", "after"):
+        assert evaluations[0][key] == evaluations[1][key] == evaluations[2][key]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_replica_that_is_lost_in_mid_rollout_loses_nothing(how: signal.Signals, config: Config) -> None:
-    wanted = None
-    for lose in (False, True):
-        engine = config.engine.model_copy(update={"patience": 30.0})
-        with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
-            bench.engine.apply(bench.update())
-            plan = bench.plan(population(12))
-            answers: list[Rollout] = []
-            pid = call(engine_of(bench).team.seats[0], lambda _: os.getpid())
-            for rollout in bench.engine.rollout(plan, bench.requests):
-                answers.append(rollout)
-                if lose and len(answers) == 1:
-                    os.kill(pid, how)
-            bench.engine.apply(dataclasses.replace(bench.update(), index=1))
-            hashes = all_hashes(bench)
-            assert len(hashes) == 2 and len(set(hashes)) == 1
-            found = (sorted(answers, key=lambda r: (r.member.index, r.request)), bench.engine.fingerprint())
-            wanted = wanted or found
-            assert found == wanted
-            assert engine_of(bench).metrics()["restarts"] >= lose
-
-
-def test_garbage_is_a_fault(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wanted = journal(tmp_path / "honest", settings("lora", 2))
-
-    class Broken(Replica):
-        """Answers rubbish once, in the first process that is asked."""
-
-        def rollout(self, members: bytes, asked: bytes) -> bytes:
-            try:
-                (tmp_path / "told").open("x").close()
-            except FileExistsError:
-                return super().rollout(members, asked)
-            return b'[[0, 0, [1], "x", "stop", null]]'
-
-    monkeypatch.setattr(team, "Replica", Broken)
-    assert journal(tmp_path / "broken", settings("lora", 2)) == wanted
-    assert (tmp_path / "told").exists()
-
-
-def test_a_replica_whose_mean_differs_is_made_anew(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    engine = config.engine.model_copy(update={"replicas": 3, "compare_every": 1})
-    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
-        bench.engine.apply(bench.update())
-        wanted = bench.engine.fingerprint()
-
-        def spoil(replica: Any) -> None:
-            next(iter(replica._engine.mean.parts)).master.add_(1.0)
-
-        call(engine_of(bench).team.seats[1], spoil)
-        assert bench.engine.fingerprint() == wanted
-        assert "replica 1 has another mean than the others" in caplog.text
-        assert all_hashes(bench) == [wanted] * 3
-
-
-def test_weights_that_are_refused_are_not_loaded_by_who_joins(config: Config) -> None:
-    engine = config.engine.model_copy(update={"compare_every": 1})
-    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
-        wanted = bench.engine.fingerprint()
-        os.kill(call(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
-        with pytest.raises(EvoalignError, match="does not fit"):
-            bench.engine.load({"no_such_tensor": torch.zeros(1)})
-        assert bench.engine.fingerprint() == wanted
-        assert engine_of(bench).metrics()["restarts"] == 1
-
-
-def test_a_replica_that_dies_too_often_ends_the_run(config: Config) -> None:
-    engine = config.engine.model_copy(update={"restarts": 0})
-    with contract.started(RayEngine, config.model_copy(update={"engine": engine})) as bench:
-        os.kill(call(engine_of(bench).team.seats[0], lambda _: os.getpid()), signal.SIGKILL)
-        with pytest.raises(EvoalignError, match=r"replica 0 died.*engine\.restarts"):
-            bench.engine.fingerprint()
-
-
-def test_more_replicas_than_there_is_room_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+@long
+def test_engine_raises_when_replicas_find_no_room(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoalign.engines.ray.cluster.WAIT", 3.0)
     many = config.model_copy(update={"engine": config.engine.model_copy(update={"replicas": CORES + 1})})
-    with pytest.raises(EvoalignError, match=r"engine\.replicas: 9 replicas .* find no room"):
+    with pytest.raises(EvoalignError, match=r"engine\.replicas: 9 "):
         RayEngine(many, tokens.load(config.model))
 
 
 @pytest.mark.parametrize("replica", [{"name": "ray"}, {"name": "own:Engine"}, {"name": "nothing"}])
-def test_what_cannot_be_a_replica_is_refused(replica: dict[str, Any]) -> None:
+def test_config_rejects_engines_that_cannot_be_replicas(replica: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"engine\.replica|unknown engine|cannot be a replica"):
         from_dict(settings("lora", 2, replica=replica))
 
 
-def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@long
+def test_run_resumes_with_another_number_of_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = journal(tmp_path / "whole", settings("lowrank", 2))
 
     def stop(generation: Any) -> None:
@@ -165,12 +123,21 @@ def test_a_run_resumes_with_another_number_of_replicas(tmp_path: Path, capsys: p
     cut["engine"] |= {"replicas": 1, "cpus": 0.5}
     evoalign.train(cut, resume=True)
     assert generations(tmp_path / "cut") == wanted
-    told = [line for line in "".join(capsys.readouterr()).splitlines() if "last bits" in line]
-    assert len(told) == 1 and "engine.cpus" in told[0], "replicas move no bit where answers repeat"
+    warnings = [line for line in "".join(capsys.readouterr()).splitlines() if "last bits" in line]
+    assert len(warnings) == 1 and "engine.cpus" in warnings[0], "replicas change no bit of a deterministic run"
 
 
-def test_a_cluster_of_its_own_listens_on_loopback_alone_and_ends_with_it() -> None:
-    """In a process of its own: this one has a cluster that a test has started."""
+def _in_new_process(script: str, given: dict[str, Any]) -> str:
+    """Run a script, which gets a config as its argument, in a process without a cluster; return its output."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", script, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@long
+def test_own_cluster_listens_on_loopback_only_and_ends_with_the_engine() -> None:
     script = """
 import json, os, sys
 import psutil
@@ -188,17 +155,14 @@ engine.close()
 _, alive = psutil.wait_procs(family[1:], timeout=30)
 print([p.name() for p in alive])
 """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    asked = [sys.executable, "-c", script, json.dumps(settings("lora", 1))]
-    said = subprocess.run(asked, capture_output=True, text=True, env=clean, timeout=300, check=False)
-    assert said.returncode == 0, said.stderr
-    first, left = said.stdout.strip().splitlines()[-2:]
+    first, left = _in_new_process(script, settings("lora", 1)).strip().splitlines()[-2:]
     count, rest = first.split(" ", 1)
     assert int(count) > 4 and rest == "['127.0.0.1', '::ffff:127.0.0.1'] token 64"
     assert left == "[]"
 
 
-def test_run_with_its_own_cluster_stops_in_order_on_sigterm(tmp_path: Path) -> None:
+@long
+def test_run_with_own_cluster_stops_in_order_on_sigterm(tmp_path: Path) -> None:
     """Ray handles SIGTERM itself, and would end the process in mid-generation.
 
     A thread of Ray's may receive the signal, so that it reaches Python a generation or more later.
@@ -218,13 +182,160 @@ except StoppedError as error:
     print("said:", error)
 print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     given: dict[str, Any] = settings("lora", 1) | {"output_dir": str(tmp_path / "run")}
     given["es"] |= {"num_generations": 500}
-    asked = [sys.executable, "-c", script, json.dumps(given)]
-    said = subprocess.run(asked, capture_output=True, text=True, env=clean, timeout=300, check=False)
-    assert said.returncode == 0, said.stderr
-    stopped = re.search(r"said: stopped after generation (\d+) of 500", said.stdout)
-    assert stopped and said.stdout.endswith("True\n")
+    output = _in_new_process(script, given)
+    stopped = re.search(r"said: stopped after generation (\d+) of 500", output)
+    assert stopped and output.endswith("True\n")
     lines = generations(tmp_path / "run")
     assert len(lines) == 2 * int(stopped[1]) and 1 <= int(stopped[1]) < 500
+
+
+# --- joining ---
+
+ADAM = {"optimizer": {"name": "adam"}, "num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
+DECAY = {"decay": 0.1, "num_generations": 3, "sigma": 0.01, "learning_rate": 0.01}
+SPACES: dict[str, dict[str, Any]] = {"lora": {}, "lora, adam": ADAM, "lowrank": {}, "full": DECAY}
+
+
+def config_of(variant: str, count: int = 2, **ray: Any) -> Config:
+    given = settings(variant.partition(",")[0], count, **ray)
+    return from_dict(given | {"es": given["es"] | SPACES[variant]})
+
+
+@long
+@pytest.mark.parametrize("reload", [False, True], ids=["updates", "updates and loaded weights"])
+@pytest.mark.parametrize("variant", SPACES)
+def test_joining_replica_replays_to_the_mean_of_the_others(variant: str, reload: bool) -> None:
+    with contract.started(RayEngine, config_of(variant)) as bench:
+        pool = engine_of(bench).pool
+        for index in range(3):
+            if reload and index == 1:
+                bench.engine.load(dict(bench.engine.state()), dict(bench.engine.optimizer_state()) or None)
+            bench.engine.apply(dataclasses.replace(bench.update(), index=index))
+        wanted = bench.engine.fingerprint()
+        pool.restart(pool.replicas[1], "is restarted by a test")
+        assert len(pool.ready) == 1 and pool.replicas[1].stage == "loading"
+        assert all_hashes(bench) == [wanted] * 2
+        # The next update also depends on the optimizer's state, and with decay on the weights of the start.
+        bench.engine.apply(dataclasses.replace(bench.update(), index=3))
+        assert len(set(all_hashes(bench))) == 1 and bench.engine.fingerprint() != wanted
+
+
+@long
+def test_joining_replica_receives_updates_made_meanwhile() -> None:
+    with contract.started(RayEngine, config_of("lora")) as bench:
+        pool = engine_of(bench).pool
+        bench.engine.apply(bench.update())
+        pool.restart(pool.replicas[0], "is restarted by a test")
+        for index in range(1, 5):
+            bench.engine.apply(dataclasses.replace(bench.update(), index=index))
+            list(bench.engine.rollout(bench.plan(population(2)), bench.requests))
+            bench.engine.fingerprint()
+        assert len(set(all_hashes(bench))) == 1 and len(pool.ready) == 2
+
+
+def _place(rollout: Rollout) -> tuple[int, int]:
+    return rollout.member.index, rollout.request
+
+
+@long
+def test_replicas_join_once_there_is_room(cluster: Any) -> None:
+    room = cluster.util.placement_group([{"CPU": CORES - 2}])
+    assert room.wait(60)
+    with contract.started(RayEngine, config_of("lora", 4, at_least=1)) as bench:
+        pool, plan = engine_of(bench).pool, bench.plan(population(8))
+        assert {replica.stage for replica in pool.replicas} == {"ready", "waiting"} and len(pool.ready) <= 2
+        bench.engine.apply(bench.update())
+        wanted, alone = bench.engine.fingerprint(), list(bench.engine.rollout(plan, bench.requests))
+        cluster.util.remove_placement_group(room)
+        until, found = time.monotonic() + 300, alone
+        while len(pool.ready) < 4 and time.monotonic() < until:
+            found = list(bench.engine.rollout(plan, bench.requests))
+        assert sorted(found, key=_place) == sorted(alone, key=_place)
+        assert all_hashes(bench) == [wanted] * 4
+        assert bench.engine.metrics()["replicas"] == 4
+
+
+@long
+def test_canary_finds_the_replica_that_ignores_adapters(monkeypatch: pytest.MonkeyPatch, cluster: Any) -> None:
+    class Deaf(ReplicaActor):
+        ignores_adapters = False
+
+        def rollout(self, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+            def nothing(*_: Any) -> None:
+                """Put no adapters in place."""
+
+            if self.ignores_adapters:
+                self._engine._put_adapters = nothing
+            return super().rollout(plan, requests)
+
+    monkeypatch.setattr(replicas, "ReplicaActor", Deaf)
+    with contract.started(RayEngine, config_of("lora")) as bench:
+        call(engine_of(bench).pool.replicas[1], lambda actor: setattr(actor, "ignores_adapters", True))
+        parts = bench.engine.parts()
+        assert len(parts) == 2 and not hasattr(parts[0], "apply"), "an update goes to all replicas"
+
+        def check(engine: Any) -> None:
+            prompt = bench.requests[0].prompt_ids
+            canary.check(engine, bench.space, bench.layout, prompt, generation=0, width=0.01, exact=True)
+
+        check(parts[0])
+        with pytest.raises(CanaryError):
+            check(parts[1])
+
+
+# --- a slow replica: tests/engines/test_ray_schedule.py checks durations in virtual time ---
+
+MEMBERS, SECONDS = 128, 0.02
+
+
+class Sleeper(ReplicaActor):
+    """Sleeps for each member in place of a model, and counts members."""
+
+    seconds = SECONDS
+    members = 0
+
+    def load_model(self) -> tuple[str, list[Any]]:
+        return "float32", []
+
+    def set_seconds(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def count(self) -> int:
+        return self.members
+
+    def rollout(self, plan: Plan, requests: Sequence[Request]) -> list[Rollout]:
+        time.sleep(len(plan.members) * self.seconds)
+        self.members += len(plan.members)
+        return [Rollout(m, 0, (m.index,), f"member {m.index}", "stop") for m in plan.members]
+
+
+@pytest.fixture
+def sleepers(cluster: Any) -> Iterator[ReplicaPool]:
+    from ray import cloudpickle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "ReplicaActor", Sleeper)
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import this module
+        pool = ReplicaPool(from_dict(settings("lora", 4, chunk=4)))
+        while len(pool.ready) < 4:
+            pool.admit()
+    yield pool
+    pool.close()
+
+
+@long
+@pytest.mark.parametrize("slow", [0, 3])
+def test_slow_replica_gets_fewer_members_and_changes_no_rollout(sleepers: ReplicaPool, cluster: Any, slow: int) -> None:
+    cluster.get(sleepers.replicas[slow].actor.set_seconds.remote(4 * SECONDS))
+    dispatcher, plan = Dispatcher(sleepers), Plan(0, 1.0, population(MEMBERS))
+    for _ in range(3):
+        found = Counter(
+            (r.member.index, r.text, r.token_ids) for r in dispatcher.run(plan, [Request(0, (1,), Sampling(4))], 4)
+        )
+        assert found == Counter((i, f"member {i}", (i,)) for i in range(MEMBERS))
+    counts = cluster.get([replica.actor.count.remote() for replica in sleepers.replicas])
+    # In proportion to speed its share is 4 of 52; an equal share would be 1 of 4.
+    assert 0 < counts[slow] < 0.15 * sum(counts)
+    assert all(counts[slow] < count for place, count in enumerate(counts) if place != slow)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run spends: FLOPs against a count of what torch runs, tokens against a count by hand."""
+"""Costs of a run: FLOPs compared with the operations that torch runs, tokens with a count by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from families import build
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "flops.py"))
 EXACT = 1e-6
-"""Within 2 % is asked for; nothing in these counts is uncertain, and they agree to the last product."""
+"""Required within 2 %; the counts agree exactly."""
 TINY: dict[str, int] = {"layers": 4, "hidden": 96, "inner": 288, "keys": 32, "vocabulary": 1024}
 
 
@@ -70,8 +70,8 @@ def totals_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results" / "budget.json").read_text())
 
 
-def test_the_worked_example_of_the_docs() -> None:
-    """A prompt of ten tokens and three generated: twelve are read, three times the head is used."""
+def test_formula_gives_the_example_of_the_docs() -> None:
+    """A prompt of ten tokens and three generated: twelve are inputs, and the head is applied three times."""
     t = TINY
     layer = 2 * t["hidden"] ** 2 + 2 * t["hidden"] * t["keys"] + 3 * t["hidden"] * t["inner"]
     linear, head = t["layers"] * layer, t["hidden"] * t["vocabulary"]
@@ -119,7 +119,7 @@ def test_a_prompt_in_pieces_costs_what_it_costs_at_once() -> None:
     assert whole == flops.sequence_flops(model, 0, 7, 0) + flops.sequence_flops(model, 7, 13, 1)
 
 
-def test_what_prompts_begin_with_is_read_once_unless_a_window_forbids_it() -> None:
+def test_common_prefix_is_computed_once_unless_beyond_a_window() -> None:
     prompts = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7, 8)]
     model, narrow = shape(), shape(windows=(None, 9))
     apart = sum(flops.sequence_flops(model, 0, len(p), 1) for p in prompts)
@@ -131,7 +131,7 @@ def test_what_prompts_begin_with_is_read_once_unless_a_window_forbids_it() -> No
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2", "deepseek_v3", "bamba"])
-def test_models_that_the_formula_does_not_know_are_refused(name: str) -> None:
+def test_shape_of_rejects_unknown_models(name: str) -> None:
     from transformers import AutoConfig
 
     specs = specs_of(BENCH["small"]("llama"), lambda _: 0.0)
@@ -139,7 +139,7 @@ def test_models_that_the_formula_does_not_know_are_refused(name: str) -> None:
         flops.shape_of(AutoConfig.for_model(name), specs)
 
 
-def test_experts_in_a_known_family_are_refused() -> None:
+def test_shape_of_rejects_experts() -> None:
     from evoalign.types import TensorSpec
 
     model = BENCH["small"]("llama")
@@ -148,7 +148,7 @@ def test_experts_in_a_known_family_are_refused() -> None:
         flops.shape_of(model.config, [*specs_of(model, lambda _: 0.0), experts])
 
 
-def test_costs_add_up_and_what_is_not_known_stays_so() -> None:
+def test_costs_add_up_and_keep_unknown_parts() -> None:
     a = Cost(1, 2, 3, 4, 5.0, 6.0, 7.0, 8.0, 90)
     b = Cost(10, 20, 30, 40, 50.0, None, 70.0, 80.0, 9)
     assert a + b == Cost(11, 22, 33, 44, 55.0, None, 77.0, 88.0, 90)
@@ -188,7 +188,7 @@ def test_tokens_of_a_run_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
 
 
 def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> None:
-    """By hand: what prompts begin with once a member, then each prompt and each completion; members and update."""
+    """Count by hand: the common prefix once per member, each prompt and completion, members and update."""
     seen: list[Generation] = []
     run(tmp_path / "run", seen, lora={"rank": 2})
     model = tiny_shape()
@@ -211,7 +211,7 @@ def test_flops_of_a_run_are_the_formula_over_its_rollouts(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("space", "factors"), [("lora", True), ("lowrank", False)])
 def test_the_mean_has_factors_where_it_is_an_adapter(space: str, factors: bool, tmp_path: Path) -> None:
-    """By hand, as a prompt is read by a member: the mean of `lowrank` lies in the weights."""
+    """Count by hand: the mean of `lowrank` is in the weights."""
     run(tmp_path / "run", space=space)
     model, tokenizer = tiny_shape(), AutoTokenizer.from_pretrained(tiny())
     adapted = Adapted(1, frozenset(m.name for m in model.matrices)) if factors else None
@@ -245,7 +245,7 @@ def test_a_pair_shares_its_noise_and_nothing_moves_without_variance(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_adds_up_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_resumed_run_adds_costs_and_counts_missing_rows(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder)
     before = totals_of(folder)
@@ -263,7 +263,7 @@ def test_a_run_that_goes_on_adds_up_and_says_what_is_missing(tmp_path: Path) -> 
     assert after["evaluation"]["completions"] == 3 * a_time
 
 
-def test_a_run_that_is_stopped_has_written_its_budget(tmp_path: Path) -> None:
+def test_stopped_run_writes_its_budget(tmp_path: Path) -> None:
     def stop(_: Generation) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -274,7 +274,7 @@ def test_a_run_that_is_stopped_has_written_its_budget(tmp_path: Path) -> None:
     assert totals["training"]["generated_tokens"] == rows_of(tmp_path / "run")[0]["tokens"]
 
 
-def test_evaluation_is_not_known_where_its_file_is_lost(tmp_path: Path) -> None:
+def test_evaluation_cost_is_unknown_without_its_file(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder)
     (folder / "results" / "budget.json").write_text("{")
@@ -283,7 +283,7 @@ def test_evaluation_is_not_known_where_its_file_is_lost(tmp_path: Path) -> None:
     assert totals_of(folder)["training"]["generated_tokens"] > 0
 
 
-def test_a_model_that_the_formula_does_not_know_has_no_flops(tmp_path: Path) -> None:
+def test_run_of_an_unknown_model_has_no_flops(tmp_path: Path) -> None:
     model = build("mpt", tmp_path / "mpt")
     run(tmp_path / "run", model={"name": str(model)}, space="full")
     totals = totals_of(tmp_path / "run")
@@ -342,5 +342,5 @@ def test_the_file_formats_name_every_field(tmp_path: Path) -> None:
     assert all(f"`{name}`" in of_run for name in totals_of(tmp_path / "run"))
 
 
-def test_devices_are_counted_as_long_as_they_are_kept() -> None:
+def test_device_seconds_include_idle_devices() -> None:
     assert budget.time_cost(2.0, 4, None) == Cost(wall_seconds=2.0, device_seconds=8.0, peak_memory_bytes=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dry run says of memory, held against what a process takes."""
+"""Estimated memory compared with that of a process."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def tree(folder: Path, members: int, **sections: Any) -> dict[str, Any]:
 
 
 def stated(lines: list[str]) -> tuple[float, str]:
-    """Bytes in all, and the line that says so."""
+    """Return the total bytes, and the line with them."""
     (line,) = [line for line in lines if line.startswith("memory ")]
     found = re.match(r"memory (?:about|up to|at least) ([\d.]+) (\wiB): ", line)
     assert found, line
     return float(found[1]) * UNITS[found[2]], line
 
 
-def test_a_small_model_is_not_said_to_take_the_whole_of_its_limit(tmp_path: Path) -> None:
-    """`engine.memory_gib` bounds what a batch takes, 2 GiB; 512 short completions of a model of 2 MB take far less."""
+def test_memory_of_a_small_model_is_below_its_limit(tmp_path: Path) -> None:
+    """`engine.memory_gib` limits a batch to 2 GiB; 512 short completions of a 2 MB model take far less."""
     whole, line = stated(dry_run(tree(tmp_path, 32)))
     own = resident() or 0
     assert 50 * 2**20 < whole - own < 400 * 2**20, line
@@ -61,7 +61,7 @@ def test_a_small_model_is_not_said_to_take_the_whole_of_its_limit(tmp_path: Path
     more, _ = stated(dry_run(tree(tmp_path, 256)))
     assert 6 < (more - own) / (whole - own) < 9
     most, line = stated(dry_run(tree(tmp_path, 256, engine={"device": "cpu", "memory_gib": 0.125})))
-    assert most - own < 140 * 2**20 and "in batches that keep to engine.memory_gib" in line
+    assert most - own < 140 * 2**20 and "limited by engine.memory_gib" in line
     few, _ = stated(dry_run(tree(tmp_path, 256, engine={"device": "cpu", "max_rows": 16})))
     assert few - own < 20 * 2**20
 
@@ -77,7 +77,7 @@ def test_a_tokenizer_that_is_not_there_leaves_the_limit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a process took")
-def test_what_is_said_is_what_a_process_takes(tmp_path: Path) -> None:
+def test_memory_estimate_is_that_of_a_process(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", RUN, json.dumps(tree(tmp_path, 128))]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

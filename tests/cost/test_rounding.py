@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding leaves of the noise, said before a run, against the weights that an engine really serves."""
+"""How much noise survives rounding, compared with the weights that an engine serves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tree(sigma: float, space: str = "full", dtype: str = "bfloat16", **es: Any) 
 
 
 def served(bench: Bench, sigma: float) -> tuple[float, float]:
-    """The share of weights that member 0 moves, and the correlation with its noise, of all that evolves."""
+    """Return the share of weights that member 0 moves, and the correlation with its noise."""
     parameters = dict(bench.model.named_parameters())
     mean = {t.name: parameters[t.name].double().flatten() for t in bench.layout.tensors}
     engine: Any = bench.engine
@@ -37,7 +37,7 @@ def served(bench: Bench, sigma: float) -> tuple[float, float]:
 
 @pytest.mark.first("files")
 @pytest.mark.parametrize("where", ["engine", "files"])
-def test_what_is_told_is_what_is_served(where: str) -> None:
+def test_survival_agrees_with_served_members(where: str) -> None:
     with Bench(tree(SIGMAS[0])) as bench:
         for sigma in SIGMAS:
             weights = (
@@ -57,7 +57,7 @@ def rounded_lines(config: Any) -> list[str]:
     return [line for line in dry_run(config) if "rounding" in line]
 
 
-def test_the_dry_run_says_so_and_warns_where_little_is_left(tmp_path: Any) -> None:
+def test_dry_run_warns_of_little_noise(tmp_path: Any) -> None:
     wide, narrow = (rounded_lines(tree(sigma)) for sigma in (SIGMAS[0], SIGMAS[-1]))
     assert len(wide) == 1 and wide[0].startswith("rounding to bfloat16: the noise moves ")
     assert len(narrow) == 1 and narrow[0].startswith("warning: rounding to bfloat16")
@@ -66,16 +66,16 @@ def test_the_dry_run_says_so_and_warns_where_little_is_left(tmp_path: Any) -> No
         "tiny", "full", model={"dtype": "float16"}, es={"noise_multiplier": 1e-3, "learning_rate": 0.5}
     )
     assert rounded_lines(scaled) == [
-        "rounding to float16: what it leaves of the noise is known once the weights are loaded"
+        "rounding to float16: how much noise survives is known once the weights are loaded"
     ]
 
 
 @pytest.mark.parametrize(("space", "dtype"), [("lora", "bfloat16"), ("lowrank", "bfloat16"), ("full", "float32")])
-def test_nothing_is_said_where_no_member_is_a_rounded_weight(space: str, dtype: str) -> None:
+def test_rounding_lines_are_empty_without_rounding(space: str, dtype: str) -> None:
     assert rounded_lines(tree(SIGMAS[-1], space, dtype)) == []
 
 
-def test_the_doctor_warns_too() -> None:
+def test_doctor_warns_of_rounding() -> None:
     found = []
     for sigma in (SIGMAS[0], SIGMAS[-1]):
         case = Case(tree(sigma))
@@ -88,7 +88,7 @@ def test_the_doctor_warns_too() -> None:
     assert found[1].fix == "raise es.sigma, or use model.dtype float32 or space lora"
 
 
-def test_a_model_whose_files_are_not_here_or_broken_is_waited_for(tmp_path: Any) -> None:
+def test_missing_or_broken_files_have_no_samples(tmp_path: Any) -> None:
     away = make_config("nobody/has_this", "full", model={"dtype": "bfloat16"})
     with Bench(tree(SIGMAS[0])) as bench:
         assert list(rounding.weights_of_files(away.model, bench.layout)) == []
@@ -99,7 +99,7 @@ def test_a_model_whose_files_are_not_here_or_broken_is_waited_for(tmp_path: Any)
 
 @pytest.mark.parametrize("shape", [(7,), (40, 30), (3, 20, 30), (1,)])
 @pytest.mark.parametrize("count", [1, 5, 64, 10**6])
-def test_a_block_lies_inside_and_is_no_larger(shape: tuple[int, ...], count: int) -> None:
+def test_block_is_inside_the_tensor(shape: tuple[int, ...], count: int) -> None:
     block = rounding._block(shape, count)
     taken = torch.zeros(shape)[block].numel()
     assert 1 <= taken <= min(count, torch.zeros(shape).numel())

@@ -16,7 +16,7 @@ from test_parity import SPACES, Rebuilt, run
 from transformers import AutoModelForCausalLM
 
 from evoalign import spaces
-from evoalign.cost.share import share_lines
+from evoalign.cost.estimate import share_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError
 from evoalign.spaces.targets import module_of

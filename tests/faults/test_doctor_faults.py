@@ -17,9 +17,9 @@ import torch
 
 from calling import caller
 from doctored import DATA, config, of, statuses
-from evoalign import engines, preflight
+from evoalign import engines
 from evoalign.models import tiny
-from evoalign.preflight import plan
+from evoalign.preflight import doctor, plan
 from evoalign.preflight.case import Case, Finding
 from evoalign.tasks.conciseness import Conciseness
 from evoalign.types import Member, Plan
@@ -60,16 +60,16 @@ class Ignores(ByLibrary):
 
 def test_an_ignored_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "create", Ignores)
-    found = preflight.doctor(config(tmp_path))
+    found = doctor.doctor(config(tmp_path))
     assert of(found, "canary").status == "failed"
     assert of(found, "canary").detail.startswith("canary: member 0 answers as the unperturbed model does: the engine")
     assert statuses(found)["engine"] == statuses(found)["generation"] == "ok"
-    assert preflight.verdict(found) == ("verdict: not ready; 1 failed: canary", 1)
+    assert doctor.verdict(found) == ("verdict: not ready; 1 failed: canary", 1)
 
 
 def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "create", Ignores)
-    assert of(preflight.doctor(None), "canary").status == "failed"
+    assert of(doctor.doctor(None), "canary").status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_ignored_adapter_of_the_shipped_model(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_modules_and_layers_that_the_model_lacks(tmp_path: Path, lora: dict[str, Any], message: str) -> None:
-    found = preflight.doctor(config(tmp_path, lora=lora))
+    found = doctor.doctor(config(tmp_path, lora=lora))
     assert of(found, "targets").status == "failed" and message in of(found, "targets").detail
     assert {of(found, name).status for name in ("memory", "disk", "engine", "canary", "generation")} == {"skipped"}
     assert of(found, "prompt length").status == "ok"
@@ -91,13 +91,13 @@ def test_modules_and_layers_that_the_model_lacks(tmp_path: Path, lora: dict[str,
 
 def test_a_missing_chat_template(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=None)
-    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
+    found = doctor.doctor(config(tmp_path, model={"name": str(folder)}))
     finding = of(found, "chat template")
-    assert finding.status == "failed" and "has no chat template: the model would read the bare text" in finding.detail
+    assert finding.status == "failed" and "no chat template" in finding.detail
     assert "task.prompt: raw" in finding.fix
     assert statuses(found)["canary"] == "ok"
-    raw = preflight.doctor(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
-    assert of(raw, "chat template").status == "ok" and preflight.verdict(raw)[1] == 0
+    raw = doctor.doctor(config(tmp_path, model={"name": str(folder)}, task={"prompt": "raw"}))
+    assert of(raw, "chat template").status == "ok" and doctor.verdict(raw)[1] == 0
 
 
 THINKS = (
@@ -124,7 +124,7 @@ def test_a_chat_template_that_writes_before_an_opened_answer(tmp_path: Path, fol
 
 def test_a_chat_template_that_refuses_the_messages(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template="{{ raise_exception('no users here') }}")
-    finding = of(preflight.doctor(config(tmp_path, model={"name": str(folder)})), "chat template")
+    finding = of(doctor.doctor(config(tmp_path, model={"name": str(folder)})), "chat template")
     assert finding.status == "failed" and "no users here" in finding.detail
 
 
@@ -132,37 +132,37 @@ def test_no_stop_token_is_a_warning(tmp_path: Path, folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", eos_token_id=None)
-    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
-    assert of(found, "tokenizer").status == "warning" and "always run to max_tokens" in of(found, "tokenizer").fix
-    assert preflight.verdict(found)[1] == 0
+    found = doctor.doctor(config(tmp_path, model={"name": str(folder)}))
+    assert of(found, "tokenizer").status == "warning" and "max_tokens" in of(found, "tokenizer").fix
+    assert doctor.verdict(found)[1] == 0
 
 
 def test_prompts_beyond_the_models_positions(tmp_path: Path) -> None:
-    found = preflight.doctor(config(tmp_path, evaluation={"max_tokens": 2040}))
+    found = doctor.doctor(config(tmp_path, evaluation={"max_tokens": 2040}))
     assert of(found, "prompt length").status == "failed"
     assert "exceed the model's 2048 positions" in of(found, "prompt length").detail
 
 
 def test_prompts_beyond_what_vllm_is_told_to_read(tmp_path: Path) -> None:
-    case = preflight.Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
-    for check in (preflight.plan.check_task, preflight.plan.check_tokenizer):
+    case = Case(config(tmp_path, engine={"name": "vllm", "max_model_len": 30}))
+    for check in (plan.check_task, plan.check_tokenizer):
         check(case)
-    finding = preflight.plan.check_lengths(case)
+    finding = plan.check_lengths(case)
     assert finding.status == "failed" and "exceed engine.max_model_len 30" in finding.detail
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
+    found = doctor.doctor(config(tmp_path, model={"name": str(folder)}))
     assert of(found, "tokenizer").status == "failed"
-    assert of(found, "engine").status == "skipped" and "needs tokenizer" in of(found, "engine").detail
+    assert of(found, "engine").status == "skipped" and "tokenizer" in of(found, "engine").detail
     assert of(found, "targets").status == of(found, "disk").status == "ok"
 
 
 def test_damaged_weights(tmp_path: Path, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\0" * 100)
-    found = preflight.doctor(config(tmp_path, model={"name": str(folder)}))
+    found = doctor.doctor(config(tmp_path, model={"name": str(folder)}))
     assert of(found, "engine").status == "failed" and "does not load" in of(found, "engine").detail
     assert of(found, "canary").status == "skipped"
 
@@ -171,7 +171,7 @@ def test_damaged_weights(tmp_path: Path, folder: Path) -> None:
 
 
 def test_lost_data(tmp_path: Path) -> None:
-    found = preflight.doctor(config(tmp_path, task={"train_data": "nowhere.json"}))
+    found = doctor.doctor(config(tmp_path, task={"train_data": "nowhere.json"}))
     assert of(found, "task").status == "failed" and "no data file nowhere.json" in of(found, "task").detail
     assert of(found, "gold answers").status == of(found, "generation").status == "skipped"
     assert of(found, "canary").status == "ok"
@@ -182,20 +182,20 @@ def test_an_error_that_nobody_foresaw_hides_no_other_check(tmp_path: Path, monke
         raise ValueError("a bug of the user's own\nand more")
 
     monkeypatch.setattr(Conciseness, "load_data", broken)
-    found = preflight.doctor(config(tmp_path))
-    assert of(found, "task") == preflight.Finding("task", "failed", "ValueError: a bug of the user's own")
+    found = doctor.doctor(config(tmp_path))
+    assert of(found, "task") == Finding("task", "failed", "ValueError: a bug of the user's own")
     assert of(found, "canary").status == "ok"
 
 
 def test_gold_answers_that_fall_short_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: "x" * 500)
-    found = preflight.doctor(config(tmp_path))
+    found = doctor.doctor(config(tmp_path))
     assert of(found, "gold answers").status == "warning" and "earns -4" in of(found, "gold answers").detail
 
 
 def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conciseness, "gold", lambda self, example: None)
-    finding = of(preflight.doctor(config(tmp_path)), "gold answers")
+    finding = of(doctor.doctor(config(tmp_path)), "gold answers")
     assert finding.status == "ok" and finding.detail == "10 of 10 examples have no gold answer"
 
 
@@ -208,13 +208,13 @@ def test_missing_gold_answers_are_told(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_a_reward_that_fails(tmp_path: Path, body: str, message: str) -> None:
-    found = preflight.doctor(config(tmp_path, task=task_of(tmp_path, body), grader={"isolated": False}))
+    found = doctor.doctor(config(tmp_path, task=task_of(tmp_path, body), grader={"isolated": False}))
     assert of(found, "generation").status == "failed" and message in of(found, "generation").detail
     assert of(found, "canary").status == "ok"
 
 
 def test_a_good_reward_of_ones_own(tmp_path: Path) -> None:
-    found = preflight.doctor(config(tmp_path, task=task_of(tmp_path, "return [float(len(c)) for c in completions]")))
+    found = doctor.doctor(config(tmp_path, task=task_of(tmp_path, "return [float(len(c)) for c in completions]")))
     assert set(statuses(found).values()) == {"ok"}, found
 
 
@@ -226,7 +226,7 @@ def test_a_column_that_the_test_split_lacks(tmp_path: Path) -> None:
     }.items():
         (tmp_path / f"{name}.jsonl").write_text(3 * (json.dumps(rows) + "\n"))
     task |= {"test_data": str(tmp_path / "test.jsonl")}
-    found = preflight.doctor(config(tmp_path, task=task, grader={"isolated": False}))
+    found = doctor.doctor(config(tmp_path, task=task, grader={"isolated": False}))
     assert of(found, "generation").status == "failed", found
     assert of(found, "generation").detail.startswith("the test split: ") and "answer" in of(found, "generation").detail
 
@@ -236,9 +236,9 @@ def test_a_reward_file_that_ends_the_process(tmp_path: Path, isolated: bool) -> 
     task = task_of(tmp_path, "return [0.0] * len(completions)")
     with (tmp_path / "mine.py").open("a") as file:
         file.write("import sys\nsys.exit()\n")
-    found = preflight.doctor(config(tmp_path, task=task, grader={"isolated": isolated}))
+    found = doctor.doctor(config(tmp_path, task=task, grader={"isolated": isolated}))
     assert of(found, "task").status == "failed", found
-    assert of(found, "canary").status == "ok" and preflight.verdict(found)[1] == 1
+    assert of(found, "canary").status == "ok" and doctor.verdict(found)[1] == 1
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_whether_wandb_would_start(
     pytest.importorskip("wandb")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = plan.check_trackers(Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == status and words in finding.detail, finding
     assert status == "ok" or "WANDB_MODE" in finding.fix
     assert not [p for p in no_wandb_account.iterdir() if p.name != ".cache"], "nothing is left but wandb's own cache"
@@ -278,13 +278,13 @@ def test_whether_wandb_would_start(
 def test_a_key_that_wandb_login_left(tmp_path: Path, no_wandb_account: Path) -> None:
     pytest.importorskip("wandb")
     (no_wandb_account / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {'b' * 40}\n")
-    finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = plan.check_trackers(Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == "ok" and "has a key" in finding.detail, finding
 
 
 def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    finding = preflight.plan.check_trackers(preflight.Case(config(tmp_path, tracking={"backends": ["wandb"]})))
+    finding = plan.check_trackers(Case(config(tmp_path, tracking={"backends": ["wandb"]})))
     assert finding.status == "failed" and finding.fix.startswith(f"{install('wandb')}, or ")
 
 
@@ -292,15 +292,15 @@ def test_trackers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_too_little_memory_stops_it_from_loading_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.plan, "free_memory", lambda config: 1000)
-    found = preflight.doctor(config(tmp_path, "full"))
+    monkeypatch.setattr(plan, "free_memory", lambda config: 1000)
+    found = doctor.doctor(config(tmp_path, "full"))
     assert of(found, "memory").status == "failed" and "space lora" in of(found, "memory").fix
-    assert of(found, "engine").status == "skipped" and "needs memory" in of(found, "engine").detail
+    assert of(found, "engine").status == "skipped" and "memory" in of(found, "engine").detail
 
 
 def test_too_little_memory_for_the_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.plan, "free_memory", lambda config: 2**30)
-    finding = of(preflight.doctor(config(tmp_path)), "memory")
+    monkeypatch.setattr(plan, "free_memory", lambda config: 2**30)
+    finding = of(doctor.doctor(config(tmp_path)), "memory")
     assert finding.status == "warning" and finding.fix == "set engine.memory_gib to at most 0.8"
 
 
@@ -317,19 +317,19 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
     monkeypatch.setattr(engines, "create", full)
-    finding = of(preflight.doctor(config(tmp_path, space, engine={"name": engine})), "engine")
+    finding = of(doctor.doctor(config(tmp_path, space, engine={"name": engine})), "engine")
     assert finding.status == "failed" and "Tried to allocate" in finding.detail and advice in finding.fix
 
 
 def test_memory_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is what can be smaller; where weights, mean and members do not fit, what holds them."""
     wanted = config(tmp_path, "full", engine={"name": "vllm"})
-    found: list[preflight.Finding] = []
+    found: list[Finding] = []
     for free in (2**30, 1000):
-        monkeypatch.setattr(preflight.plan, "free_memory", lambda config, free=free: free)
-        case = preflight.Case(wanted)
-        preflight.plan.check_targets(case)
-        found.append(preflight.plan.check_memory(case))
+        monkeypatch.setattr(plan, "free_memory", lambda config, free=free: free)
+        case = Case(wanted)
+        plan.check_targets(case)
+        found.append(plan.check_memory(case))
     assert found[0].status == "warning" and found[0].fix == "set engine.kv_cache_gib to at most 0.8"
     assert found[1].status == "failed" and "engine.master host" in found[1].fix
     assert "1.00 GiB for the cache" in found[1].detail
@@ -340,42 +340,42 @@ def test_memory_of_all_gpus_that_a_model_is_split_over(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 80 * 2**30))
     split = {"name": "vllm", "tensor_parallel_size": 2}
-    assert preflight.plan.free_memory(config(tmp_path, engine=split)) == 14 * 2**30
-    assert preflight.plan.free_memory(config(tmp_path)) == 7 * 2**30
+    assert plan.free_memory(config(tmp_path, engine=split)) == 14 * 2**30
+    assert plan.free_memory(config(tmp_path)) == 7 * 2**30
 
 
 def test_free_memory_of_this_machine() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = preflight.plan._free_on_host()
+    free = plan._free_on_host()
     assert free is not None and 0 < free <= total
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    finding = of(preflight.doctor(config(tmp_path, engine={"device": "cuda"})), "engine")
+    finding = of(doctor.doctor(config(tmp_path, engine={"device": "cuda"})), "engine")
     assert finding.status == "failed" and "engine.device: cuda does not exist" in finding.detail
 
 
 def test_a_cuda_build_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    finding = preflight.machine.check_accelerators()
+    finding = doctor.check_accelerators()
     assert finding.status == "warning" and "built for CUDA 13.0 and sees no GPU" in finding.detail
     assert "driver" in finding.fix
 
 
 def test_the_probe_meets_a_full_disk() -> None:
     with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as file:
-        preflight.plan.write_probe(file)
+        plan.write_probe(file)
 
 
 def test_a_quota_is_met_by_the_probe(tmp_path: Path) -> None:
     """A limit that no file system statistic shows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (preflight.plan.PROBE_BYTES // 2, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (plan.PROBE_BYTES // 2, hard))
     try:
-        finding = preflight.plan.check_output(preflight.Case(config(tmp_path)))
+        finding = plan.check_output(Case(config(tmp_path)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert finding.status == "failed" and "1.0 MiB cannot be written" in finding.detail
@@ -396,7 +396,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    found = preflight.doctor(config(tmp_path, "full", output_dir=str(small_disk / "run")))
+    found = doctor.doctor(config(tmp_path, "full", output_dir=str(small_disk / "run")))
     assert of(found, "output").status == "failed" and "No space left" in of(found, "output").detail
     assert of(found, "disk").status == "failed" and "free in" in of(found, "disk").detail
     assert of(found, "canary").status == of(found, "generation").status == "ok"
@@ -419,7 +419,7 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytes
 
 def test_an_output_directory_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = preflight.doctor(config(tmp_path, output_dir=str(tmp_path / "file/run")))
+    found = doctor.doctor(config(tmp_path, output_dir=str(tmp_path / "file/run")))
     assert of(found, "output").status == "failed" and "is a file" in of(found, "output").detail
 
 

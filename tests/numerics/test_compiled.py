@@ -16,7 +16,7 @@ from evoalign.config import OptimizerConfig, from_dict
 from evoalign.engines.hash import tensor_sum
 from evoalign.kernels import compiled, products
 from evoalign.optimizer import create
-from evoalign.preflight.machine import check_versions
+from evoalign.preflight.doctor import check_versions
 from evoalign.rundir.identity import make_manifest
 from evoalign.types import TensorSpec, Update, population
 

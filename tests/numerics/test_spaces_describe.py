@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 
 import evoalign
-from evoalign import evolve, preflight, spaces
+from evoalign import evolve, spaces
 from evoalign.config import SPACES, Config, from_dict
 from evoalign.cost import estimate
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import ConfigError, ModelError
-from evoalign.preflight import ladder, plan
+from evoalign.preflight import doctor, plan, probe
+from evoalign.preflight.case import Case
 from evoalign.rundir.directory import saved_folders
 from evoalign.setup import layout_of, start
 from evoalign.training import saving, train
@@ -123,7 +124,7 @@ def evoalign_log(run: Path) -> Any:
 def test_its_estimates_and_its_limits_are_its_own(own: str, tmp_path: Path) -> None:
     told = "\n".join(train.dry_run(tree({"name": own}, tmp_path / "run")))
     assert "numbers of width 0.1" in told and "tensors stand aside" in told and "master 5.0 MiB" in told
-    case = preflight.Case(from_dict(tree({"name": own}, tmp_path / "run")))
+    case = Case(from_dict(tree({"name": own}, tmp_path / "run")))
     plan.check_targets(case)
     assert "checkpoints of 7.0 MiB" in plan.check_disk(case).detail
     with pytest.raises(ConfigError, match="no momentum here"):
@@ -144,16 +145,16 @@ def test_its_estimates_and_its_limits_are_its_own(own: str, tmp_path: Path) -> N
 
 def test_it_is_probed_without_pairs(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    population = ladder.population
+    population = probe.population
 
     def seen(size: int, *, antithetic: bool) -> Any:
         asked.append(antithetic)
         return population(size, antithetic=antithetic)
 
-    monkeypatch.setattr(ladder, "population", seen)
+    monkeypatch.setattr(probe, "population", seen)
     config = tree({"name": own})
-    assert ladder.probe(config, sigmas=[0.1, 0.2], members=4, examples=1).completions == (2 * 4 + 2)
-    ladder.probe({**config, "space": "lora"}, sigmas=[0.1, 0.2], members=4, examples=1)
+    assert probe.probe(config, sigmas=[0.1, 0.2], members=4, examples=1).completions == (2 * 4 + 2)
+    probe.probe({**config, "space": "lora"}, sigmas=[0.1, 0.2], members=4, examples=1)
     assert asked == [False, True]
 
 
@@ -250,6 +251,6 @@ def test_a_model_is_evaluated_without_a_section_es(tmp_path: Path) -> None:
 
 def test_the_doctor_without_a_config_makes_up_no_es(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
-    monkeypatch.setattr(preflight, "SHIPPED", (("canary", lambda case: seen.append(case.config)),))
-    preflight.doctor(None)
+    monkeypatch.setattr(doctor, "SHIPPED", (("canary", lambda case: seen.append(case.config)),))
+    doctor.doctor(None)
     assert seen[0].es_ is None

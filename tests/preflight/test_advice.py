@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is recommended of made-up measurements, and why nothing is."""
+"""Recommendations for made-up measurements, and reasons for none."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from evoalign.preflight.advice import COVERED, ETA, Base, ProbeResult, Rung, fault, lines, recommend, table
+from evoalign.preflight.advice import COVERED, ETA, Baseline, ProbeResult, Width, fault, lines, recommend, table
 from evoalign.preflight.gains import quantile
 
-START = Base(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
+START = Baseline(fitness=0.4, noise_floor=0.0, broken_share=0.0, truncated_share=0.0, max_score=1.0, examples=64)
 
 
 def rung(width, gain, *, kept=1.0, spread=0.1, changed=0.5, broken=0.0, truncated=0.0, drop=0.0, chance=0.001,
          both=None):  # fmt: skip
     sure = None if gain is None else chance
-    return Rung(width=width, changed_share=changed, spread=spread, drop=drop, drop_error=0.01, kept=kept,
+    return Width(width=width, changed_share=changed, spread=spread, drop=drop, drop_error=0.01, kept=kept,
                 broken_share=broken, truncated_share=truncated, gain=gain, gain_error=None if gain is None else 0.001,
                 chance=sure, least_gain=None if gain is None else 0.02, pairs=16, both_rise=both)  # fmt: skip
 
 
 def ladder(*gains, low=0.001, **settings):
-    """Widths that double, from one that has no gain since none is below it."""
+    """Return widths that double; the first has no gain, since there is none below it."""
     return [rung(low, None), *(rung(low * 2 ** (k + 1), gain, **settings) for k, gain in enumerate(gains))]
 
 
-def test_the_largest_gain_of_those_that_are_whole():
+def test_recommend_takes_the_largest_gain_that_does_not_break_the_model():
     rungs = [*ladder(0.01, 0.02, 0.05, 0.04), rung(0.032, 0.2, kept=0.5)]
     advice = recommend(rungs, START)
     assert (advice.width, advice.learning_rate, advice.warnings) == (0.008, ETA * 0.008, ())
     assert "es.sigma 0.008, es.learning_rate 0.004" in advice.reason
 
 
-def test_a_gain_that_chance_explains_is_none():
-    """The largest of many uncertain figures is always large."""
+def test_recommend_ignores_insignificant_gains():
+    """The largest of many uncertain gains is always large."""
     rungs = [*ladder(0.01, 0.02), rung(0.008, 0.2, chance=0.101)]
     assert recommend(rungs, START).width == 0.004
     assert recommend([*rungs[:1], *rungs[3:]], START).width is None
     assert recommend([*rungs[:3], rung(0.008, 0.2, chance=0.05)], START).width == 0.008
 
 
-def test_on_few_prompts_one_test_alone_has_to_be_as_rare_as_both():
+def test_recommend_uses_a_stricter_level_for_few_prompts():
     few = dataclasses.replace(START, examples=5)
     assert recommend(ladder(0.01, chance=0.06), START).width == 0.002
     assert recommend(ladder(0.01, chance=0.06), few).width is None
     assert recommend(ladder(0.01, chance=0.05), few).width == 0.002
 
 
-def test_the_smallest_width_is_never_recommended():
-    """It has none below it: its own gain would be its own witness."""
+def test_recommend_never_takes_the_smallest_width():
+    """It has no smaller width to compare with."""
     assert recommend([rung(0.001, None, spread=0.9), *ladder(0.01, low=0.002)[1:]], START).width == 0.004
     advice = recommend([rung(0.001, None), rung(0.002, 0.2, broken=0.9)], START)
     assert advice.width is None and "only the smallest width, 0.001, does not break the model" in advice.reason
@@ -71,43 +71,43 @@ def test_the_smallest_width_is_never_recommended():
         ({"kept": None, "drop": -2.07, "both": None}, None),
     ],
 )
-def test_widths_that_break_the_model(odd, word):
-    """Members that keep 430 % of a start of -3.1 win in whichever direction they go; within their error they may."""
+def test_fault_names_why_a_width_is_excluded(odd, word):
+    """Members that keep 430 % of the start win in every direction, unless that is within the error."""
     wide = rung(0.004, 0.9, **odd)
     assert fault(wide, START) == word
     assert recommend([*ladder(0.01), wide], START).width == (0.004 if word is None else 0.002)
 
 
-def test_what_the_model_itself_writes_is_not_held_against_the_noise():
-    """Cut-off texts are counted apart from broken ones, and both beside the model's own."""
+def test_fault_compares_with_the_unperturbed_model():
+    """Truncated and broken completions are counted separately, each relative to the model's own share."""
     wide = rung(0.004, 0.9, broken=0.6, truncated=1.0)
     cut = dataclasses.replace(START, truncated_share=0.9)
     assert fault(wide, cut) == "breaks texts"
     assert fault(wide, dataclasses.replace(cut, broken_share=0.55)) is None
 
 
-def test_of_equal_gains_the_width_in_the_middle():
+def test_recommend_takes_the_middle_of_equal_gains():
     rungs = ladder(0.01, 0.047, 0.05, 0.046, 0.02)
     assert recommend(rungs, START).width == 0.008
     assert recommend(rungs[:4], START).width == 0.004, "of two, the one that moves the model less"
 
 
 @pytest.mark.parametrize(("gains", "end"), [((0.5, 0.1, 0.1), "smallest"), ((0.1, 0.2, 0.5), "largest")])
-def test_the_end_of_the_ladder_is_told(gains, end):
+def test_recommend_warns_at_the_end_of_the_ladder(gains, end):
     advice = recommend(ladder(*gains), START)
     assert advice.width == (0.002 if end == "smallest" else 0.008)
-    assert len(advice.warnings) == 1 and f"it is the {end}" in advice.warnings[0]
+    assert len(advice.warnings) == 1 and f"it is the {end} width" in advice.warnings[0]
 
 
 @pytest.mark.parametrize(
     ("setting", "eta", "words"),
     [
-        ("sigma", ETA, "es.sigma 0.004, es.learning_rate 0.002 (eta 0.5): in the middle"),
-        ("sigma", 0.1, "es.learning_rate 0.0004 (eta 0.1, with this optimizer as far as 0.5 with sgd)"),
+        ("sigma", ETA, "es.sigma 0.004, es.learning_rate 0.002 (eta 0.5)"),
+        ("sigma", 0.1, "es.learning_rate 0.0004 (eta 0.1, which is 0.5 for sgd)"),
         ("noise_multiplier", 0.1, "es.noise_multiplier 0.004, es.learning_rate 0.1 "),
     ],
 )
-def test_the_rate_is_in_the_units_of_the_setting(setting, eta, words):
+def test_learning_rate_is_in_the_units_of_the_setting(setting, eta, words):
     advice = recommend(ladder(0.01, 0.2, 0.01), START, setting, eta)
     assert words in advice.reason and advice.learning_rate == pytest.approx(eta * (0.004 if setting == "sigma" else 1))
 
@@ -116,51 +116,49 @@ def test_the_rate_is_in_the_units_of_the_setting(setting, eta, words):
     ("rungs", "base", "words"),
     [
         ([rung(1e-9, None, spread=0, changed=0), rung(1e-8, 0, spread=0, changed=0)], {}, "changes no completion"),
-        ([rung(0.1, None, spread=0), rung(0.2, 0, spread=0)], {}, "nothing can be learned with this reward, which"),
-        ([rung(1, None, kept=0.3), rung(2, 0.1, kept=0.1)], {}, "already breaks the model (loses the reward: "),
-        ([rung(1, None, broken=0.3), rung(2, 0.1, broken=0.5)], {}, "30% of their completions are broken and 0% cut "),
+        ([rung(0.1, None, spread=0), rung(0.2, 0, spread=0)], {}, "all completions earn the same"),
+        ([rung(1, None, kept=0.3), rung(2, 0.1, kept=0.1)], {}, "1, already breaks the model (loses the reward)"),
+        ([rung(1, None, broken=0.3), rung(2, 0.1, broken=0.5)], {}, "already breaks the model (breaks texts)"),
         ([rung(0.1, None, spread=0.03), rung(0.2, 0.1, spread=0.03)], {"noise_floor": 0.03}, "at the noise floor"),
-        (ladder(-0.2, -0.1, chance=1.0), {}, "beyond what chance shows: nothing can be learned with this reward"),
-        (ladder(0.01, chance=0.3), {}, "Nearest to it is 0.002, +0.01 (standard error 0.001) a generation, where 0.02 "
-         "would have been told from chance; were it real, about 128 members would tell; use more members"),
-        (ladder(0.5), {"fitness": 1.0}, "the unperturbed model earns the maximum already"),
+        (ladder(-0.2, -0.1, chance=1.0), {}, "no gain is significant"),
+        (ladder(0.01, chance=0.3), {}, "0.002 is nearest and would have to gain 0.02, or its 0.01 with about 128 "),
+        (ladder(0.5), {"fitness": 1.0}, "already earns the maximum"),
         (
             [rung(1e-6, None, spread=0, changed=0), rung(1.0, 0, kept=0.1, changed=1.0)],
             {},
-            "(0% of their completions change), and 1, the next, breaks the model (loses the reward); try widths "
-            "between 1e-06 and 1 with --sigmas",
+            "1, the next, breaks the model (loses the reward); try widths between 1e-06 and 1 with --sigmas",
         ),
         (
             [rung(0.01, None, spread=0, changed=0), rung(0.1, 0, chance=1.0), rung(1.0, 0, kept=0.1)],
             {},
-            "0.1, the next, is the first that tells them apart; try widths between 0.01 and 0.1 ",
+            "0.1, the next, is the only one with a spread; try widths between 0.01 and 0.1 ",
         ),
     ],
 )  # fmt: skip
-def test_why_nothing_is_recommended(rungs, base, words):
+def test_recommend_says_why_it_recommends_nothing(rungs, base, words):
     advice = recommend(rungs, dataclasses.replace(START, **base))
     assert (advice.width, advice.learning_rate, advice.gain_interval, advice.warnings) == (None, None, None, ())
     assert advice.reason.startswith("nothing is recommended: ") and words in advice.reason
 
 
-def test_where_no_width_gains_anything_none_is_called_the_nearest():
+def test_reason_names_no_nearest_width_without_any_gain():
     same = [dataclasses.replace(r, gain=0.0, gain_error=0.0, least_gain=0.0) for r in ladder(0, 0, chance=1.0)[1:]]
     reason = recommend([rung(0.001, None), *same], START).reason
-    assert reason.endswith("as far as this probe can tell; use more members (--members) and examples (--examples)")
+    assert reason.endswith("no gain is significant; use more members (--members) and examples (--examples)")
 
 
-def test_of_part_of_a_ladder_nothing_is_recommended():
+def test_recommend_needs_the_whole_ladder():
     assert recommend(ladder(0.1, 0.5), START, planned=9).reason == "nothing is recommended: stopped after 3 of 9 widths"
 
 
-def test_of_few_prompts_it_is_said_that_the_gain_is_theirs():
+def test_recommend_warns_of_few_prompts():
     few = recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=5))
-    assert few.width == 0.004 and "whether it holds for others" in few.warnings[0]
+    assert few.width == 0.004 and "5 training examples" in few.warnings[0]
     assert recommend(ladder(0.01, 0.5, 0.01), dataclasses.replace(START, examples=6)).warnings == ()
 
 
-def test_what_noise_alone_earns_is_told_and_which_width_has_less_of_it():
-    """The recommendation is by the gain all the same. Standard errors of a drop are 0.01 here."""
+def test_recommend_warns_of_drift_and_names_a_width_with_less():
+    """The recommendation itself follows the gain. Standard errors of a drop are 0.01 here."""
     wide = rung(0.008, 0.2, drop=-0.5)
     near, clean = rung(0.004, 0.1, drop=-0.2), rung(0.002, 0.05, drop=-0.02)
     last = [rung(0.016, 0.01, drop=-0.9)]
@@ -172,27 +170,25 @@ def test_what_noise_alone_earns_is_told_and_which_width_has_less_of_it():
 
     (line,) = said(clean, near)
     assert line.startswith("noise alone gains 0.5 there (± 0.01)")
-    assert "; es.sigma 0.002, es.learning_rate 0.001 (0.05 a generation, 0.02 by noise) leaves more" in line
-    assert "es.sigma 0.004, es.learning_rate 0.002 (0.1 a generation, 0.2 by noise)" in said(near)[0]
-    assert "es.noise_multiplier 0.004, es.learning_rate 0.5 " in said(near, setting="noise_multiplier")[0]
+    assert line.endswith("es.sigma 0.002, es.learning_rate 0.001")
+    assert "es.sigma 0.004, es.learning_rate 0.002" in said(near)[0]
+    assert "es.noise_multiplier 0.004, es.learning_rate 0.5" in said(near, setting="noise_multiplier")[0]
     unsure, alike = dataclasses.replace(clean, chance=0.2), dataclasses.replace(near, drop=-0.47)
     for others in ([unsure], [alike], [rung(0.002, 0.1, drop=0.0, kept=0.5)]):
         (line,) = said(*others)
-        assert line.endswith("in part be drift"), (
-            "a gain that is chance, no less noise, and a broken model are no choice"
-        )
+        assert "es.sigma" not in line, "an insignificant gain, as much drift, or a broken model is no alternative"
     assert recommend([*ladder(0.05, 0.1), rung(0.008, 0.2, drop=-0.03), *last], START).warnings == ()
 
 
 @pytest.mark.parametrize(("both", "members"), [(0.0, 128), (None, 64)])
-def test_of_a_gain_that_is_not_known_the_members_that_tell(both, members):
+def test_recommend_says_how_many_members_narrow_the_interval(both, members):
     """16 pairs or members with a half-width of 1.5 times the gain: 2.25 times as many, in a power of two."""
     half = dataclasses.replace(rung(0.004, 0.2, both=both), gain_error=0.3 / quantile(COVERED, 3, 16))
     (line,) = recommend([*ladder(0.01), half, rung(0.008, 0.01)], START).warnings
-    assert line.endswith(f"is not known; --members {members} tells, by its width")
+    assert line.endswith(f"--members {members}")
 
 
-def test_the_table_marks_what_is_the_configs_own_and_what_noise_earns():
+def test_table_marks_the_config_and_gains_by_noise():
     rungs = (rung(0.002, None), rung(0.004, 0.2, drop=-0.5), rung(0.008, 0.2, chance=0.2, drop=-0.9),
              rung(0.016, 0.2, kept=0.1))  # fmt: skip
     result = ProbeResult("sigma", 0.4, 0.0, 0.0, 0.01, rungs, 0.004, 0.002, (0.1, 0.3), "because", (), 100, 8, 4, 4,
@@ -209,7 +205,7 @@ def test_the_table_marks_what_is_the_configs_own_and_what_noise_earns():
     assert last == "this config, loses the reward"
 
 
-def test_the_table_marks_the_recommended_one_and_says_why_not_the_others():
+def test_table_marks_the_recommendation_and_why_not_the_others():
     rungs = (*ladder(0.1, 0.2), rung(0.008, 0.01, chance=0.4), rung(0.016, 0.3, broken=0.5))
     result = ProbeResult("sigma", 0.4, 0.0, 0.25, 0.01, rungs, 0.004, 0.002, (0.1, 0.3), "because", ("careful",), 100,
                          32, 64, 5)  # fmt: skip
@@ -221,5 +217,5 @@ def test_the_table_marks_the_recommended_one_and_says_why_not_the_others():
     for row, word in zip(rows, ("start", "for the next", "", "", "chance", "breaks texts"), strict=True):
         assert row.rstrip("│ ").endswith(word), row
     assert lines(result) == [
-        "unperturbed: fitness 0.4, noise floor 0.01, broken 0.0%, cut off 25.0%", "because", "warning: careful"
+        "unperturbed model: fitness 0.4, noise floor 0.01", "because", "warning: careful"
     ]  # fmt: skip

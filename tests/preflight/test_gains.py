@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sure a gain is: against formulas written out here, and by simulation of rewards that nobody can learn."""
+"""Tests of gains: against formulas written out here, and by simulation of rewards that cannot be learned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evoalign.preflight import gains
 from evoalign.preflight.gains import advantages, both_rise, level_of, rise, worths
 
 
-def test_a_worth_is_the_mean_product_on_different_prompts():
+def test_worth_is_the_mean_product_on_different_prompts():
     rng = np.random.default_rng(0)
     near, far = rng.standard_normal((2, 5, 6))
     both = [far[k, p] * near[k, q] for k in range(5) for p, q in permutations(range(6), 2)]
@@ -29,7 +29,7 @@ def test_a_worth_is_the_mean_product_on_different_prompts():
     assert worth.error == pytest.approx(math.sqrt(variance))
 
 
-def test_on_few_prompts_it_is_the_worth_on_these():
+def test_worth_on_few_prompts_is_that_on_these_prompts():
     rng = np.random.default_rng(1)
     near, far = rng.standard_normal((2, 7, 5))
     (worth,) = worths([near, far])
@@ -38,8 +38,8 @@ def test_on_few_prompts_it_is_the_worth_on_these():
     assert worth.error == pytest.approx(products.std(ddof=1) / math.sqrt(7))
 
 
-def test_chance_is_the_share_of_signs_that_do_as_well():
-    """All 256 signs of eight pairs, counted out; the test draws 9,999 of them."""
+def test_chance_is_the_share_of_signs_with_as_large_a_sum():
+    """Compare with all 256 signs of eight pairs; the test draws 9,999 signs."""
     near, far = np.random.default_rng(3).standard_normal((2, 8, 1))
     far += near
     products = (near * far)[:, 0]
@@ -48,8 +48,8 @@ def test_chance_is_the_share_of_signs_that_do_as_well():
     assert 0.01 < exact < 0.5 and worth.chance == pytest.approx(exact, abs=0.02)
 
 
-def test_the_least_worth_is_where_chance_ends():
-    """A worth just above it would have been told from chance, and one just below would not."""
+def test_least_worth_is_where_significance_begins():
+    """A worth above it is significant, and one below is not."""
     rng = np.random.default_rng(4)
     near = rng.standard_normal((16, 3))
     for seed in range(20):
@@ -58,21 +58,21 @@ def test_the_least_worth_is_where_chance_ends():
         assert (worth.value > worth.least) == (worth.chance <= level_of(3))
 
 
-def test_what_is_linear_in_the_noise_is_no_chance():
+def test_linear_rewards_are_significant():
     """However few the pairs: a t test would miss half of such gains, since the products are chi-squared."""
     slope_K = np.random.default_rng(5).standard_normal(16)
     ladder = [width * np.repeat(slope_K[:, None], 8, axis=1) for width in (0.5, 1.0, 2.0)]
     assert [worth.chance < 0.02 for worth in worths(ladder)] == [True, True]
 
 
-def test_equal_scores_are_worth_nothing():
+def test_worth_of_equal_scores_is_zero():
     flat = np.zeros((4, 8))
     (worth,) = worths([flat, flat])
     assert (worth.value, worth.error, worth.chance, worth.least) == (0.0, 0.0, 1.0, 0.0)
     assert worths([flat]) == []
 
 
-def test_of_a_start_that_cannot_fall_one_of_a_pair_rises_by_what_is_linear_and_both_by_breaking():
+def test_both_rise_is_positive_only_if_both_members_are_better():
     rng = np.random.default_rng(0)
     slopes_KP, start_P = rng.normal(size=(16, 8)), np.zeros(8)
     linear_MP = np.zeros((32, 8))
@@ -85,7 +85,7 @@ def test_of_a_start_that_cannot_fall_one_of_a_pair_rises_by_what_is_linear_and_b
     assert both_rise(scores_MP, np.zeros(1)) == pytest.approx(lower_K.mean() / (lower_K.std(ddof=1) / math.sqrt(2)))
 
 
-def test_what_is_linear_cancels_in_a_rise():
+def test_rise_cancels_linear_effects():
     rng = np.random.default_rng(6)
     noise = rng.standard_normal((8, 3))
     start = np.array([1.0, 2.0, 3.0])
@@ -97,7 +97,7 @@ def test_what_is_linear_cancels_in_a_rise():
 
 
 def chance(rng, members=32, prompts=64):
-    """A ladder whose changed completions earn a coin's 30 %; at the narrowest 5 % change, at the widest all."""
+    """Yield scores of a coin that pays 30 %: 5 % of completions change at the narrowest width, all at the widest."""
     base_P = (rng.random(prompts) < 0.3).astype(float)
     for k in range(9):
         coin_MP = (rng.random((members, prompts)) < 0.3).astype(float)
@@ -117,8 +117,8 @@ def hashed(rng, members=32, prompts=16):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", [chance, hashed])
-def test_of_rewards_that_nobody_can_learn_few_look_as_if(reward, monkeypatch):
-    """At most the level and three standard errors of the count; before, each of 400 such ladders had a width."""
+def test_unlearnable_rewards_are_rarely_significant(reward, monkeypatch):
+    """At most the level plus three standard errors of the count."""
     monkeypatch.setattr(gains, "DRAWS", 499)
     trials, found = 200, 0
     for seed in range(trials):
@@ -127,8 +127,8 @@ def test_of_rewards_that_nobody_can_learn_few_look_as_if(reward, monkeypatch):
     assert found <= trials * gains.LEVEL + 3 * math.sqrt(trials * gains.LEVEL * (1 - gains.LEVEL))
 
 
-def test_the_same_text_on_the_same_prompt_is_no_gain_elsewhere():
-    """The products on equal prompts show what a hash earns twice; those on different prompts do not."""
+def test_worth_ignores_products_on_the_same_prompt():
+    """Products on equal prompts are biased for a hash of the text; those on different prompts are not."""
     same, other = [], []
     for seed in range(20):
         near, far = [advantages(s, paired=True) for s in hashed(np.random.default_rng([8, seed]))][1:3]

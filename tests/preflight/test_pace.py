@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate against engines whose time is known, from one bound by its steps to one bound by its rows."""
+"""Estimated duration of rollouts on engines of known speed, from bound by steps to bound by rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from evoalign.preflight import pace
+from evoalign.preflight import work
 from evoalign.types import Member, Request, Rollout, Sampling, population
 
 
 class Timed:
-    """Answers whose lengths are given by request, at so many seconds a step and so many a row and step."""
+    """An engine with given completion lengths, seconds per step, and seconds per row and step."""
 
     def __init__(self, lengths: Sequence[int], step: float, row: float, reading: float = 0.0) -> None:
         self.lengths, self.step, self.row, self.reading = lengths, step, row, reading
@@ -32,12 +32,12 @@ class Timed:
 
 
 def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, prompts: int = 16, limit: int = 200
-             ) -> tuple[pace.Answering, float]:  # fmt: skip
-    """The estimate from the lengths of eight answers, and what the whole generation takes."""
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+             ) -> tuple[work.Duration, float]:  # fmt: skip
+    """Return the estimate from the lengths of eight completions, and the duration of the whole rollout."""
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(members), [Request(i, (1, 2), Sampling(limit), i) for i in range(prompts)]
     sample = [len(r.token_ids) for r in engine(everyone[:2], requests[:4])]
-    found = pace.answering(engine, everyone, requests, sample, on_gpu=False)
+    found = work.rollout_duration(engine, everyone, requests, sample, on_gpu=False)
     began = engine.now
     engine(everyone, requests)
     return found, engine.now - began
@@ -45,7 +45,7 @@ def estimate(engine: Timed, monkeypatch: pytest.MonkeyPatch, members: int = 32, 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("lengths", [(20, 30, 25, 40), (150, 180, 120, 200), (200,), (5, 60, 8, 20)], ids=str)
-def test_within_a_factor_of_two_wherever_the_time_goes(
+def test_rollout_duration_is_within_a_factor_of_two(
     share: float, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`share` of a full batch's time is of its steps, as on a GPU, and the rest of its rows, as on a CPU."""
@@ -55,28 +55,28 @@ def test_within_a_factor_of_two_wherever_the_time_goes(
     assert found.most >= 0.99 * found.usual
 
 
-def test_where_all_answers_are_as_long_as_they_may_be_it_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_duration_is_exact_for_completions_of_maximum_length(monkeypatch: pytest.MonkeyPatch) -> None:
     found, whole = estimate(Timed((200,), step=0.02, row=1e-5, reading=1e-4), monkeypatch)
     assert found.usual == pytest.approx(whole) and found.most == pytest.approx(whole)
 
 
-def test_few_tokens_at_most_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in (1, 2, pace.STEPS):
+def test_rollout_duration_times_short_rollouts_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in (1, 2, work.STEPS):
         found, whole = estimate(Timed((99,), step=0.02, row=1e-5, reading=1e-4), monkeypatch, limit=limit)
         assert found.usual == found.most == pytest.approx(whole)
 
 
-def test_what_takes_long_is_timed_with_fewer_members_and_counted_in_proportion(
+def test_rollout_duration_uses_fewer_members_for_slow_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Timed((100,), step=0.0, row=1e-3, reading=0.02)  # a pair reads 64 prompts in 2.56 s
     found, whole = estimate(engine, monkeypatch, members=40, prompts=128)
     (_, _, _), first, *rest, _ = engine.asked
-    assert first == (2, pace.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, pace.STEPS)]
+    assert first == (2, work.MOST_PROMPTS, 1) and rest == [(6, 64, 1), (6, 64, work.STEPS)]
     assert found.usual == pytest.approx(whole)
 
 
-def test_what_a_shape_takes_only_once_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_duration_does_not_count_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU kernels are compiled for a shape that is new: 1.5 s before 0.2 s of all answers."""
     engine, seen = Timed((12, 20, 30, 14), step=0.005, row=1e-6), set[tuple[int, int, int]]()
 
@@ -86,9 +86,9 @@ def test_what_a_shape_takes_only_once_is_not_counted(monkeypatch: pytest.MonkeyP
         seen.add(engine.asked[-1])
         return said
 
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     everyone, requests = population(32), [Request(i, (1, 2), Sampling(200), i) for i in range(16)]
-    found = pace.answering(ask, everyone, requests, [12, 20, 30, 14], on_gpu=True)
+    found = work.rollout_duration(ask, everyone, requests, [12, 20, 30, 14], on_gpu=True)
     began = engine.now
     engine(everyone, requests)
     assert (engine.now - began) / 2 < found.usual < 2 * (engine.now - began)

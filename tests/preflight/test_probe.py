@@ -20,9 +20,9 @@ from evoalign.cli import app, main
 from evoalign.config import from_dict, load, to_yaml
 from evoalign.cost import estimate
 from evoalign.errors import ConfigError
-from evoalign.preflight import ladder as module
+from evoalign.preflight import probe as module
 from evoalign.preflight.advice import ETA, texts
-from evoalign.preflight.ladder import probe
+from evoalign.preflight.probe import probe
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data/tasks/countdown/countdown.json"
@@ -47,23 +47,23 @@ def tree(folder, space="lowrank", **changes):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A sigma that changes nothing, one that is good, and one that breaks everything."""
+    """Probe a sigma that changes nothing, useful ones, and one that breaks the model."""
     folder = tmp_path_factory.mktemp("wide")
     told = []
     result = probe(tree(folder), sigmas=[10.0, 0.01, 1e-7, 0.005], members=8, examples=16, tell=told.append)
     return folder, told, result
 
 
-def test_a_model_that_comes_to_no_end_is_told_before_its_widths_are_believed(tmp_path):
+def test_probe_warns_if_the_model_itself_is_cut_off(tmp_path):
     asked = {"sigmas": [0.01, 0.02], "members": 4, "examples": 4}
     cut = probe(tree(tmp_path, sampling={"max_tokens": 3}), **asked)
     (told,) = [line for line in cut.warnings if "cut off at 3 tokens" in line]
-    assert cut.truncated_share == 1 and told.startswith("100% of the unperturbed model's own answers are cut off")
+    assert cut.truncated_share == 1 and told.startswith("100% of the unperturbed model")
     whole = probe(tree(tmp_path, sampling={"max_tokens": 40}), **asked)
     assert whole.truncated_share < 0.5 and not any("cut off at" in line for line in whole.warnings)
 
 
-def test_from_no_noise_to_far_too_much(wide):
+def test_probe_measures_from_no_noise_to_a_broken_model(wide):
     _, _, result = wide
     nothing, _, good, broken = result.rungs
     assert [r.width for r in result.rungs] == [1e-7, 0.005, 0.01, 10.0]
@@ -79,13 +79,13 @@ def test_from_no_noise_to_far_too_much(wide):
 
 @pytest.fixture(scope="module")
 def brief(tmp_path_factory):
-    """Two questions, at a width of use, at twice that, and at one that breaks the model."""
+    """Probe two questions at a useful width, at twice that, and at one that breaks the model."""
     folder, questions = tmp_path_factory.mktemp("brief"), "data/tasks/conciseness/conciseness_train.json"
     settings = load([QUICKSTART], [f"output_dir={folder}/run", f"task.train_data={questions}", "task.batch_size=null"])
     return probe(settings, sigmas=[0.025, 0.05, 1.0], members=64)
 
 
-def test_what_can_be_learned_is_recommended(brief):
+def test_probe_recommends_what_can_be_learned(brief):
     near, own, far = brief.rungs
     assert (brief.width, brief.learning_rate) == (0.05, ETA * 0.05)
     assert "es.sigma 0.05" in brief.reason and "es.learning_rate 0.025" in brief.reason
@@ -93,11 +93,11 @@ def test_what_can_be_learned_is_recommended(brief):
     low, high = brief.gain_interval
     assert low < own.gain < high and low > 0
     assert far.truncated_share > 0.3 and brief.truncated_share == 0, "its texts do not end, those of the start do"
-    assert any("whether it holds for others" in line for line in brief.warnings), "of two questions nothing is known"
+    assert any("2 training examples" in line for line in brief.warnings), "of two questions nothing is known"
 
 
-def test_answers_are_shown_as_data(brief):
-    """Of each width those of the best and the median member; what a model wrote is neither markup nor control."""
+def test_texts_are_shown_without_markup(brief):
+    """The best and the median member of each width are shown."""
     for rung in brief.rungs:
         assert rung.best_text and rung.median_text
     assert len(brief.rungs[1].best_text) < len(brief.text), "the reward is brevity"
@@ -109,7 +109,7 @@ def test_answers_are_shown_as_data(brief):
     assert shown.count("best") == shown.count("median") == 3
 
 
-def test_the_cost_is_told_before_and_nothing_is_written(wide):
+def test_probe_reports_its_cost_and_writes_nothing(wide):
     folder, told, result = wide
     assert told == [
         "probe: 4 widths x 8 members x 16 prompts: 544 completions of at most 40 tokens, as many as 8.5 generations of "
@@ -119,8 +119,8 @@ def test_the_cost_is_told_before_and_nothing_is_written(wide):
     assert list(folder.iterdir()) == []
 
 
-def test_the_figures_are_those_of_an_engine_asked_by_hand(tmp_path):
-    """Spread, drop, changed share and gain of two rungs, computed here from the engine's own completions."""
+def test_probe_agrees_with_a_calculation_by_hand(tmp_path):
+    """Spread, drop, changed share and gain of two widths, computed from the engine's completions."""
     from evoalign import evolve, rollouts
     from evoalign.setup import assemble
     from evoalign.types import MEAN_PLAN, Plan, population
@@ -160,7 +160,7 @@ def test_the_figures_are_those_of_an_engine_asked_by_hand(tmp_path):
 
 @pytest.mark.last("lora")
 @pytest.mark.parametrize("space", ["lora", "full"])
-def test_other_spaces(tmp_path, space):
+def test_probe_runs_in_other_spaces(tmp_path, space):
     result = probe(tree(tmp_path, space, sampling=SHORT), sigmas=[1e-6, 1.0], members=4, examples=4)
     low, high = result.rungs
     assert low.changed_share == 0 and high.changed_share == 1
@@ -168,7 +168,7 @@ def test_other_spaces(tmp_path, space):
 
 
 @pytest.mark.slow
-def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
+def test_probe_of_noise_multiplier_has_its_own_ladder(tmp_path):
     es = {"sigma": None, "noise_multiplier": 0.05, "learning_rate": 0.5}
     result = probe(tree(tmp_path, es=es), members=4, examples=4)
     assert result.setting == "noise_multiplier"
@@ -177,7 +177,7 @@ def test_a_multiplier_has_a_ladder_of_its_own(tmp_path):
     assert len(result.rungs) == 9
 
 
-def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
+def test_probe_of_ab_has_no_pairs(tmp_path, monkeypatch):
     seen, judge = [], module.judge
     monkeypatch.setattr(module, "judge", lambda *given: seen.append(judge(*given)) or seen[-1])
     probe(tree(tmp_path, "lora", lora={"evolve": "ab", "rank": 2}), sigmas=[0.04, 0.08], members=6, examples=8)
@@ -189,7 +189,7 @@ def test_factors_that_both_move_have_no_pairs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("optimizer", "share"), [("sgd", 1.0), ("adam", 1 / 8**0.5), ({"name": "momentum", "momentum": 0.8}, 0.2)]
 )
-def test_the_learning_rate_is_that_of_the_optimizer(tmp_path, monkeypatch, optimizer, share):
+def test_learning_rate_accounts_for_the_optimizer(tmp_path, monkeypatch, optimizer, share):
     asked, recommend = [], module.recommend
     monkeypatch.setattr(module, "recommend", lambda *given, **named: asked.append(given) or recommend(*given, **named))
     probe(
@@ -202,7 +202,7 @@ def test_the_learning_rate_is_that_of_the_optimizer(tmp_path, monkeypatch, optim
 
 
 @pytest.mark.parametrize("optimizer", ["adam", {"name": "momentum", "momentum": 0.8}])
-def test_an_optimizer_reaches_as_far_as_is_said(optimizer):
+def test_reach_is_the_distance_of_an_optimizer(optimizer):
     """Random gradients of a population of 100, each 1 / 10 of a member's noise: where the mean is after 400."""
     es = from_dict({"es": {"sigma": 0.01, "population_size": 100, "optimizer": optimizer}}).es
     moving = optimizers.create(es.optimizer)
@@ -225,24 +225,24 @@ def test_an_optimizer_reaches_as_far_as_is_said(optimizer):
         ("momentum", 0.5, "warning: eta 0.5, which momentum makes 5, is outside", "0.0005"),
     ],
 )
-def test_the_warning_of_eta_knows_the_optimizer(optimizer, eta, words, rate):
+def test_step_lines_warn_by_the_optimizers_reach(optimizer, eta, words, rate):
     es = {"sigma": 0.01, "learning_rate": eta * 0.01, "population_size": 25, "optimizer": optimizer}
     told = [line for line in estimate.step_lines(from_dict({"es": es}), None) if line.startswith("warning")]
     assert len(told) == (words is not None)
     assert words is None or (told[0].startswith(words) and told[0].endswith(f"; set es.learning_rate to about {rate}"))
 
 
-def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():
+def test_gain_falls_where_far_members_win_for_other_reasons():
     """Fitness sin(x): at 4 members spread as much as at 1, and their order is the reverse of that at 2."""
     rng = np.random.default_rng(0)
     eps = rng.choice([-1.0, 1.0], 400) * (1 + 0.05 * rng.standard_normal(400))
 
     def climb(width):
         x = np.stack([width * eps, -width * eps], axis=1).ravel()
-        return module.Climb(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
+        return module.WidthScores(width, np.sin(x)[:, None], 1.0, 0.0, 0.0, ("",) * len(x))
 
     def measured(width):
-        return module.rungs_of([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
+        return module.widths_of([climb(width / 2), climb(width)], np.zeros(1), paired=True)[1]
 
     small, middle, large = (measured(width) for width in (0.05, 0.8, 4.0))
     assert small.gain == pytest.approx(ETA * 0.05, rel=0.01)  # linear: eta times the spread
@@ -250,12 +250,12 @@ def test_the_gain_falls_where_what_helps_far_away_does_not_help_nearer():
     assert large.spread > middle.spread and large.gain < 0
 
 
-def test_fewer_prompts_are_answered_by_more_members():
+def test_enough_members_make_up_for_few_prompts():
     assert [module._enough(prompts, 64) for prompts in (64, 32, 30, 16, 2, 1)] == [32, 64, 68, 128, 128, 128]
 
 
-def test_what_was_measured_before_ctrl_c_is_kept(tmp_path, monkeypatch):
-    """By either signal, in the middle of the third width; the handler of SIGTERM is put back."""
+def test_interrupted_probe_keeps_finished_widths(tmp_path, monkeypatch):
+    """Both signals, during the third width; the handler of SIGTERM is restored."""
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
         asked, judge = [], module.judge
@@ -280,12 +280,12 @@ def test_what_was_measured_before_ctrl_c_is_kept(tmp_path, monkeypatch):
     "wrong", [{"sigmas": [0.1]}, {"sigmas": [0.1, -1]}, {"sigmas": []}, {"sigmas": [0.1, float("nan")]},
               {"members": 7}, {"members": 2}, {"examples": 0}]
 )  # fmt: skip
-def test_refusals(tmp_path, wrong):
+def test_probe_rejects_invalid_arguments(tmp_path, wrong):
     with pytest.raises(ConfigError):
         probe(tree(tmp_path), **wrong)
 
 
-def test_the_command(tmp_path):
+def test_probe_command_shows_and_writes_json(tmp_path):
     config, out, overlay = _written(tmp_path), tmp_path / "deep/probe.json", tmp_path / "deep/wide.yaml"
     arguments = ["probe", str(config), "--sigmas", "1e-3,0.008", "--members", "4", "--examples", "4"]
     shown = CliRunner().invoke(app, [*arguments, "--json", str(out), "--write", str(overlay)])
@@ -301,7 +301,7 @@ def test_the_command(tmp_path):
     assert isinstance(wrong.exception, ConfigError)
 
 
-def test_what_is_recommended_can_be_laid_over_the_config(tmp_path, monkeypatch, brief):
+def test_probe_command_writes_an_overlay(tmp_path, monkeypatch, brief):
     monkeypatch.setattr(module, "probe", lambda *given, **named: brief)
     config, overlay = _written(tmp_path), tmp_path / "deep/wide.yaml"
     shown = CliRunner().invoke(app, ["probe", str(config), "--write", str(overlay)])
@@ -316,7 +316,7 @@ def test_what_is_recommended_can_be_laid_over_the_config(tmp_path, monkeypatch, 
     assert isinstance(mine.exception, ConfigError) and load([config]).es.sigma == 0.01
 
 
-def test_the_command_shows_and_writes_what_was_measured_before_ctrl_c(tmp_path, monkeypatch, brief):
+def test_probe_command_shows_finished_widths_after_ctrl_c(tmp_path, monkeypatch, brief):
     part = dataclasses.replace(brief, rungs=brief.rungs[:1], width=None, reason="nothing is recommended: stopped")
 
     def stopped(*given, **named):
@@ -338,6 +338,6 @@ def _written(folder):
     return config
 
 
-def test_a_config_for_grpo_alone_is_told_that_a_probe_is_for_es() -> None:
+def test_probe_rejects_a_config_for_grpo() -> None:
     with pytest.raises(ConfigError, match=r"missing setting es.*for ES alone"):
         probe(from_dict({"grpo": {"max_steps": 1}}))

@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from evoalign.rollouts import collect, columns_of
 from evoalign.rundir.identity import differences
 from evoalign.tasks import Task
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.tasks.grading import grading, kept_here
+from evoalign.tasks.grading import grading
 from evoalign.types import Example, Plan, Request, Rollout, Sampling, population
 from own_task import Vowels
 
@@ -104,9 +103,9 @@ class Saying:
             yield Rollout(plan.members[place // 3], place % 3, (1,), TEXTS[place], "stop")
 
 
-def columns(task: Task, engine: Saying | None = None, graders: Any = None) -> Columns:
-    """Columns of all completions, graded as they arrive."""
-    with grading(task, ROWS, graders) as begun:
+def columns(task: Task, engine: Saying | None = None) -> Columns:
+    """Of all completions, as they come."""
+    with grading(task, ROWS) as begun:
         answers = begun.of([0, 1, 2] * 4)
         collect(cast(Engine, engine or Saying()), Plan(0, 0.1, MEMBERS), REQUESTS, answers.take)
         return answers.columns()
@@ -204,77 +203,6 @@ def test_an_interrupt_does_not_wait_for_a_thread(make: Make, tmp_path: Path) -> 
     assert task.rewards(["a"], ROWS[:1]) == [1.0], "and another worker scores what comes next"
 
 
-class Helpers:
-    """Graders in threads: the pieces of a rollout are answered last first."""
-
-    count = 4
-
-    def __init__(self, task: Task, fails: Sequence[str] = ()) -> None:
-        self.task, self.fails = task, fails
-        self.done = threading.Condition()
-        self.order: list[int] = []
-        self.waiting = 0
-
-    def takes(self, examples: Sequence[Example]) -> bool:
-        return examples is ROWS
-
-    def columns(self, texts: Sequence[str], examples: Any, rows: Sequence[int], stopping: threading.Event) -> Columns:
-        place = TEXTS.index(texts[0])
-        with self.done:
-            self.waiting += 1
-            self.done.notify_all()
-            self.done.wait_for(lambda: self.waiting == 4 and (place == 9 or place + 3 in self.order))
-            self.order.append(place)
-            self.done.notify_all()
-        for text in texts:
-            if text in self.fails:
-                raise RewardError(f"no score for {text}")
-        return columns_of(self.task, texts, [examples[row] for row in rows])
-
-
-def test_several_graders_give_the_same_columns(make: Make) -> None:
-    whole = columns_of(make("length", "odd"), TEXTS, ROWS * 4)
-    task = make("length", "odd", batch=3, isolated=False)
-    helpers = Helpers(task)
-    assert columns(task, Saying(shuffled(0)), helpers) == whole
-    assert helpers.order == [9, 6, 3, 0]
-
-
-def test_graders_raise_the_first_error_in_order(make: Make) -> None:
-    task = make("length", batch=3, isolated=False)
-    with pytest.raises(RewardError, match=r"no score for 0\.2"):
-        columns(task, Saying(), Helpers(task, fails=["2.0", "0.2"]))
-
-
-def test_unknown_rows_are_scored_in_this_process(make: Make) -> None:
-    task = make("length", batch=3, isolated=False)
-    helpers = Helpers(task)
-    with grading(task, list(ROWS), cast(Any, helpers)) as begun:
-        answers = begun.of([0])
-        answers.take(0, Rollout(MEMBERS[0], 0, (1,), "abc", "stop"))
-        assert answers.columns() == {"length": [3.0]} and helpers.order == []
-
-
-def test_engine_failure_cancels_pending_grading(make: Make) -> None:
-    task = make("length", batch=3, isolated=False)
-    given_up = threading.Event()
-
-    class Never(Helpers):
-        def columns(
-            self, texts: Sequence[str], examples: Any, rows: Sequence[int], stopping: threading.Event
-        ) -> Columns:
-            stopping.wait()
-            given_up.set()
-            raise CancelledError
-
-    def fail() -> None:
-        raise OSError("no engine")
-
-    with pytest.raises(OSError, match="no engine"):
-        columns(task, Saying(before={6: fail}), Never(task))
-    assert given_up.is_set()
-
-
 class Whole(Conciseness):
     """Looks at all completions together, whatever its base does."""
 
@@ -294,19 +222,15 @@ def test_pieces_need_the_same_columns() -> None:
         columns_of(Shifty(), ["One", "Two", "Three"], [{}] * 3)
 
 
-def test_kept_here_explains_tasks_that_graders_cannot_score() -> None:
-    shipped = tasks.create(TaskConfig(name="countdown"))
-    assert shipped.per_call and kept_here(shipped) is None
+def test_per_call_cuts_only_tasks_that_score_each_completion_alone() -> None:
+    assert tasks.create(TaskConfig(name="countdown")).per_call
     whole = Whole(TaskConfig())
     whole.from_config = True
-    assert whole.per_call is None and "grader.batch" in str(kept_here(whole))
+    assert whole.per_call is None
     assert columns_of(whole, TEXTS, ROWS * 4) == {"reward": [12.0] * 12}
     tasks.isolate(whole, GraderConfig(batch=4)).close()
-    assert columns_of(whole, TEXTS, ROWS * 4) == {"reward": [4.0] * 12} and kept_here(whole) is None
-    own = Vowels()
-    assert "Python object" in str(kept_here(own))
-    safety = tasks.create(TaskConfig(name="safety"))
-    assert tasks.isolate(safety, GraderConfig(batch=4)).per_call is None and "models" in str(kept_here(safety))
+    assert columns_of(whole, TEXTS, ROWS * 4) == {"reward": [4.0] * 12}
+    assert tasks.isolate(tasks.create(TaskConfig(name="safety")), GraderConfig(batch=4)).per_call is None
 
 
 def test_grader_batch_is_part_of_the_run() -> None:

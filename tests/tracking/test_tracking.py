@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trackers were told, read back from what the real libraries left on disk."""
+"""Trackers, read back from the files of the real libraries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ANSWERS = [tracking.Answer("What is 1 + 1?", "2", 1.0), tracking.Answer("Say not
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No network, no login, and a home of the test's own in which anything left outside the run would be seen."""
+    """Set no network, no login, and an empty home, which shows files left outside the run."""
     for name in [n for n in os.environ if n.startswith(("WANDB_", "TRACKIO_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -67,7 +67,7 @@ def config(run: Path, *backends: str, **settings: Any) -> Config:
 def tell(
     run: Path, backend: str, rows: Sequence[Mapping[str, Any]], *, resumed_at: int | None = None, whole: bool = True
 ) -> None:
-    """A run, or a part of one, as training tells of it."""
+    """Report a run, or a part of one, as training does."""
     (tracker,) = tracking.create(config(run, backend), run, resumed_at)
     for row in rows:
         tracker.log(row)
@@ -83,7 +83,7 @@ def changed(row: Mapping[str, Any], mean: float) -> dict[str, Any]:
 # --- a row as numbers -----------------------------------------------------------------------------------------------
 
 
-def test_a_row_becomes_numbers_under_joined_names() -> None:
+def test_values_joins_names() -> None:
     step, numbers = step_and_values(ROWS[2])
     assert step == 2
     assert numbers == {"train/mean": -2.0, "train/zero_variance": 0.0, "train/tokens": 102.0,
@@ -92,7 +92,7 @@ def test_a_row_becomes_numbers_under_joined_names() -> None:
     assert all(type(number) is float for number in numbers.values())
 
 
-def test_null_text_and_lists_are_left_out_and_booleans_are_numbers() -> None:
+def test_values_omits_null_text_and_lists() -> None:
     assert values({"a": None, "b": "text", "c": [1, 2], "d": True, "e": {}, "f": {"g": {"h": 3}}}) == {
         "d": 1.0,
         "f/g/h": 3.0,
@@ -126,7 +126,7 @@ def _made(file: Path) -> int:
 
 
 def trackio(run: Path) -> list[dict[str, Any]]:
-    """By trackio's own reader, in a Python that has never seen the run."""
+    """Read with trackio's own reader, in a new process."""
     code = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as S;"
         "print(json.dumps([{'name': n, 'config': S.get_run_config('evoalign', n), 'logs': S.get_logs('evoalign', n)}"
@@ -256,7 +256,7 @@ def test_trackio_has_completions_and_figures(tmp_path: Path, drawn: Path) -> Non
     assert (tmp_path / "run/logs/trackio/media" / image["file_path"]).read_bytes() == drawn.read_bytes()
 
 
-def test_a_run_that_was_cut_short_is_a_failed_one_to_wandb(tmp_path: Path) -> None:
+def test_interrupted_run_is_failed_in_wandb(tmp_path: Path) -> None:
     tell(tmp_path / "run", "wandb", ROWS[:2], whole=False)
     (told,) = wandb(tmp_path / "run")
     assert told["exit_code"] == 1
@@ -274,7 +274,7 @@ def test_project_and_name_are_those_of_the_config(tmp_path: Path) -> None:
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_shows_steps_that_were_done_again_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tell(run, "tensorboard", ROWS[:3], whole=False)
     tell(run, "tensorboard", [changed(row, 7.0) for row in ROWS[1:]], resumed_at=1)
@@ -282,7 +282,7 @@ def test_tensorboard_shows_steps_that_were_done_again_once(tmp_path: Path) -> No
     assert tensorboard(run)["train/mean"] == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
 
 
-def test_trackio_goes_on_with_its_run_and_has_steps_that_were_done_again_once(tmp_path: Path) -> None:
+def test_trackio_continues_its_run_with_repeated_steps_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tell(run, "trackio", ROWS[:3], whole=False)
     tell(run, "trackio", [changed(row, 7.0) for row in ROWS[1:]], resumed_at=1)
@@ -291,7 +291,7 @@ def test_trackio_goes_on_with_its_run_and_has_steps_that_were_done_again_once(tm
     assert steps == [(0, -4.0), (1, 7.0), (2, 7.0), (3, 7.0)]
 
 
-def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
+def test_wandb_continues_under_the_same_id(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tell(run, "wandb", ROWS[:2], whole=False)
     tell(run, "wandb", ROWS[2:], resumed_at=2)
@@ -301,7 +301,7 @@ def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
     assert [row["_step"] for row in second["history"]] == [2, 3, 4]
 
 
-def test_a_run_that_begins_anew_has_an_id_of_its_own(tmp_path: Path) -> None:
+def test_new_run_has_a_new_id(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tell(run, "wandb", ROWS[:1])
     tell(run, "wandb", ROWS[:1])
@@ -310,7 +310,7 @@ def test_a_run_that_begins_anew_has_an_id_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "trackio"])
-def test_a_tracker_chosen_only_at_the_resume_starts(tmp_path: Path, backend: str) -> None:
+def test_tracker_added_at_resume_starts(tmp_path: Path, backend: str) -> None:
     tell(tmp_path / "run", backend, ROWS[2:], resumed_at=2)
     means = {
         "tensorboard": lambda run: [value for _, value in tensorboard(run)["train/mean"]],
@@ -324,7 +324,7 @@ def test_a_tracker_chosen_only_at_the_resume_starts(tmp_path: Path, backend: str
 
 
 class Broken:
-    """Fails where it is told to, and remembers what it was reported."""
+    """A tracker that fails where configured, and keeps what it receives."""
 
     def __init__(self, *failing: str) -> None:
         self.failing, self.told = failing, list[str]()
@@ -354,7 +354,7 @@ class Broken:
         ((), ["log", "log", "finish", "close"]),
     ],
 )
-def test_a_tracker_that_fails_is_left_out_and_said_so_once(
+def test_failing_tracker_is_dropped_with_one_warning(
     failing: tuple[str, ...], told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = Broken(*failing)
@@ -370,7 +370,7 @@ def test_a_tracker_that_fails_is_left_out_and_said_so_once(
         assert "broken failed" in caplog.text and "No space left on device" in caplog.text
 
 
-def test_a_tracker_that_would_end_the_process_ends_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_that_exits_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     class Exits(Broken):
         def _tell(self, what: str) -> None:
             super()._tell(what)
@@ -381,7 +381,7 @@ def test_a_tracker_that_would_end_the_process_ends_itself_alone(caplog: pytest.L
     assert exits.told == ["log", "close"] and "SystemExit: no use to log" in caplog.text
 
 
-def test_a_tracker_that_would_end_the_process_at_its_start_is_a_config_error(tmp_path: Path) -> None:
+def test_tracker_that_exits_at_start_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(
         "from evoalign.tracking import Tracker\n"
         "class Exits(Tracker):\n"
@@ -392,7 +392,7 @@ def test_a_tracker_that_would_end_the_process_at_its_start_is_a_config_error(tmp
         tracking.create(config(tmp_path / "run", f"{tmp_path / 'exits.py'}:Exits"), tmp_path / "run")
 
 
-def test_a_stop_by_the_user_is_not_swallowed() -> None:
+def test_keyboard_interrupt_is_not_suppressed() -> None:
     class Stopped(Broken):
         def log(self, row: Mapping[str, Any]) -> None:
             raise KeyboardInterrupt
@@ -419,7 +419,7 @@ def test_tensorboard_that_cannot_write_any_more(
 
 
 @pytest.mark.slow
-def test_wandb_whose_process_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_without_its_process_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = tmp_path / "run"
     (tracker,) = tracking.create(config(run, "wandb"), run)
     tracker.log(ROWS[0])
@@ -438,7 +438,7 @@ def test_wandb_whose_process_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb", "trackio"])
-def test_what_is_missing_is_named_with_the_line_that_installs_it(
+def test_missing_trackers_are_named_with_their_install_command(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == backend]:
@@ -451,34 +451,34 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(
     assert not (tmp_path / "run").exists()
 
 
-def test_all_that_is_missing_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_trackers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=re.escape(f"wandb, trackio not installed; {install('wandb', 'trackio')}")):
         tracking.check(config(tmp_path, "tensorboard", "wandb", "trackio"))
 
 
-def test_a_folder_named_as_the_library_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_a_librarys_name_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evoalign_no_such_library").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not tracking.is_installed("evoalign_no_such_library")
     assert tracking.is_installed("tensorboard")
 
 
-def test_a_tracker_that_does_not_start_is_a_config_error_and_leaves_none_open(tmp_path: Path) -> None:
+def test_tracker_that_does_not_start_is_a_config_error(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"trackio does not start: .*registry-x"):
         tracking.create(config(tmp_path / "run", "tensorboard", "trackio", project="registry-x"), tmp_path / "run")
     assert set(threading.enumerate()) <= threads
 
 
-def test_a_backend_named_twice_is_started_once(tmp_path: Path) -> None:
+def test_duplicate_backend_is_started_once(tmp_path: Path) -> None:
     trackers = tracking.create(config(tmp_path / "run", "tensorboard", "tensorboard"), tmp_path / "run")
     assert len(trackers) == 1
     trackers[0].close()
 
 
-def test_no_backend_is_no_tracker(tmp_path: Path) -> None:
+def test_create_without_backends_returns_nothing(tmp_path: Path) -> None:
     assert tracking.create(config(tmp_path / "run"), tmp_path / "run") == []
 
 
@@ -486,7 +486,7 @@ def test_no_backend_is_no_tracker(tmp_path: Path) -> None:
 
 
 def wandb_processes(parent: int) -> list[int]:
-    """Processes of wandb that a process started and that still run."""
+    """Return running processes of wandb that a process started."""
     found = list[int]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -501,7 +501,7 @@ def wandb_processes(parent: int) -> list[int]:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder, a folder of temporary files and a home that have to stay empty."""
+    """Create a working folder, a temporary folder and a home, which must stay empty."""
     for name in ("work", "temporary", "home"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -535,7 +535,7 @@ print(json.dumps({"threads": alive, "children": names, "environment": dict(os.en
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks into /proc")
-def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path, drawn: Path) -> None:
+def test_trackers_leave_no_files_outside_the_run_and_no_process(folders: Path, drawn: Path) -> None:
     run = folders / "run"
     secret = "a-secret-that-nobody-may-write-down"
     told = {**os.environ, "EVOALIGN_SECRET": secret, "HF_TOKEN": "", "HF_HUB_OFFLINE": "1"}
@@ -551,7 +551,7 @@ def test_nothing_is_left_outside_the_run_and_no_process_behind(folders: Path, dr
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_process_keep_apart(tmp_path: Path) -> None:
+def test_two_runs_of_one_process_are_separate(tmp_path: Path) -> None:
     for name in ("first", "second"):
         tell(tmp_path / name, "trackio", ROWS)
     for name in ("first", "second"):
@@ -559,7 +559,7 @@ def test_two_runs_of_one_process_keep_apart(tmp_path: Path) -> None:
         assert told["name"] == name and len(told["logs"]) == 5
 
 
-def test_a_run_of_wandb_that_the_user_has_open_goes_on(tmp_path: Path) -> None:
+def test_open_wandb_run_of_the_user_continues(tmp_path: Path) -> None:
     import wandb as library
 
     (tmp_path / "own").mkdir()

@@ -14,7 +14,7 @@ from evoalign.cli.options import Debug, More, Sets, quiet
 from evoalign.cli.resolving import given
 
 if TYPE_CHECKING:
-    from evoalign.preflight import Finding
+    from evoalign.preflight.case import Finding
 
 
 def doctor(
@@ -23,25 +23,26 @@ def doctor(
     set_: Sets = None,
     debug: Debug = False,
 ) -> None:
-    """Check this machine, and whether a config will train on it. Exit code 1 where something failed."""
+    """Check this machine, and whether a config will train on it. The exit code is 1 if a check failed."""
     from evoalign.errors import ConfigError
 
     if config is None and (more or set_):
         raise ConfigError("--config and --set change a config: give one first, as in `evoalign doctor config.yaml`")
     quiet()
-    from evoalign import preflight as checks
+    from evoalign.preflight import doctor as checks
+    from evoalign.preflight.case import Finding
 
     try:
         found = checks.findings(given(config, more or [], set_ or []) if config is not None else None)
     except ConfigError as error:
-        found = [*checks.environment(), checks.refused(error)]
+        found = [*checks.environment(), Finding("config", "failed", str(error))]
     line, code = checks.verdict(_show_findings(found))
     typer.echo(line)
     raise typer.Exit(code)
 
 
 def _show_findings(found: Iterable[Finding]) -> list[Finding]:
-    """Each as soon as it is known: rows of a table on a terminal, plain lines elsewhere."""
+    """Show findings one by one: as rows of a table on a terminal, else as plain lines."""
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table

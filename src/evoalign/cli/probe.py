@@ -15,10 +15,10 @@ from evoalign.cli.resolving import given
 
 if TYPE_CHECKING:
     from evoalign.preflight.advice import ProbeResult
-    from evoalign.preflight.ladder import Step
+    from evoalign.preflight.probe import Step
 
 NOTHING = 1
-"""Exit code where `--write` has nothing to write, since nothing is recommended."""
+"""Exit code if `--write` has no recommendation to write."""
 
 
 def probe(
@@ -31,10 +31,11 @@ def probe(
     members: Annotated[
         int | None, typer.Option(help="Members at each sigma; default: 32, up to 128 where there are few examples.")
     ] = None,
-    examples: Annotated[int, typer.Option(help="Training examples that all of them answer.")] = 64,
-    json_: Annotated[Path | None, typer.Option("--json", help="Also write what was measured as JSON.")] = None,
+    examples: Annotated[int, typer.Option(help="Training examples that are the prompts of all members.")] = 64,
+    json_: Annotated[Path | None, typer.Option("--json", help="Also write the measurements as JSON.")] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Write what is recommended as a new YAML file, for --config; else exit code 1.")
+        Path | None,
+        typer.Option(help="Write the recommendation to a new YAML file, or exit with code 1."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -43,14 +44,14 @@ def probe(
 
     resolved, widths = given(config, more or [], set_ or []), numbers(sigmas)
     if write is not None and write.exists():
-        raise ConfigError(f"--write {write}: exists already; name a new file, to lay over the config with --config")
+        raise ConfigError(f"--write {write} exists already; name a new file")
     quiet()
-    from evoalign.preflight import ladder as measure
+    from evoalign.preflight import probe as measure
 
     try:
-        with _progress() as told:
+        with _progress() as on_step:
             result = measure.probe(
-                resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo, on_step=told
+                resolved, sigmas=widths, members=members, examples=examples, tell=typer.echo, on_step=on_step
             )
     except measure.ProbeStoppedError as stopped:
         _show(stopped.result, json_)
@@ -90,14 +91,14 @@ def _write(result: ProbeResult, path: Path) -> None:
 
 @contextmanager
 def _progress() -> Generator[Callable[[Step], None]]:
-    """A bar on a terminal; a line a width, above the bar where there is one."""
+    """Show a progress bar on a terminal; yield a function that prints a line per width."""
     from evoalign.report.progress import Bar
 
     shown = console()
 
-    def told(step: Step) -> None:
+    def show(step: Step) -> None:
         line = f"{step.width:.4g}: {step.changed_share:.0%} changed, fitness {step.fitness:.4g} ({step.start:.4g})"
         shown.print(f"width {step.done}/{step.total}  {line}", markup=False, highlight=False, soft_wrap=True)
 
     with Bar("probe", shown):
-        yield told
+        yield show

@@ -12,7 +12,7 @@ from evoalign.config.decoding import EvaluationConfig, SamplingConfig
 from evoalign.config.engines import ENGINES, EngineConfig, EngineSettings
 from evoalign.config.es import NO_ES, EsConfig, OptimizerConfig, ScheduleConfig
 from evoalign.config.grpo import GrpoConfig
-from evoalign.config.load import code_of, from_dict, load, parse_overrides, read, to_yaml, with_engine
+from evoalign.config.load import code_of, from_dict, from_record, load, parse_overrides, read, to_yaml, with_engine
 from evoalign.config.run import CheckpointConfig, ChecksConfig, Config, ModelConfig, TrackingConfig
 from evoalign.config.scorer import ScorerConfig
 from evoalign.config.spaces import SPACES, FullConfig, LoraConfig, LowrankConfig, SpaceConfig, SpaceSection
@@ -48,6 +48,7 @@ __all__ = [
     "TrackingConfig",
     "code_of",
     "from_dict",
+    "from_record",
     "load",
     "parse_overrides",
     "read",

@@ -66,6 +66,8 @@ class EngineSettings(Section):
     """Subset of `resources` that changes no bit where completions repeat to the bit."""
     younger: ClassVar[frozenset[str]] = frozenset()
     """Settings added after the first release; at their defaults, they are left out of the hash of a run."""
+    removed: ClassVar[Mapping[str, object]] = {}
+    """Settings of earlier versions, none of which changed scores or weights, with their defaults then."""
     serves_here: ClassVar[bool] = False
     """Whether it runs a transformers model in this process, so that a second model can share its device."""
     takes_mixtures: ClassVar[bool] = True
@@ -92,11 +94,6 @@ class EngineSettings(Section):
     def devices(self) -> int:
         """Number of devices that it uses."""
         return 1
-
-    @property
-    def scored_by(self) -> int:
-        """Number of additional processes in which it scores completions."""
-        return 0
 
     def held(
         self, config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype, mean: int

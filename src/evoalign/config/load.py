@@ -32,6 +32,9 @@ OLD_NAMES = {
     "evaluation.beside_members": "it was removed: delete it from the config",
     "evaluation.samples_per_generation": "here it is task.batch_size",
     "evaluation.test_samples": "here it is task.test_size",
+    "engine.audit": "it was removed: weights are still compared, see engine.compare_every; take it out",
+    "engine.catch_up": "it was removed, and a replica that joins replays the updates: take it out",
+    "engine.graders": "it was removed, and completions are graded in the run's own process: take it out",
     "es.perturb_scale": "here it is es.noise_multiplier, a tenth of it: the width is that times mean |W|",
     "es.init_scale": "here it is lora.init_scale, with lora.evolve ab: init_scale / perturb_scale of that config",
 }
@@ -102,6 +105,16 @@ def from_dict(tree: Mapping[str, Any], *, needs_es: bool = True) -> Config:
     if needs_es and config.es_ is None and "grpo" not in config.model_fields_set:
         raise ConfigError(NO_ES)
     return config
+
+
+def from_record(tree: Mapping[str, Any]) -> Config:
+    """Check a config that a run recorded, as `from_dict` does, without engine settings that were removed since."""
+    engine = tree.get("engine")
+    if isinstance(engine, Mapping) and "name" in engine:
+        removed = _section(tree).removed
+        kept = {name: value for name, value in cast(Mapping[str, Any], engine).items() if name not in removed}
+        tree = {**tree, "engine": kept}
+    return from_dict(tree)
 
 
 def with_engine(config: Config, section: type[EngineSettings]) -> Config:

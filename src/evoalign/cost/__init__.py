@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes: FLOPs by formula, budgets as measured, estimates before it starts."""
+"""Costs of a run: FLOPs by formula, measured budgets, and estimates before it starts."""

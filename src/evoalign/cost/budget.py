@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run spends: prompts, tokens, FLOPs, seconds and memory, of ES and GRPO alike.
+"""Costs of a run, for ES and GRPO: prompts, tokens, FLOPs, seconds and memory.
 
-FLOPs are those of evoalign.cost.flops; of a model that its formula does not know they are None, and never a guess.
+FLOPs are those of `evoalign.cost.flops`, and None for a model that its formula does not cover.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ MAY_BE_UNKNOWN = ("forward_flops", "backward_flops", "peak_memory_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What something took. Costs add up; a sum has the highest peak, and None where a part is not known.
+    """Costs, which can be added. A sum has the highest peak, and None where a part is not known.
 
-    `prompt_tokens` counts a prompt once for each completion that answers it; `generated_tokens` includes stop tokens.
-    `forward_flops` has all that is no backward pass. `peak_memory_bytes` is the highest so far, of this process since
-    it began: see `peak_memory`.
+    `prompt_tokens` counts a prompt once per completion; `generated_tokens` includes stop tokens. `forward_flops` is
+    everything except backward passes. `peak_memory_bytes` is that of this process so far: see `peak_memory`.
     """
 
     prompts: int = 0
@@ -71,25 +70,23 @@ class Cost:
         return Cost(**{f.name: joined(f.name) for f in fields(Cost)})
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in a row of metrics.jsonl."""
+        """Return the form in a row of metrics.jsonl."""
         return asdict(self)
 
 
 def cost_of(tree: Any) -> Cost | None:
-    """A Cost from its form in a file; None where that is none."""
+    """Read a Cost from its form in a file; None if that is invalid."""
     if not isinstance(tree, Mapping) or set(tree) != {f.name for f in fields(Cost)}:
         return None
-    if not all(_is_amount(value) or (value is None and name in MAY_BE_UNKNOWN) for name, value in tree.items()):
-        return None
+    for name, value in tree.items():
+        is_amount = type(value) in (int, float) and 0 <= value < math.inf
+        if not is_amount and not (value is None and name in MAY_BE_UNKNOWN):
+            return None
     return Cost(**tree)
 
 
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
 def totals(rows: Sequence[Mapping[str, Any]]) -> tuple[Cost, int]:
-    """The sum over rows of metrics.jsonl, and how many of them have no cost: those rebuilt from a journal."""
+    """Return the sum over rows of metrics.jsonl, and the number of rows without a cost (rebuilt from a journal)."""
     costs = [cost_of(row.get("budget")) for row in rows]
     known = [cost for cost in costs if cost is not None]
     return sum(known, Cost()), len(costs) - len(known)
@@ -103,7 +100,7 @@ def write(
     evaluation: Cost | None,
     note: str = "",
 ) -> None:
-    """results/budget.json. `evaluation` None: a part of it is not known."""
+    """Write results/budget.json. `evaluation` is None if a part of it is not known."""
     training, missing = totals(rows)
     tree = {
         "format_version": FORMAT_VERSION,
@@ -119,7 +116,7 @@ def write(
 
 
 def read_evaluation(path: Path) -> Cost | None:
-    """What evaluation has taken so far, of a run that goes on; None where the file does not say."""
+    """Return the evaluation cost so far, when a run resumes; None if the file does not have it."""
     try:
         return cost_of(read_object(path)["evaluation"])
     except (DataError, KeyError):
@@ -127,10 +124,9 @@ def read_evaluation(path: Path) -> Cost | None:
 
 
 def peak_memory(device: str) -> int | None:
-    """Bytes, the highest of this process so far. None where it is not known.
+    """Return the peak memory of this process in bytes, or None if it is not known.
 
-    On a GPU, what torch allocated on it, a cache that vLLM takes in advance included. On the CPU, resident memory,
-    with Python and its libraries.
+    On a GPU: memory allocated by torch, including a cache that vLLM reserves. On the CPU: resident memory.
     """
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) if torch.cuda.is_available() else None
@@ -142,7 +138,7 @@ def peak_memory(device: str) -> int | None:
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory now, Python and its libraries among them. None where Linux does not say so."""
+    """Return the resident memory of this process in bytes; None except on Linux."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -158,9 +154,9 @@ def answers_cost(
     max_tokens: int,
     members: int = 1,
 ) -> Cost:
-    """One model's answers by an engine: the prompt of each completion and how many tokens that has; no seconds.
+    """Return the cost of completions, without seconds, from the prompt and number of tokens of each.
 
-    Of several `members` that were asked the same prompts: `tokens` of each, member by member.
+    With several `members` that share the prompts, `tokens` are ordered by member.
     """
     room = max(map(len, prompts), default=0) + max_tokens
     return Cost(
@@ -174,7 +170,7 @@ def answers_cost(
 
 
 def time_cost(seconds: float, devices: int, peak_memory_bytes: int | None) -> Cost:
-    """The part of a cost that is measured. A device counts for as long as it is kept, busy or not."""
+    """Return the measured part of a cost. A device counts for as long as it is reserved, busy or idle."""
     return Cost(wall_seconds=seconds, device_seconds=seconds * devices, peak_memory_bytes=peak_memory_bytes)
 
 
@@ -190,13 +186,13 @@ def grpo_generation(
     all_logits: bool = False,
     generation_flops: int | None = None,
 ) -> Cost:
-    """One round of completions, of `prompts` groups: real tokens, no seconds. `shape` None: FLOPs are not known.
+    """Return the cost of one round of completions of `prompts` groups, without seconds and padding.
 
-    TRL reads each prompt for each of its completions; completions from elsewhere took `generation_flops`. Then come
-    passes over prompt and completion: for the log-probabilities of the policy that generated (`old_logprobs`: with
-    vLLM, or where gradient_accumulation_steps is no multiple of steps_per_generation * num_iterations), and for the
-    reference, which has no factors (`reference`: beta is not 0). `all_logits`: the head sees every position and not
-    those of completions alone, as TRL's does without a GPU. `adapted` None: all weights train.
+    TRL computes a prompt once per completion; `generation_flops` is the cost of completions from another engine. Then
+    come passes over prompt and completion: for log-probabilities of the generating policy (`old_logprobs`: with vLLM,
+    or if gradient_accumulation_steps is no multiple of steps_per_generation * num_iterations), and for the reference,
+    which has no factors (`reference`: beta is not 0). `all_logits`: the head computes all positions, not only those of
+    completions, as TRL does without a GPU. `adapted` None: all weights train. `shape` None: FLOPs are not known.
     """
     forward = generation_flops or 0
     for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
@@ -224,9 +220,9 @@ def grpo_update(
     adapted: Adapted | None = None,
     all_logits: bool = False,
 ) -> Cost:
-    """One optimizer step on these completions: forward and backward of the policy, and AdamW; no seconds.
+    """Return the FLOPs of one optimizer step: forward and backward passes of the policy, and AdamW.
 
-    It counts no prompts or tokens, which are those of `grpo_generation`: completions may serve several steps.
+    Prompts and tokens are counted by `grpo_generation`, since several steps may use the same completions.
     """
     forward = backward = 0
     for p, c in zip(prompt_lengths, completion_lengths, strict=True) if shape else ():
@@ -241,7 +237,7 @@ def grpo_update(
 
 
 class Meter:
-    """The costs of an ES run's generations and evaluations. `note` says why FLOPs are not known."""
+    """Computes the costs of an ES run. `note` says why FLOPs are not known."""
 
     def __init__(self, config: Config, specs: Sequence[TensorSpec], space: Space, layout: Layout, device: str) -> None:
         self.devices = config.engine.devices
@@ -254,38 +250,39 @@ class Meter:
             self.note = str(error)
         has_factors = space.carrier == "adapter" and layout.rank > 0
         self._adapted = Adapted(layout.rank, frozenset(t.module for t in layout.tensors)) if has_factors else None
-        # The mean of `lora` is an adapter too; that of the other spaces lies in the weights.
+        # The mean of `lora` is an adapter too; that of other spaces is in the weights.
         self._adapted_mean = None if space.evolves_model else self._adapted
 
     def generation(self, generation: Generation) -> Cost:
-        """Of a generation: asking, scoring and moving, not evaluating, drawing or saving."""
+        """Return the cost of a generation: rollout, scoring and update, without evaluating, plotting or saving."""
         seconds = sum(generation.seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
-        answers = [self._answers(generation, generation.rollouts, self._adapted)]
-        answers += [self._answers(generation, generation.mean, self._adapted_mean)] if generation.mean else []
+        parts = [self._rollouts(generation, generation.rollouts, self._adapted)]
+        parts += [self._rollouts(generation, generation.mean, self._adapted_mean)] if generation.mean else []
         members = len(generation.update.members)
         streams = 0 if generation.zero_variance else len({m.noise for m in generation.update.members})
         moved = float(es_flops(self._space, self._layout, members, streams)) if self.shape else None
-        whole = sum(answers, Cost(forward_flops=moved)) + self._time(seconds)
+        whole = sum(parts, Cost(forward_flops=moved)) + self._time(seconds)
         return replace(whole, prompts=len(generation.prompts))  # the same ones for every member
 
-    def _answers(self, generation: Generation, said: Sequence[Rollout], adapted: Adapted | None) -> Cost:
-        """Of members that each answered all prompts, in their order."""
-        members, tokens = len(said) // max(1, len(generation.prompts)), [len(r.token_ids) for r in said]
+    def _rollouts(self, generation: Generation, rollouts: Sequence[Rollout], adapted: Adapted | None) -> Cost:
+        """Return the cost of rollouts that are ordered by member, each with all prompts."""
+        members = len(rollouts) // max(1, len(generation.prompts))
+        tokens = [len(rollout.token_ids) for rollout in rollouts]
         most = self._config.sampling.max_tokens
         return answers_cost(self.shape, generation.prompts, tokens, adapted, most, members)
 
     def followed(self, updates: Sequence[Update], seconds: float) -> Cost:
-        """Of going through these updates, with whatever coefficients."""
+        """Return the cost of applying these updates."""
         streams = [len({m.noise for m in update.members}) for update in updates if any(update.coefficients)]
         flops = sum(es_flops(self._space, self._layout, 0, count) for count in streams)
         return Cost(forward_flops=float(flops) if self.shape else None) + self._time(seconds)
 
     def evaluation(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int], seconds: float) -> Cost:
-        """Of the mean's answers to these prompts, one a completion."""
+        """Return the cost of the mean's completions, one per prompt."""
         most = self._config.evaluation.max_tokens
         return answers_cost(self.shape, prompts, tokens, self._adapted_mean, most) + self._time(seconds)
 
     def _time(self, seconds: float) -> Cost:
-        # With tensor parallelism the memory is that of other processes.
+        # With tensor parallelism, other processes hold the memory.
         memory = peak_memory(self._device) if self.devices == 1 else None
         return time_cost(seconds, self.devices, memory)

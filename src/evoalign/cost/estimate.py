@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will do and need, told before it starts."""
+"""Estimates made before a run starts: step size, memory, rollouts, placebos, and the share of weights that evolves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,21 +16,28 @@ from evoalign.cost.budget import resident
 from evoalign.cost.flops import es_flops, noise_numbers
 from evoalign.engines.specs import on_gpu
 from evoalign.optimizer import reach
+from evoalign.spaces import Space
+from evoalign.spaces.targets import module_of
 from evoalign.types import Layout, TensorSpec
 
+SHOWN = 8
+"""Most module names in a line."""
+FEW = 8
+"""Warn if at most one of this many layers evolves: settings for a tiny model may be left in the config."""
 ETA_USUAL = (0.05, 2.0)
 PAPERS = 0.5
 """eta of arXiv 2509.24372: alpha = sigma / 2."""
 
 
 def step_lines(config: Config, layout: Layout | None) -> list[str]:
-    """eta and the effective sigma, in words; a warning where eta is unusual. `layout` None: scales not known yet."""
+    """Describe eta and the effective sigma, with a warning if eta is unusual. `layout` None: scales are not known."""
     es = config.es
-    lines = [f"eta {es.eta:.4g} (a step in units of the noise; {_how(config)})"]
+    how = "es.learning_rate / es.sigma" if es.sigma is not None else "es.learning_rate"
+    lines = [f"eta {es.eta:.4g} (a step in units of the noise; {how})"]
     low, high = ETA_USUAL
     eta = es.eta * reach(es)
     if not low <= eta <= high:
-        slow = "steps are tiny: little will be learnt" if eta < low else "steps overshoot: the model may break"
+        slow = "steps are tiny: little will be learned" if eta < low else "steps overshoot: the model may break"
         own = "" if reach(es) == 1 else f", which {es.optimizer.name} makes {eta:.4g},"
         lines.append(
             f"warning: eta {es.eta:.4g}{own} is outside {low} to {high} (the paper's is {PAPERS}): {slow}; "
@@ -43,18 +50,14 @@ def step_lines(config: Config, layout: Layout | None) -> list[str]:
     return lines
 
 
-def _how(config: Config) -> str:
-    return "es.learning_rate / es.sigma" if config.es.sigma is not None else "es.learning_rate"
-
-
 def served_dtype(config: Config) -> torch.dtype:
-    """The dtype that `model.dtype` comes to on this machine."""
+    """Return the dtype of `model.dtype` on this machine."""
     return getattr(torch, config.model.served_dtype(on_gpu=on_gpu(config)))
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by what they hold. `start`: the starting weights, for decay; `own`: what the engine adds."""
+    """Bytes by use. `start`: the starting weights, for decay; `own`: the engine's own."""
 
     weights: int
     master: int
@@ -63,12 +66,12 @@ class Memory:
 
     @property
     def kept(self) -> int:
-        """What is held on the device from the start of a run to its end."""
+        """Bytes on the device from the start of a run to its end."""
         return self.weights + self.master + self.start + self.own.adapters - self.own.host
 
 
 def memory(config: Config, specs: Sequence[TensorSpec], layout: Layout, dtype: torch.dtype) -> Memory:
-    """What a run holds on its device."""
+    """Return the memory that a run takes on its device."""
     master, start = spaces.create(config).mean_bytes(layout, dtype), 4 * layout.parameters if config.decays else 0
     own = config.engine.held(config, specs, layout, dtype, master + start)
     return Memory(sum(math.prod(s.shape) for s in specs) * dtype.itemsize, master, start, own)
@@ -79,57 +82,54 @@ def memory_lines(
     specs: Sequence[TensorSpec],
     layout: Layout,
     dtype: torch.dtype,
-    asked: tuple[int, int] | None = None,
+    batch: tuple[int, int] | None = None,
 ) -> list[str]:
-    """Bytes of the process, weights, master and cache, in words.
+    """Describe the memory of the process, weights, master and cache.
 
-    `asked`: the most completions that are asked for together, and the tokens of the longest prompt; None: not known.
+    `batch`: most completions generated at once, and tokens of the longest prompt; None: not known.
     """
     need, weights = memory(config, specs, layout, dtype), sum(math.prod(s.shape) for s in specs)
-    batch = 0.0 if asked is None else config.engine.batch_bytes(config, specs, dtype, *asked)
-    # What lies on a GPU is counted there; a CPU has the process beside it.
+    batch_size = 0.0 if batch is None else config.engine.batch_bytes(config, specs, dtype, *batch)
+    # The memory of a CPU also holds this process.
     base = 0 if on_gpu(config) else resident() or 0
-    bound = "about" if batch else need.own.bound
-    total = need.kept + base + (batch or need.own.cache)
+    bound = "about" if batch_size else need.own.bound
+    total = need.kept + base + (batch_size or need.own.cache)
     parts = {
         "this process so far (Python and its libraries)": base, "weights": need.weights, "float32 master": need.master,
         "starting weights for decay": need.start,
     }  # fmt: skip
-    said = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     return [
         f"model {weights / 1e6:,.1f} M parameters, {layout.parameters / 1e6:,.3f} M evolve "
         f"in {len(layout.tensors)} tensors",
-        f"memory {bound} {gib(total)}: {said}, {_own_words(need.own, batch, asked)}",
+        f"memory {bound} {gib(total)}: {listed}, {_own_memory(need.own, batch_size, batch)}",
         *second_copy_lines(config, weights, dtype),
         *filter(None, [spaces.create(config).left_out(specs, layout)]),
     ]
 
 
 def second_copy_lines(config: Config, parameters: int, dtype: torch.dtype) -> list[str]:
-    """The base model that is asked beside the one that is trained, in words; nothing where no check asks for it."""
+    """Describe the second copy of the base model, if a check needs one."""
     checks, here = config.checks, on_gpu(config) and config.engine.serves_here
     when = [f"every {checks.kl_every} (checks.kl_every)"] if checks.kl_every else []
     when += ["at the end (checks.perplexity)"] if config.measures_nats else []
     size = parameters * (dtype.itemsize if here else torch.float32.itemsize)
     where = "" if here else ", on the CPU in float32"
-    return [f"second copy of the model {gib(size)}{where}: asked {' and '.join(when)}"] if when else []
+    return [f"second copy of the model {gib(size)}{where}: used {' and '.join(when)}"] if when else []
 
 
-def _own_words(own: MemoryUse, batch: float, asked: tuple[int, int] | None) -> str:
+def _own_memory(own: MemoryUse, size: float, batch: tuple[int, int] | None) -> str:
     adapters = f"adapters {gib(own.adapters)}, " if own.adapters else ""
     host = f"; {gib(own.host)} of it in host memory" if own.host else ""
-    if batch and asked is not None:
-        most = f", in batches that keep to {own.setting}" if own.setting and batch >= own.cache else ""
-        return f"{adapters}cache, logits and activations {gib(batch)} for {asked[0]:,} completions{most}{host}"
+    if size and batch is not None:
+        most = f", in batches limited by {own.setting}" if own.setting and size >= own.cache else ""
+        return f"{adapters}cache, logits and activations {gib(size)} for {batch[0]:,} completions{most}{host}"
     setting = f" ({own.setting}{own.note})" if own.setting else ""
     return f"{adapters}cache {own.bound} {gib(own.cache)}{setting}{host}"
 
 
-TIME = "time: evoalign doctor CONFIG loads the model and times a piece of a generation"
-
-
 def work_lines(config: Config, examples: int | None, *, asks_mean: bool = False) -> list[str]:
-    """Rollouts and tokens, in words. `asks_mean`: the objective has the unperturbed model asked too."""
+    """Describe the number of rollouts and tokens. `asks_mean`: the objective needs rollouts of the mean as well."""
     es = config.es
     samples = config.task.samples or 1
     prompts = config.task.asked(examples) // samples if examples else config.task.batch_size
@@ -142,34 +142,34 @@ def work_lines(config: Config, examples: int | None, *, asks_mean: bool = False)
         f"rollouts {rollouts:,} a generation ({es.population_size} members{and_mean(asks_mean)} x {each}), "
         f"{rollouts * es.num_generations:,} in all",
         f"tokens at most {tokens:,} a generation, {tokens * es.num_generations:,} in all",
-        TIME,
+        "time: run `evoalign doctor CONFIG`, which loads the model and times part of a generation",
     ]
 
 
 def and_mean(asks_mean: bool) -> str:
-    """What follows on `16 members` where the unperturbed model is asked as well."""
+    """Return what follows `16 members` if the mean generates as well."""
     return " and the mean" if asks_mean else ""
 
 
 def gib(size: float) -> str:
-    """Bytes as people read them."""
+    """Return bytes as GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
 
 
 NORMAL = 64
-"""FLOPs of a matrix product that take about as long as one normal: a tenth of a Philox call and a look-up. A round
-number on the safe side, since what is counted with it decides what a run does and has to be the same everywhere."""
+"""FLOPs per normally distributed number. Fixed and on the safe side, since it decides what a run does and
+has to be the same on all machines."""
 MOST_PLACEBOS, TENTH = 5, 10
 
 
 def placebos_in_a_tenth(
     config: Config, specs: Sequence[TensorSpec], layout: Layout, train: Sequence[int], test: Sequence[int]
 ) -> int:
-    """How many placebos cost at most a tenth of what training did, up to `MOST_PLACEBOS`; by counts alone.
+    """Return how many placebos cost at most a tenth of the training, at most `MOST_PLACEBOS`.
 
-    `train` and `test` are the prompts' lengths in tokens. Work is 2 FLOPs a parameter and token, of prompts and of the
-    completions as long as they may get, and `NORMAL` for each number of noise; and neither may the placebos ask for
-    more than a tenth of the completions: scoring them may cost more than making them.
+    `train` and `test` are the prompts' lengths in tokens. The cost is 2 FLOPs per parameter and token, with completions
+    of `max_tokens`, and `NORMAL` per number of noise. Placebos also generate at most a tenth of the completions, since
+    scoring may cost more than generating.
     """
     es, space, drawn = config.es, spaces.create(config), config.evaluation
     streams = es.population_size // (2 if es.antithetic else 1)
@@ -183,3 +183,74 @@ def placebos_in_a_tenth(
     training = update + es.num_generations * noise * es.population_size + 2 * parameters * asked * length
     placebo = update + 2 * parameters * draws * (sum(test) + len(test) * drawn.max_tokens)
     return int(min(MOST_PLACEBOS, training // (TENTH * placebo), asked // (TENTH * draws * len(test))))
+
+
+def share_lines(config: Config, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
+    """Describe the share of the weights that evolves, or that adapters reach; warn if experts do not evolve."""
+    reached = {t.module for t in layout.tensors}
+    some, rest = [s for s in specs if s.name in reached], [s for s in specs if s.name not in reached]
+    space = spaces.create(config)
+    verb = "evolves" if space.evolves_model else "adapters reach"
+    others = _names((s for s in rest if len(s.shape) > 1), listed=some)
+    line = f"{verb} {percent(some, specs)} of the weights: {_names(some)}" + (f"; not: {others}" if others else "")
+    warnings = _left_out(config, space, specs, rest) if space.carrier == "adapter" else []
+    warnings += _few_layers(config, specs, some)
+    return [line, *(f"warning: {warning}" for warning in warnings)]
+
+
+def _few_layers(config: Config, specs: Sequence[TensorSpec], some: Sequence[TensorSpec]) -> list[str]:
+    """Return a warning if `target_layers` selects few of this model's layers."""
+    layers, reached = ({s.layer for s in tensors} - {None} for tensors in (specs, some))
+    chosen = getattr(getattr(config, config.space.name, None), "target_layers", None)
+    if chosen is None or len(reached) * FEW >= len(layers):
+        return []
+    setting = f"{config.space.name}.target_layers"
+    return [f"{len(reached)} of {len(layers)} layers evolves, {setting} {chosen}; set {setting}=null for all layers"]
+
+
+def percent(some: Iterable[TensorSpec], every: Iterable[TensorSpec]) -> str:
+    """Return the share of numbers that are in some tensors."""
+    part, total = (sum(math.prod(s.shape) for s in specs) for specs in (some, every))
+    return f"{100.0 if part == total else min(99.9, 100 * part / total):.3g} %"
+
+
+def _left_out(config: Config, space: Space, specs: Sequence[TensorSpec], rest: Sequence[TensorSpec]) -> list[str]:
+    """Return warnings for tensors that take no adapter although the config does not exclude them."""
+    experts = [s for s in rest if s.layer is not None and (".experts." in s.name or len(s.shape) == 3)]
+    fused = [s for s in experts if s.kind == "other" and len(s.shape) == 3]
+    apart = [s for s in experts if s.kind == "other" and len(s.shape) == 2 and not config.engine.carries_experts]
+    unknown = [s for s in experts if not s.peft]
+    taken = [s for s in rest if s.kind == "linear" and not s.peft]
+    found: list[str] = []
+    by_peft = [s for s in unknown if s.kind == "expert" and not space.evolves_model]
+    for tensors, why in (
+        (fused, "the model fuses them in a form that evoalign cannot split; use space full"),
+        (apart, f"engine {config.engine.name} cannot give members their own experts; use engine transformers"),
+        (by_peft, "PEFT has no adapter for them; use space lowrank"),
+    ):
+        if tensors:
+            found.append(f"the experts, {percent(tensors, specs)} of the weights, do not evolve: {why}")
+    if taken and not space.evolves_model:
+        found.append(
+            f"{_names(taken)} outside the experts, {percent(taken, specs)} of the weights, do not evolve: PEFT "
+            "treats these names as experts; use space lowrank"
+        )
+    return found
+
+
+def _names(specs: Iterable[TensorSpec], listed: Sequence[TensorSpec] = ()) -> str:
+    """Return the distinct module names. Names that are also in `listed`, but in other layers, are marked as such."""
+    named: dict[str, set[int | None]] = {}
+    for spec in listed:
+        named.setdefault(_name(spec), set()).add(spec.layer)
+    names: dict[str, None] = {}
+    for spec in specs:
+        name = _name(spec)
+        others = name in named and spec.layer not in named[name]
+        names[f"{name} of other layers" if others else name] = None
+    return ", ".join([*names][:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+
+
+def _name(spec: TensorSpec) -> str:
+    module = module_of(spec.name)
+    return f"experts.{module}" if ".experts." in spec.name else module

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs by formula, of forward and backward passes and of what ES makes and moves.
+"""FLOPs by formula: of forward and backward passes, and of the noise and updates of ES.
 
-They are those of matrix products, two a multiply-and-add, of real tokens: padding, norms, activations, biases, rotary
-embeddings and softmax are left out (docs/concepts/budget.md has the equations). The formula knows the shapes of
-`FAMILIES`, and refuses to guess at any other.
+They are those of matrix products, two per multiply-and-add. Padding, norms, activations, biases, rotary embeddings and
+softmax are not counted (docs/concepts/budget.md has the equations). The formula covers `FAMILIES` only.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from evoalign.types import Layout, TensorSpec
 
 FAMILIES = frozenset({"gemma", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt",
                       "phi3", "qwen2", "qwen3", "smollm3"})  # fmt: skip
-"""`model_type`s whose formula is tested against a count of the operations that torch runs."""
+"""Values of `model_type` for which a test compares the formula with the operations that torch runs."""
 ADAM_FLOPS = 14
-"""Elementwise operations of AdamW a trained number: two moments, their corrections, root, decay and step."""
+"""Elementwise operations of AdamW per parameter: two moments, their corrections, root, decay and step."""
 _READS_INPUT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 _DROPOUTS = ("dropout", "hidden_dropout", "resid_pdrop")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -32,7 +31,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear weight [rows, columns] = [out, in]; `layer` None: of no layer."""
+    """A linear weight [rows, columns] = [out, in]; `layer` is None outside of layers."""
 
     name: str
     rows: int
@@ -41,19 +40,19 @@ class Matrix:
 
     @property
     def numbers(self) -> int:
-        """Of the matrix."""
+        """Number of weights."""
         return self.rows * self.columns
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the formula needs of a model.
+    """The shape of a model, as far as the formula needs it.
 
-    `matrices` are applied to every token, the `head` (tied or not) only where logits are wanted. `attention` is query
-    heads times head_dim, which is not always the hidden size; grouped keys and values make their projections smaller,
-    not the scores. `windows` holds the most keys a token of each layer sees. For backward passes: `first` are ends of
-    the names of what reads a layer's input, and `last_again` says that a norm or dropout needs the output of a layer's
-    last matrix, so that checkpointing has to compute that too.
+    `matrices` are applied to every token, the `head` (tied or not) only where logits are needed. `attention` is query
+    heads times head_dim, which may differ from the hidden size; grouped keys and values reduce the projections and not
+    the scores. `windows` has the most keys that a token attends to, by layer. For backward passes: `first` are endings
+    of the names of weights that take a layer's input, and `last_again` says that a norm or dropout needs the output of
+    a layer's last matrix, so that checkpointing has to recompute it.
     """
 
     matrices: tuple[Matrix, ...]
@@ -66,36 +65,35 @@ class ModelShape:
 
     @property
     def reach(self) -> float:
-        """The narrowest window."""
+        """Size of the smallest window."""
         return min((w for w in self.windows if w is not None), default=math.inf)
 
     @cached_property
     def numbers(self) -> int:
-        """In all that every token is multiplied with."""
+        """Number of weights applied to every token."""
         return sum(m.numbers for m in self.matrices)
 
     @cached_property
     def kinds(self) -> Counter[int | None]:
-        """How many layers have each window."""
+        """Number of layers by window."""
         return Counter(self.windows)
 
 
 def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
-    """The shape of a model, from its transformers configuration and its tensors.
+    """Return the shape of a model from its transformers configuration and its tensors.
 
-    Raises ModelError for a model that the formula does not know: mixtures of experts, state-space layers, and whatever
-    is not in `FAMILIES`.
+    Raises ModelError for a model that the formula does not cover, such as mixtures of experts and state-space layers.
     """
     text = hf.get_text_config()
     odd = [s.name for s in specs if s.kind == "other" and len(s.shape) > 1]
     kinds = _kinds(text)
     if text.model_type not in FAMILIES or odd or None in kinds:
         why = f"its tensor {odd[0]}" if odd else f"model type {text.model_type}"
-        raise ModelError(f"the formula for FLOPs does not know {why}; they are left out of the budget")
+        raise ModelError(f"the formula for FLOPs does not cover {why}; the budget has no FLOPs")
     linear = [Matrix(s.name, s.shape[0], s.shape[1], s.layer) for s in specs if s.kind == "linear"]
     heads = [m for m in linear if m.name.endswith(_HEADS)] or [
         Matrix(s.name, s.shape[0], s.shape[1], None) for s in specs if s.kind == "embedding"
-    ]  # a tied head is the first embedding; others hold positions
+    ]  # a tied head is the first embedding; others are for positions
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelShape(
         matrices=tuple(m for m in linear if m != heads[0]),
@@ -109,7 +107,7 @@ def shape_of(hf: Any, specs: Sequence[TensorSpec]) -> ModelShape:
 
 
 def _kinds(text: Any) -> list[str | None]:
-    """How each layer attends; None for a way that the formula does not know."""
+    """Return the attention type of each layer; None for one that the formula does not cover."""
     has_window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     alike = "sliding_attention" if has_window else "full_attention"
     kinds = getattr(text, "layer_types", None) or [alike] * text.num_hidden_layers
@@ -118,18 +116,18 @@ def _kinds(text: Any) -> list[str | None]:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """Low-rank factors of rank `rank` beside the linear weights of these names."""
+    """Low-rank factors of rank `rank` next to the linear weights of these names."""
 
     rank: int
     weights: frozenset[str]
 
     def numbers(self, shape: ModelShape) -> int:
-        """In the factors: rank * (in + out) a weight."""
+        """Return the size of the factors: rank * (in + out) per weight."""
         return self.rank * sum(m.rows + m.columns for m in shape.matrices if m.name in self.weights)
 
 
 def keys_seen(start: int, tokens: int, window: int | None = None) -> int:
-    """Keys that causal attention looks at from positions start, start + 1, ...: min(position + 1, window) each."""
+    """Return the keys of causal attention from positions start, start + 1, ...: min(position + 1, window) each."""
     end = start + tokens
     if window is None or end <= window:
         return (start + 1 + end) * tokens // 2
@@ -138,7 +136,7 @@ def keys_seen(start: int, tokens: int, window: int | None = None) -> int:
 
 
 def sequence_flops(shape: ModelShape, start: int, tokens: int, logits: int, adapted: Adapted | None = None) -> int:
-    """Forward through the model for the positions from `start`, the ones before in a cache; logits of so many."""
+    """Return the FLOPs of a forward pass from position `start`, with a cache of those before and `logits` logits."""
     return _sequence_flops(shape, adapted.numbers(shape) if adapted else 0, start, tokens, logits)
 
 
@@ -151,14 +149,14 @@ def _sequence_flops(shape: ModelShape, factors: int, start: int, tokens: int, lo
 
 
 def _attention(shape: ModelShape, start: int, tokens: int, kinds: Counter[int | None]) -> int:
-    """Scores and values, two products of `attention` numbers a key, of so many layers of each window."""
+    """Return the FLOPs of scores and values, two products of `attention` numbers per key, by layers of each window."""
     return 4 * shape.attention * sum(count * keys_seen(start, tokens, window) for window, count in kinds.items())
 
 
 def forward_flops(shape: ModelShape, prompt_tokens: int, generated_tokens: int, adapted: Adapted | None = None) -> int:
-    """One completion with a cache of keys and values.
+    """Return the FLOPs of one completion with a cache of keys and values.
 
-    The last token that is generated is not read any more; each one that is generated takes the head once.
+    The last generated token is not an input; the head is applied once per generated token.
     """
     return sequence_flops(shape, 0, prompt_tokens + max(0, generated_tokens - 1), generated_tokens, adapted)
 
@@ -171,13 +169,11 @@ def rollout_flops(
     room: int | None = None,
     members: int = 1,
 ) -> int:
-    """Completions of one member: token ids of each one's prompt, and how many tokens it generated.
+    """Return the FLOPs of completions, from the token ids of each one's prompt and the number of generated tokens.
 
-    Of several `members` that were asked the same prompts: what each generated, member by member.
-
-    What prompts begin with in common is read once, and so is a prompt that is asked several times, as the engines do.
-    `room` is the longest prompt and completion together that could come: beyond a window, prompts of unequal lengths
-    do not share their beginning.
+    With several `members` that share the prompts, `generated` is ordered by member. A common prefix and repeated
+    prompts are computed once, as the engines do. `room` is the largest possible length of prompt and completion: beyond
+    a window, prompts of unequal lengths do not share their prefix.
     """
     distinct = list(dict.fromkeys(prompts))
     shared = shared_prefix(distinct) if len(distinct) > 1 else 0
@@ -187,8 +183,8 @@ def rollout_flops(
     flops = _sequence_flops(shape, factors, 0, shared, 0) if shared else 0
     flops += sum(_sequence_flops(shape, factors, shared, len(p) - shared, 1) for p in distinct)
     lengths = [len(p) for p in prompts] * members
-    answers = Counter((p, n - 1) for p, n in zip(lengths, generated, strict=True) if n > 1)
-    return members * flops + sum(k * _sequence_flops(shape, factors, p, n, n) for (p, n), k in answers.items())
+    decoded = Counter((p, n - 1) for p, n in zip(lengths, generated, strict=True) if n > 1)
+    return members * flops + sum(k * _sequence_flops(shape, factors, p, n, n) for (p, n), k in decoded.items())
 
 
 def backward_flops(
@@ -200,12 +196,12 @@ def backward_flops(
     checkpointing: bool = False,
     recompute_head: bool = False,
 ) -> int:
-    """Backward of one sequence of `tokens`, the loss being on `logits` of them.
+    """Return the FLOPs of the backward pass of one sequence of `tokens`, with the loss on `logits` of them.
 
-    Without factors all weights take gradients, the embedding among them: twice the forward. With them, activations'
-    gradients flow down to the lowest weight that has factors (with checkpointing, to the embedding), and only
-    factors take weights' gradients. `checkpointing` computes the layers again, but for their last product, which
-    nothing needs. `recompute_head`: so does a head that keeps no logits.
+    Without factors all weights have gradients, including the embedding: twice the forward pass. With factors, gradients
+    of activations flow down to the lowest weight with factors (with checkpointing, to the embedding), and only factors
+    have weight gradients. `checkpointing` recomputes the layers except for their last product, which is not needed.
+    `recompute_head`: the head's logits are recomputed as well.
     """
     low = 0 if adapted is None or checkpointing else min(_layers(shape, adapted), default=0)
     through = [m for m in shape.matrices if adapted is None or checkpointing or _passes(shape, m, low)]
@@ -228,13 +224,13 @@ def _layers(shape: ModelShape, adapted: Adapted) -> set[int]:
 
 
 def _passes(shape: ModelShape, matrix: Matrix, lowest: int) -> bool:
-    """Whether a gradient goes through to the input; what reads the input of the lowest layer passes none on."""
+    """Return whether a gradient flows to the input: not through the first weights of the lowest layer."""
     first = matrix.name.removesuffix(".weight").endswith(shape.first)
     return matrix.layer is None or matrix.layer > lowest or (matrix.layer == lowest and not first)
 
 
 def _again(shape: ModelShape, tokens: int, adapted: Adapted | None) -> int:
-    """A second forward of the layers, which ends (torch: early stop) before the last product of each."""
+    """Return the FLOPs of recomputing the layers, which stops (torch: early stop) before the last product of each."""
     flops = sequence_flops(shape, 0, tokens, 0, adapted)
     if shape.last_again:
         return flops
@@ -244,17 +240,17 @@ def _again(shape: ModelShape, tokens: int, adapted: Adapted | None) -> int:
 
 
 def noise_numbers(space: Space, layout: Layout) -> int:
-    """Normals of one member: of the factors where noise is low-rank, else of what evolves."""
+    """Return how many numbers one member draws: for the factors if the noise is low-rank, else for all parameters."""
     if layout.rank and space.evolves_model:
         return layout.rank * sum(sum(t.shape) for t in layout.tensors)
     return layout.parameters
 
 
 def es_flops(space: Space, layout: Layout, members: int, streams: int) -> int:
-    """Making members and moving the mean: multiply and add a number of noise, for each.
+    """Return the FLOPs of making members and moving the mean: a multiply-and-add per number of noise.
 
-    An antithetic pair is one of the `streams`, whose noise the update makes once. With low-rank noise, the update is
-    also the product of the factors, as large as the matrix.
+    An antithetic pair is one of the `streams`, whose noise the update draws once. With low-rank noise, the update also
+    computes the product of the factors, as large as the matrix.
     """
     product = 2 * layout.rank * layout.parameters if layout.rank and space.evolves_model else 0
     return 2 * noise_numbers(space, layout) * (members + streams) + product * streams

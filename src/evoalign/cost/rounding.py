@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a member's noise is left where its weights are served rounded: in half precision, in a dense space.
+"""How much of a member's noise survives rounding: in half precision, in a dense space.
 
-A member is round(mean + s * noise), and the update takes the noise as it was drawn. A weight whose change is below half
-the spacing of its dtype does not move at all, and others move too far: what is served is noise of a lower correlation
-with what the update follows, and of a signal weaker by as much.
+A member is round(mean + s * noise), and the update uses the noise before rounding. A weight whose change is below half
+the spacing of its dtype does not move, and others move too far. So served and intended noise correlate less, and the
+signal is weaker by as much.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from evoalign.spaces import Space
 from evoalign.types import Layout, Member, Plan, Slices
 
 LEAST_CORRELATION = 0.9
-"""Served with intended noise: below, a warning."""
+"""Warn if served and intended noise correlate less than this."""
 SAMPLE = 65536
-"""Weights that are looked at of all that evolve, when an engine has them; `PER_TENSOR` of each, in files."""
+"""Most weights that are sampled from an engine; from files, `PER_TENSOR` of each tensor."""
 PER_TENSOR = 1024
 FIRST = Member(0, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """`moved`: the share of weights that are other than the served mean's. `correlation` of served and intended noise.
+    """Share of weights that differ from the served mean's, and the correlation of served and intended noise.
 
-    `least` is the tensor with the lowest correlation, and that.
+    `least` is the tensor with the lowest correlation, with that correlation.
     """
 
     moved: float
@@ -45,43 +45,44 @@ class Survival:
 
 
 def rounds(space: Space, dtype: torch.dtype) -> bool:
-    """Whether members are rounded weights: dense ones, in less than float32."""
+    """Return whether members are served rounded: in a dense space, with a dtype below float32."""
     return space.carrier == "dense" and dtype.itemsize < 4
 
 
 def survival(
     space: Space, layout: Layout, sigma: float, dtype: torch.dtype, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Survival | None:
-    """Of member 0 of generation 0. `weights` are some numbers of each tensor; None where there are none.
+    """Measure the noise of member 0 of generation 0 on samples of each tensor; None without samples.
 
-    Tensors count by all that they have.
+    Tensors are weighted by their size.
     """
     plan, moved, total, products = Plan(0, sigma, (FIRST,)), 0.0, 0, [0.0, 0.0, 0.0]
     least = ("", math.inf)
     for name, sample in weights:
         shape = layout[name].shape
         slices = _block(shape, sample.numel())
-        mean = sample.flatten()[: _numel(slices)].view([s.stop - s.start for s in slices]).to(torch.float32)
+        sizes = [s.stop - s.start for s in slices]
+        mean = sample.flatten()[: math.prod(sizes)].view(sizes).to(torch.float32)
         member = space.perturbed(layout, name, mean, plan, FIRST, slices)
         intended = (member - mean).double()
         served = (member.to(dtype).double() - mean.to(dtype).double()).view_as(intended)
         share = math.prod(shape) / mean.numel()
-        of = [float((a * b).sum()) for a, b in ((served, intended), (served, served), (intended, intended))]
-        products = [p + share * x for p, x in zip(products, of, strict=True)]
+        sums = [float((a * b).sum()) for a, b in ((served, intended), (served, served), (intended, intended))]
+        products = [p + share * x for p, x in zip(products, sums, strict=True)]
         moved += share * float((served != 0).sum())
         total += math.prod(shape)
-        least = min(least, (name, _correlation(of)), key=lambda item: item[1])
+        least = min(least, (name, _correlation(sums)), key=lambda item: item[1])
     return Survival(moved / total, _correlation(products), least) if total else None
 
 
 def _correlation(products: Sequence[float]) -> float:
-    """From the products of one with the other, of the one with itself, of the other with itself; noise has mean 0."""
+    """Return the correlation from the sums of ab, aa and bb, where both have mean 0."""
     both, one, other = products
     return both / math.sqrt(one * other) if one and other else 0.0
 
 
 def _block(shape: Sequence[int], count: int) -> Slices:
-    """At most `count` numbers that lie together in the middle of a tensor, at least one."""
+    """Return the slices of a contiguous block of at most `count` numbers, at least one, in the middle of a tensor."""
     slices: list[slice] = []
     for size in reversed(shape):
         some = min(size, max(1, count))
@@ -90,12 +91,8 @@ def _block(shape: Sequence[int], count: int) -> Slices:
     return tuple(slices)
 
 
-def _numel(slices: Slices) -> int:
-    return math.prod(s.stop - s.start for s in slices)
-
-
 def weights_of_engine(engine: Engine, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """A sample of the mean, tensor by tensor."""
+    """Yield a sample of the mean by tensor."""
     probed = engine.probe_weights(SAMPLE)
     for name, places in sampled_places(layout, SAMPLE):
         yield name, probed[: len(places)]
@@ -103,7 +100,7 @@ def weights_of_engine(engine: Engine, layout: Layout) -> Iterator[tuple[str, tor
 
 
 def weights_of_files(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """A block of each tensor from safetensors files that lie here, no whole tensor loaded; nothing where none do."""
+    """Yield a block of each tensor from local safetensors files, without loading whole tensors."""
     folder = _folder(config)
     for file in sorted(folder.glob("*.safetensors")) if folder else ():
         try:
@@ -113,14 +110,14 @@ def weights_of_files(config: ModelConfig, layout: Layout) -> Iterator[tuple[str,
                     if tuple(tensor.get_shape()) == layout[name].shape:
                         yield name, tensor[_block(layout[name].shape, PER_TENSOR)]
         except (OSError, SafetensorError):
-            return  # loading the model says what is wrong with it
+            return  # loading the model raises an error that says what is wrong
 
 
 def _folder(config: ModelConfig) -> Path | None:
-    """Where a model's files are: its folder, or that of a hub's model in the cache."""
+    """Return the folder of a model's files, which may be in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    path, revision = described(config)  # of an adapter, its base: weights of the same size
+    path, revision = described(config)  # for an adapter, its base model: weights of the same size
     if Path(path).is_dir():
         return Path(path)
     found = try_to_load_from_cache(path, "config.json", revision=revision)
@@ -130,19 +127,19 @@ def _folder(config: ModelConfig) -> Path | None:
 def rounding_lines(
     config: Config, layout: Layout, dtype: torch.dtype, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
-    """What is left of the noise, in words; a warning where that is little. None where nothing is rounded."""
+    """Describe how much noise survives rounding, with a warning if that is little. Empty if nothing is rounded."""
     space = spaces.create(config)
     if not rounds(space, dtype):
         return []
     left = survival(space, layout, config.es.width, dtype, weights)
     short = str(dtype).removeprefix("torch.")
     if left is None:
-        return [f"rounding to {short}: what it leaves of the noise is known once the weights are loaded"]
-    told = (
-        f"rounding to {short}: the noise moves {left.moved:.0%} of the weights; as served, it correlates "
-        f"{left.correlation:.2f} with what the update takes it for (least: {left.least[0]}, {left.least[1]:.2f})"
+        return [f"rounding to {short}: how much noise survives is known once the weights are loaded"]
+    line = (
+        f"rounding to {short}: the noise moves {left.moved:.0%} of the weights; correlation of served and intended "
+        f"noise {left.correlation:.2f} (least: {left.least[0]}, {left.least[1]:.2f})"
     )
     if left.correlation >= LEAST_CORRELATION:
-        return [told]
+        return [line]
     wider = "es.sigma" if config.es.sigma is not None else "es.noise_multiplier"
-    return [f"warning: {told}; raise {wider}, or use model.dtype float32 or space lora"]
+    return [f"warning: {line}; raise {wider}, or use model.dtype float32 or space lora"]

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
 from evoalign.errors import ConfigError, EvoalignError, ModelError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tasks.base import Data, Task
-from evoalign.tasks.grading import Graders
 from evoalign.types import Facts, Layout, Member, Plan, Request, Rollout, TensorSpec, Update
 
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -53,14 +51,6 @@ class EngineDefaults(Protocol):
     def parts(self) -> Sequence[Answering]:
         """Return the engines that this one consists of, such as replicas; by default the engine itself."""
         return [cast(Answering, self)]
-
-    def scored_by(self) -> Mapping[str, Any]:
-        """Return which replica scored which members in the last rollout, for the journal."""
-        return {}
-
-    def graders(self, task: Task, data: Data) -> Graders | None:
-        """Start processes that score completions and end with the engine, or return None. Raises EvoalignError."""
-        return None
 
 
 class Engine(Answering, EngineDefaults, Protocol):
@@ -105,7 +95,7 @@ class Engine(Answering, EngineDefaults, Protocol):
 
 def with_defaults(engine: Engine) -> Engine:
     """Add the optional methods that a user-defined engine lacks. Raises ConfigError if it cannot take attributes."""
-    for name in ("metrics", "parts", "scored_by", "graders"):
+    for name in ("metrics", "parts"):
         if not hasattr(engine, name):
             try:
                 setattr(engine, name, getattr(EngineDefaults, name).__get__(engine))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe recommends, or why it recommends nothing; as a table, as text, and as a config to lay over one's own."""
+"""The recommendation of a probe, or why there is none; as a table, as text, and as a config overlay."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,43 +18,43 @@ from evoalign.preflight.gains import FEW_PROMPTS, level_of, quantile
 from evoalign.report.tables import shorten, visible
 
 ETA = 0.5
-"""The step in units of the noise that is recommended for SGD, the paper's (arXiv 2509.24372: alpha = sigma / 2)."""
+"""Recommended step for SGD in units of the noise, as in the paper (arXiv 2509.24372: alpha = sigma / 2)."""
 KEPT = 0.75
-"""Least share of the start's fitness, above what broken answers earn, that members have to keep. On a smooth bump,
-exp(-|x|^2 / 2 t^2), the gain of a step is largest where members keep exp(-1/2) = 0.61; beyond, they climb back to the
-start. The rest is room for the error of the measurement."""
+"""Least share of the start's fitness, above that of broken completions, that members have to keep. On a smooth bump,
+exp(-|x|^2 / 2 t^2), the gain of a step is largest where members keep exp(-1/2) = 0.61, and beyond that they climb back
+to the start. The rest is a margin for the error of the measurement."""
 MOST_KEPT = 1.5
-"""Most that they may keep. What is linear in the noise moves no population's mean: one that is far above the start in
-whichever direction it went wins by breaking, where the reward is one that broken answers earn."""
+"""Largest such share. Effects that are linear in the noise do not move a population's mean: members far above the start
+in every direction win by breaking, if broken completions are rewarded."""
 SURE = 3.0
-"""Standard errors by which it has to be above the start to be taken for that."""
+"""Standard errors above the start from which members count as better in every direction."""
 BROKEN = 0.1
-"""Rise of the share of broken texts, over the unperturbed model's, at which a width breaks the model."""
+"""A width breaks the model if its share of broken texts is this much above the unperturbed model's."""
 COVERED = 0.95
-"""How often the interval of the gain that was chosen is to hold the gain."""
+"""Least probability that the interval of the recommended width holds its gain."""
 NEAR = 0.9
-"""Of widths whose gains are as close as this the middle one is taken: it is safest from an error to either side."""
+"""Gains of at least this share of the largest count as equal, and the width in their middle is recommended."""
 SHOWN = 160
-"""Characters of a completion that are shown."""
+"""Most characters of a completion that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One width of the ladder, `es.sigma` or `es.noise_multiplier`. Fitness is the mean reward over the prompts.
+class Width:
+    """The measurements of one width, `es.sigma` or `es.noise_multiplier`. Fitness is the mean reward over the prompts.
 
-    `changed_share` completions differ from the unperturbed model's; `spread` is the standard deviation of the members'
-    fitness; `drop` how far their mean lies below the unperturbed model's, `drop_error` its standard error over pairs;
-    `kept` the share of that model's fitness, above the lowest seen, that they keep, None where it earns the lowest;
-    `both_rise` by how many standard errors the lower one of a pair is above it, None without pairs. `broken_share`
-    completions are degenerate (`checks.hacking`: empty, looping, gibberish and so on) or in another script,
-    `truncated_share` end for their length.
-
-    `gain` is the fitness that one generation at eta 0.5 is expected to bring, on other prompts where six or more were
-    asked; `gain_error` its standard error over pairs, and over prompts where there are six; `chance` the p-value of no
-    gain at all, corrected for the number of widths; `least_gain` the smallest that would have been told from chance.
-    They are None at the smallest width, which has none below it to be told by. `pairs` counts pairs, or members where
-    there are no pairs. `best_text` and `median_text` are what the members of the highest and the median fitness
-    answered to the first prompt.
+    - `changed_share`: completions that differ from the unperturbed model's.
+    - `spread`: standard deviation of the members' fitness.
+    - `drop`, `drop_error`: how far their mean is below the unperturbed model's, and its standard error over pairs.
+    - `kept`: share of that model's fitness, above the lowest seen, that they keep; None if it earns the lowest.
+    - `both_rise`: standard errors by which the lower member of a pair is above that model; None without pairs.
+    - `broken_share`: completions that are degenerate (`checks.hacking`) or in another script.
+    - `truncated_share`: completions that end at `max_tokens`.
+    - `gain`, `gain_error`: expected gain in fitness of one generation at eta 0.5, on other prompts if there are six or
+      more; and its standard error over pairs, and over prompts if there are six. None at the smallest width.
+    - `chance`, `least_gain`: p-value of no gain, corrected for the number of widths; and the smallest gain that would
+      have been significant.
+    - `pairs`: number of pairs, or of members without pairs.
+    - `best_text`, `median_text`: completions of the first prompt by the members of highest and median fitness.
     """
 
     width: float
@@ -76,9 +76,9 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """The unperturbed model on the same prompts. `noise_floor` is the standard deviation of its fitness when it is
-    scored again, `max_score` the highest score there is, `text` its answer to the first prompt, `prompt`."""
+class Baseline:
+    """The unperturbed model on the same prompts. `noise_floor` is the standard deviation of its fitness over repeats,
+    `max_score` the highest possible score, and `text` its completion of the first prompt, `prompt`."""
 
     fitness: float
     noise_floor: float
@@ -92,7 +92,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`width` and `learning_rate` are None where nothing is recommended; `reason` says why."""
+    """A recommended width, or the `reason` why none is recommended."""
 
     width: float | None
     learning_rate: float | None
@@ -103,13 +103,16 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe measured. `width` and `learning_rate` are None where no width is recommended; `reason` says why.
+    """The measurements of a probe. `width` and `learning_rate` are None if none is recommended; see `reason`.
 
-    `setting` is sigma or noise_multiplier; `fitness`, `broken_share` and `truncated_share` are the unperturbed
-    model's, `noise_floor` the standard deviation of its fitness when it is scored again. `gain_interval` holds the gain
-    of the recommended width with 95 % probability or more, all widths counted (Bonferroni). `completions` counts all
-    that were asked for, by `members` at each width, on `examples` prompts; of `planned` widths `rungs` were measured.
-    `prompt` is the first prompt and `text` the unperturbed model's answer to it, `own_width` that of the config.
+    - `setting`: sigma or noise_multiplier.
+    - `fitness`, `broken_share`, `truncated_share`, `noise_floor`: of the unperturbed model, see `Baseline`.
+    - `gain_interval`: holds the gain of the recommended width with a probability of at least 95 %, corrected for the
+      number of widths (Bonferroni).
+    - `completions`: number of all completions, by `members` at each width, of `examples` prompts.
+    - `planned`: number of widths; fewer `rungs` were measured if the probe was interrupted.
+    - `prompt`, `text`: the first prompt and the unperturbed model's completion.
+    - `own_width`: the config's own width.
     """
 
     setting: str
@@ -117,7 +120,7 @@ class ProbeResult:
     broken_share: float
     truncated_share: float
     noise_floor: float
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Width, ...]
     width: float | None
     learning_rate: float | None
     gain_interval: tuple[float, float] | None
@@ -132,109 +135,102 @@ class ProbeResult:
     own_width: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the measurements for JSON."""
         return dataclasses.asdict(self)
 
 
-def fault(rung: Rung, base: Base) -> str | None:
-    """Why a width is refused however much it gains, in a word or two; None where it is not."""
-    # A reward without a bottom makes any model look whole beside the widest noise: then the texts tell.
-    if rung.broken_share - base.broken_share > BROKEN:
+def fault(width: Width, base: Baseline) -> str | None:
+    """Return why a width is excluded whatever its gain, in two or three words, or None."""
+    # Without a lowest reward any model seems unbroken next to the widest noise, so texts are checked as well.
+    if width.broken_share - base.broken_share > BROKEN:
         return "breaks texts"
-    if rung.truncated_share - base.truncated_share > RISEN:
+    if width.truncated_share - base.truncated_share > RISEN:
         return "cut off"
-    if rung.kept is None:
-        return "wins by breaking" if rung.both_rise is not None and rung.both_rise > SURE else None
-    if rung.kept < KEPT:
+    if width.kept is None:
+        return "wins by breaking" if width.both_rise is not None and width.both_rise > SURE else None
+    if width.kept < KEPT:
         return "loses the reward"
-    return "wins by breaking" if rung.kept > MOST_KEPT and gains_by_noise(rung) else None
+    return "wins by breaking" if width.kept > MOST_KEPT and gains_by_noise(width) else None
 
 
-def gains_by_noise(rung: Rung) -> bool:
-    """Whether the members are surely better than the model itself, whichever way they went: what so comes is drift."""
-    return -rung.drop > SURE * rung.drop_error
+def gains_by_noise(width: Width) -> bool:
+    """Return whether members are better than the model in every direction, which makes the mean drift."""
+    return -width.drop > SURE * width.drop_error
 
 
-def is_sure(rung: Rung, base: Base) -> bool:
-    """Whether chance is no explanation of the gain."""
-    return rung.chance is not None and rung.chance <= level_of(base.examples)
+def is_sure(width: Width, base: Baseline) -> bool:
+    """Return whether the gain is significant."""
+    return width.chance is not None and width.chance <= level_of(base.examples)
+
+
+def _is_above_noise(width: Width, base: Baseline) -> bool:
+    return width.spread > SIGNAL_TO_NOISE * base.noise_floor
 
 
 def recommend(
-    rungs: Sequence[Rung], base: Base, setting: str = "sigma", eta: float = ETA, *, planned: int | None = None
+    rungs: Sequence[Width], base: Baseline, setting: str = "sigma", eta: float = ETA, *, planned: int | None = None
 ) -> Advice:
-    """The width of the largest gain among those that are no chance and do not break the model; or none, and why.
+    """Recommend the width of the largest significant gain that does not break the model, or none.
 
-    `eta` is what takes the config's optimizer as far as `ETA` takes plain SGD. Of fewer widths than were `planned`
-    nothing is recommended.
+    `eta` moves the mean with the config's optimizer as far as `ETA` does with SGD. Nothing is recommended if fewer
+    widths than `planned` were measured.
     """
     if planned is not None and len(rungs) < planned:
         return _nothing(f"stopped after {len(rungs)} of {planned} widths")
     if base.fitness >= base.max_score:
-        return _nothing(
-            "the unperturbed model earns the maximum already: there is nothing to learn; use harder data",
-        )
-    whole = [r for r in rungs if fault(r, base) is None]
-    usable = [(r, r.gain) for r in whole if r.gain is not None and r.gain > 0 and is_sure(r, base) and _tells(r, base)]
+        return _nothing("the unperturbed model already earns the maximum; use harder data")
+    whole = [w for w in rungs if fault(w, base) is None]
+    usable = [
+        (w, w.gain)
+        for w in whole
+        if w.gain is not None and w.gain > 0 and is_sure(w, base) and _is_above_noise(w, base)
+    ]
     if not usable:
         return _nothing(_why_not(rungs, whole, base))
     largest = max(gain for _, gain in usable)
-    tied = [(r, gain) for r, gain in usable if gain >= NEAR * largest]
+    tied = [(w, gain) for w, gain in usable if gain >= NEAR * largest]
     best, gain = tied[(len(tied) - 1) // 2]
     tried = len(rungs) - 1
     half = quantile(COVERED, tried, best.pairs) * (best.gain_error or 0.0)
     rate = eta * best.width if setting == "sigma" else eta
-    same = "" if eta == ETA else f", with this optimizer as far as {ETA:g} with sgd"
+    same = "" if eta == ETA else f", which is {ETA:g} for sgd"
     reason = (
-        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate:.4g} (eta {eta:.3g}{same}): in the middle "
-        f"of those within {NEAR:.0%} of the largest gain among widths that chance does not explain and that do not "
-        f"break the model; {gain:.2g} a generation ({gain - half:+.2g} to {gain + half:+.2g}, 95 % or more, of {tried} "
-        f"widths); {best.changed_share:.0%} of the completions change"
+        f"recommended: es.{setting} {best.width:.4g}, es.learning_rate {rate:.4g} (eta {eta:.3g}{same}); expected gain "
+        f"per generation {gain:.2g} (95 % interval {gain - half:+.2g} to {gain + half:+.2g}, for {tried} widths)"
     )
     warnings = [*_warnings(best, rungs, base), *_drift(best, usable, setting, rate)]
     if gain - half <= 0:
-        members = best.pairs * (1 if best.both_rise is None else 2) * (half / gain) ** 2  # errors fall with their root
-        told = f"--members {1 << int(members).bit_length()} tells, by its width"
-        warnings.append(f"its interval contains 0: how much it gains is not known; {told}")
+        members = best.pairs * (1 if best.both_rise is None else 2) * (half / gain) ** 2  # an error falls as its root
+        warnings.append(f"the interval contains 0; repeat with --members {1 << int(members).bit_length()}")
     return Advice(best.width, rate, (gain - half, gain + half), reason, tuple(warnings))
 
 
-def _drift(best: Rung, usable: Sequence[tuple[Rung, float]], setting: str, rate: float) -> list[str]:
-    """Where noise alone earns the reward: how much, and the widest smaller width at which it surely earns less."""
+def _drift(best: Width, usable: Sequence[tuple[Width, float]], setting: str, rate: float) -> list[str]:
+    """Return a warning if noise alone earns reward, with the widest smaller width at which it surely earns less."""
     if not gains_by_noise(best):
         return []
     above = SURE * best.drop_error
     less = [
-        (r, gain)
-        for r, gain in usable
-        if r.width < best.width
-        and (not gains_by_noise(r) or r.drop - best.drop > math.hypot(above, SURE * r.drop_error))
+        (w, gain)
+        for w, gain in usable
+        if w.width < best.width
+        and (not gains_by_noise(w) or w.drop - best.drop > math.hypot(above, SURE * w.drop_error))
     ]
-    line = f"noise alone gains {-best.drop:.3g} there (± {best.drop_error:.2g}): what is trained will in part be drift"
+    line = f"noise alone gains {-best.drop:.3g} there (± {best.drop_error:.2g}), so part of the training will be drift"
     if not less:
         return [line]
-    other, gain = max(less, key=lambda found: (not gains_by_noise(found[0]), found[0].width))
+    other, _ = max(less, key=lambda found: (not gains_by_noise(found[0]), found[0].width))
     scale = other.width / best.width if setting == "sigma" else 1
-    return [
-        f"{line}; es.{setting} {other.width:.4g}, es.learning_rate {rate * scale:.4g} ({gain:.2g} a "
-        f"generation, {-other.drop:.3g} by noise) leaves more to the reward and less to drift"
-    ]
+    return [f"{line}; less with es.{setting} {other.width:.4g}, es.learning_rate {rate * scale:.4g}"]
 
 
-def _tells(rung: Rung, base: Base) -> bool:
-    return rung.spread > SIGNAL_TO_NOISE * base.noise_floor
-
-
-def _warnings(best: Rung, rungs: Sequence[Rung], base: Base) -> list[str]:
+def _warnings(best: Width, rungs: Sequence[Width], base: Baseline) -> list[str]:
     found: list[str] = []
     if best is rungs[1] or best is rungs[-1]:
-        side = ("smallest that can be recommended", "smaller") if best is rungs[1] else ("largest", "larger")
-        found.append(f"it is the {side[0]} of the ladder; try {side[1]} ones too with --sigmas")
+        side = ("smallest", "smaller") if best is rungs[1] else ("largest", "larger")
+        found.append(f"it is the {side[0]} width that could be recommended; try {side[1]} ones too with --sigmas")
     if base.examples < FEW_PROMPTS:
-        found.append(
-            f"the gain is that on {base.examples} {'prompts' if base.examples > 1 else 'prompt'}: whether it holds for "
-            f"others takes {FEW_PROMPTS} training examples or more to tell"
-        )
+        found.append(f"{base.examples} training examples: with fewer than {FEW_PROMPTS}, gains may not generalise")
     return found
 
 
@@ -242,91 +238,48 @@ def _nothing(why: str) -> Advice:
     return Advice(None, None, None, f"nothing is recommended: {why}")
 
 
-def _why_not(rungs: Sequence[Rung], whole: Sequence[Rung], base: Base) -> str:
-    """The first of the possible reasons that holds."""
-    asked: tuple[Callable[[], str | None], ...] = (
-        lambda: _too_small(rungs, whole, base),
-        lambda: _no_difference(rungs),
-        lambda: _too_coarse(rungs, whole, base),
-        lambda: _at_the_floor(whole, base),
-    )
-    return next((why for ask in asked if (why := ask()) is not None), None) or _chance(whole, base)
-
-
-def _too_small(rungs: Sequence[Rung], whole: Sequence[Rung], base: Base) -> str | None:
-    if whole:
-        return None
-    low = rungs[0]
-    return (
-        f"the smallest width, {low.width:.4g}, already breaks the model ({fault(low, base)}: members keep "
-        f"{_share(low.kept)} of its fitness, {low.broken_share:.0%} of their completions are broken and "
-        f"{low.truncated_share:.0%} cut off, {base.broken_share:.0%} and {base.truncated_share:.0%} of its own); try "
-        "smaller ones with --sigmas"
-    )
-
-
-def _no_difference(rungs: Sequence[Rung]) -> str | None:
-    if any(r.spread > 0 for r in rungs):
-        return None
-    high = rungs[-1]
-    if all(r.changed_share == 0 for r in rungs):
-        return f"the largest width, {high.width:.4g}, changes no completion; try larger ones with --sigmas"
-    return (
-        f"completions change (up to {max(r.changed_share for r in rungs):.0%}) and all earn the same: nothing can be "
-        "learned with this reward, which does not tell them apart; give partial credit, easier examples or more of "
-        "them (--examples)"
-    )
-
-
-def _too_coarse(rungs: Sequence[Rung], whole: Sequence[Rung], base: Base) -> str | None:
-    """Where the ladder steps over what is between no signal and the widest members that are not broken."""
-    for near, far in pairwise(rungs):
-        if near.spread == 0 and _tells(far, base) and not any(r.width > far.width for r in whole):
+def _why_not(rungs: Sequence[Width], whole: Sequence[Width], base: Baseline) -> str:
+    """Return the first reason that applies."""
+    if not whole:
+        why = f"the smallest width, {rungs[0].width:.4g}, already breaks the model ({fault(rungs[0], base)})"
+        return f"{why}; try smaller ones with --sigmas"
+    if not any(w.spread > 0 for w in rungs):
+        if all(w.changed_share == 0 for w in rungs):
+            return f"the largest width, {rungs[-1].width:.4g}, changes no completion; try larger ones with --sigmas"
+        return "all completions earn the same; give partial credit, easier examples or more of them (--examples)"
+    for near, far in pairwise(rungs):  # the ladder may have no width between no signal and a broken model
+        if near.spread == 0 and _is_above_noise(far, base) and not any(w.width > far.width for w in whole):
             refused = fault(far, base)
-            what = "is the first that tells them apart" if refused is None else f"breaks the model ({refused})"
+            what = "is the only one with a spread" if refused is None else f"breaks the model ({refused})"
             return (
-                f"members of width {near.width:.4g} all earn the same ({near.changed_share:.0%} of their completions "
-                f"change), and {far.width:.4g}, the next, {what}; try widths between {near.width:.4g} and "
-                f"{far.width:.4g} with --sigmas"
+                f"members of width {near.width:.4g} all earn the same, and {far.width:.4g}, the next, {what}; try "
+                f"widths between {near.width:.4g} and {far.width:.4g} with --sigmas"
             )
-    return None
-
-
-def _at_the_floor(whole: Sequence[Rung], base: Base) -> str | None:
-    if base.noise_floor == 0 or any(_tells(r, base) for r in whole):
-        return None
-    return (
-        f"the spread of the members is at the noise floor of {base.noise_floor:.2g}; use more examples (--examples), "
-        "or lower sampling.temperature"
-    )
-
-
-def _chance(whole: Sequence[Rung], base: Base) -> str:
-    told = [(r, r.gain or 0.0, r.least_gain or 0.0) for r in whole if r.gain is not None and _tells(r, base)]
-    asked = "use more members (--members) and examples (--examples)"
-    if not told:
+    above = [w for w in whole if _is_above_noise(w, base)]
+    if base.noise_floor > 0 and not above:
         return (
-            f"only the smallest width, {whole[0].width:.4g}, does not break the model, and none below it shows whether "
-            "its members win by chance; try smaller ones with --sigmas"
+            f"the members' spread is at the noise floor, {base.noise_floor:.2g}; use more examples (--examples) or "
+            "lower sampling.temperature"
         )
-    rung, gain, least = max(told, key=lambda r: r[1] / r[2] if r[2] else 0.0)
-    where = "" if base.examples < FEW_PROMPTS else ", or what they gain on some prompts not on others"
-    more = ""
-    if gain > 0 and rung.chance is not None and rung.chance < 1:
-        many = 2 * rung.pairs * (least / gain) ** 2
-        more = f"; were it real, about {many:,.0f} members would tell" if many < 10_000 else ""
-    error = f"{rung.gain_error or 0.0:.2g}"
-    near = f". Nearest to it is {rung.width:.4g}, {gain:+.2g} (standard error {error}) a generation, where {least:.2g} "
-    near = f"{near}would have been told from chance{more}" if least else ""
-    return (
-        f"what members gain at one width they do not gain at the next smaller one{where}, beyond what chance shows: "
-        f"nothing can be learned with this reward, as far as this probe can tell{near}; {asked}"
-    )
+    return _chance([w for w in above if w.gain is not None], whole, base)
+
+
+def _chance(measured: Sequence[Width], whole: Sequence[Width], base: Baseline) -> str:
+    if not measured:
+        why = f"only the smallest width, {whole[0].width:.4g}, does not break the model, and a gain needs two widths"
+        return f"{why}; try smaller ones with --sigmas"
+    sizes = [(w, w.gain or 0.0, w.least_gain or 0.0) for w in measured]
+    nearest, gain, least = max(sizes, key=lambda found: found[1] / found[2] if found[2] else 0.0)
+    near = f"; {nearest.width:.4g} is nearest and would have to gain {least:.2g}" if least else ""
+    if near and gain > 0 and nearest.chance is not None and nearest.chance < 1:
+        members = 2 * nearest.pairs * (least / gain) ** 2
+        near += f", or its {gain:.2g} with about {members:,.0f} members" if members < 10_000 else ""
+    return f"no gain is significant{near}; use more members (--members) and examples (--examples)"
 
 
 def table(result: ProbeResult) -> Table:
-    """One row a width, the recommended one marked; the last column says what else is not recommended, and why."""
-    base = _base_of(result)
+    """Return one row per width, with the recommended one marked; the last column says why others are not."""
+    base = _baseline(result)
     shown = Table("", result.setting, "changed", "broken", "cut off", "spread", "drop", "kept")
     shown.add_column("gain a generation")
     shown.add_column("chance")
@@ -334,58 +287,60 @@ def table(result: ProbeResult) -> Table:
         column.justify = "right"
     shown.add_column("")
     shown.add_row("", "0", "", f"{base.broken_share:.1%}", f"{base.truncated_share:.1%}", "", "", "", "", "", "start")
-    for r in result.rungs:
-        mark = "*" if r.width == result.width else ""
-        gain = "-" if r.gain is None else f"{r.gain:+.3g} ± {r.gain_error or 0.0:.2g}"
-        chance = "-" if r.chance is None else f"{r.chance:.2g}"
-        shown.add_row(mark, f"{r.width:.4g}", f"{r.changed_share:.1%}", f"{r.broken_share:.1%}",
-                      f"{r.truncated_share:.1%}", f"{r.spread:.4g}", f"{r.drop:+.4g}", _share(r.kept), gain, chance,
-                      _note(r, result, base))  # fmt: skip
+    for w in result.rungs:
+        mark = "*" if w.width == result.width else ""
+        gain = "-" if w.gain is None else f"{w.gain:+.3g} ± {w.gain_error or 0.0:.2g}"
+        chance, kept = "-" if w.chance is None else f"{w.chance:.2g}", "-" if w.kept is None else f"{w.kept:.0%}"
+        shown.add_row(
+            mark,
+            f"{w.width:.4g}",
+            f"{w.changed_share:.1%}",
+            f"{w.broken_share:.1%}",
+            f"{w.truncated_share:.1%}",
+            f"{w.spread:.4g}",
+            f"{w.drop:+.4g}",
+            kept,
+            gain,
+            chance,
+            _note(w, result, base),
+        )
     return shown
 
 
-def _note(rung: Rung, result: ProbeResult, base: Base) -> str:
-    refused = fault(rung, base)
-    noted = ["this config" if rung.width == result.own_width else "", refused or ""]
+def _note(width: Width, result: ProbeResult, base: Baseline) -> str:
+    refused = fault(width, base)
+    notes = ["this config" if width.width == result.own_width else "", refused or ""]
     if refused is None:
-        noted.append("gained by noise" if gains_by_noise(rung) else "")
-        unvouched = "for the next" if len(result.rungs) > 1 else ""
-        noted.append(unvouched if rung.gain is None else "" if is_sure(rung, base) else "chance")
-    return ", ".join(filter(None, noted))
+        notes.append("gained by noise" if gains_by_noise(width) else "")
+        first = "for the next" if len(result.rungs) > 1 else ""
+        notes.append(first if width.gain is None else "" if is_sure(width, base) else "chance")
+    return ", ".join(filter(None, notes))
 
 
 def texts(result: ProbeResult) -> Table:
-    """What the best and the median member of each width answer to the first prompt, below the unperturbed model."""
+    """Return completions of the first prompt: the unperturbed model's, and those of two members of each width."""
     shown = Table(result.setting, "member", "answer", show_lines=False)
     shown.title, shown.title_justify = Text(f"answers to: {_one_line(result.prompt)}"), "left"
     shown.add_row("0", "start", _one_line(result.text))
-    for r in result.rungs:
-        shown.add_row(f"{r.width:.4g}", "best", _one_line(r.best_text))
-        shown.add_row("", "median", _one_line(r.median_text))
+    for w in result.rungs:
+        shown.add_row(f"{w.width:.4g}", "best", _one_line(w.best_text))
+        shown.add_row("", "median", _one_line(w.median_text))
     return shown
 
 
-def _share(kept: float | None) -> str:
-    return "-" if kept is None else f"{kept:.0%}"
-
-
 def _one_line(text: str) -> Text:
-    """Of what a model wrote: no markup, no control character."""
+    """Return a model's text without markup and control characters."""
     return Text(shorten(visible(text), SHOWN)) if text else Text("(empty)", style="dim italic")
 
 
 def lines(result: ProbeResult) -> list[str]:
-    """The start, the recommendation and the warnings, in words."""
-    start = f"unperturbed: fitness {result.fitness:.4g}, noise floor {result.noise_floor:.2g}"
-    return [
-        f"{start}, broken {result.broken_share:.1%}, cut off {result.truncated_share:.1%}",
-        result.reason,
-        *(f"warning: {line}" for line in result.warnings),
-    ]
+    """Return the unperturbed model's fitness, the recommendation and the warnings."""
+    start = f"unperturbed model: fitness {result.fitness:.4g}, noise floor {result.noise_floor:.2g}"
+    return [start, result.reason, *(f"warning: {line}" for line in result.warnings)]
 
 
 def overlay(result: ProbeResult) -> str:
-    """YAML of what is recommended, for `--config`; there has to be something."""
+    """Return the recommendation as YAML for `--config`. `result.width` must not be None."""
     return (
         f"# Recommended by `evoalign probe` from {result.members} members on {result.examples} prompts at each of "
         f"{result.planned} widths.\nes:\n  {result.setting}: {result.width!r}\n"
@@ -393,6 +348,14 @@ def overlay(result: ProbeResult) -> str:
     )
 
 
-def _base_of(result: ProbeResult) -> Base:
-    return Base(result.fitness, result.noise_floor, result.broken_share, result.truncated_share, float("inf"),
-                result.examples, result.prompt, result.text)  # fmt: skip
+def _baseline(result: ProbeResult) -> Baseline:
+    return Baseline(
+        result.fitness,
+        result.noise_floor,
+        result.broken_share,
+        result.truncated_share,
+        float("inf"),
+        result.examples,
+        result.prompt,
+        result.text,
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check says, what the checks of a config share, and one of them run whatever it raises."""
+"""Shared by the checks of `evoalign doctor`: findings, the config with what earlier checks loaded, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDS_FLAG = "needs --resume or --overwrite"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check came to; `fix` says what to do about it, where `detail` does not."""
+    """The result of one check. `fix` says what to do, unless `detail` does."""
 
     name: str
     status: Status
@@ -33,15 +33,15 @@ class Finding:
 
 
 class SkippedError(Exception):
-    """A check needs what an earlier one could not make: says which."""
+    """A check needs the result of an earlier check, named here, which failed."""
 
 
 class IdleError(Exception):
-    """A check is not for this config: says why."""
+    """A check does not apply to this config, for the reason given here."""
 
 
 class Case:
-    """A config and what the checks have made of it so far; None is what failed or was not reached."""
+    """A config, and what its checks have loaded so far; None if that failed or was not reached."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def method(self) -> Method:
-        """A config with no section es is for GRPO alone; one with both is examined as `train` takes it."""
+        """The training method: GRPO if the config has no section es."""
         return "es" if self.config.es_ is not None else "grpo"
 
     def close(self) -> None:
@@ -71,31 +71,31 @@ T = TypeVar("T")
 
 
 def need(value: T | None, what: str) -> T:
-    """What an earlier check made, named `what`. Raises SkippedError where it did not."""
+    """Return the result of the earlier check `what`. Raises SkippedError if there is none."""
     if value is None:
         raise SkippedError(what)
     return value
 
 
 def run_check(name: str, check: Callable[[], Finding], smaller: str = "end what else uses it") -> Finding:
-    """A check's finding, whatever it raises; `smaller` is what helps where memory runs out."""
+    """Run a check and turn errors into findings. `smaller` says what to do if memory runs out."""
     try:
         return check()
     except SkippedError as missing:
-        return Finding(name, "skipped", f"needs {missing}, which failed")
+        return Finding(name, "skipped", f"needs the check {missing}, which failed")
     except IdleError as reason:
         return Finding(name, "skipped", str(reason))
     except torch.OutOfMemoryError as error:
         return Finding(name, "failed", first_line(error), f"{smaller}; or choose space lora or a smaller model")
-    except EvoalignError as error:  # says itself how to fix it
+    except EvoalignError as error:  # its message says how to fix it
         return Finding(name, "failed", str(error))
     except SystemExit as end:
         fix = "the code of the task, space or reward ends the process; take its sys.exit out"
         return Finding(name, "failed", f"SystemExit: {end}", fix)
-    except Exception as error:  # of a library, or of a task, space or reward of the user's own
+    except Exception as error:  # of a library, or of a custom task, space or reward
         return Finding(name, "failed", f"{type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in short."""
+    """Return the first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

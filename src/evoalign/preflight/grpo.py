@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config for GRPO alone, where they differ from those of ES."""
+"""Checks of a config for GRPO, where they differ from those for ES."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from evoalign.baselines import planning, settings
 from evoalign.cost import estimate
 from evoalign.cost.estimate import gib
 from evoalign.engines.specs import on_gpu, specs_of_config
-from evoalign.preflight import pace, plan
+from evoalign.preflight import plan
 from evoalign.preflight.case import Case, Finding, IdleError, need
-from evoalign.preflight.work import generated, seconds_text, tried, whole
+from evoalign.preflight.work import generation_finding, rollout_duration, run_text, seconds_text, timed, try_splits
 from evoalign.rollouts import batch, collect, rewards_of
 from evoalign.rundir.identity import versions
 from evoalign.training import heading
@@ -22,14 +22,14 @@ from evoalign.types import MEAN_PLAN, Member, Request, Rollout, Sampling
 from evoalign.version import install
 
 PASS = 3
-"""A pass forward and one backward take about three times as long as one forward: twice the products backward."""
+"""A forward and a backward pass take about three times as long as a forward pass."""
 
 
 def check_config(case: Case) -> Finding:
-    """The steps that the settings come to, and what of them is unlikely to be meant."""
+    """Report the step sizes that follow from the settings, and settings that are unlikely to be intended."""
     config = case.config
     if config.grpo.rollouts == "es":
-        _ = config.es  # raises: members come from the sections es and space
+        _ = config.es  # raises ConfigError if missing: members come from the sections es and space
     first, *warnings = planning.step_lines(config)
     detail = f"GRPO, task {config.task.name}, model {config.model.name}; {first}"
     shown = " ".join(line.removeprefix("warning: ") for line in warnings)
@@ -37,7 +37,7 @@ def check_config(case: Case) -> Finding:
 
 
 def check_trl(case: Case) -> Finding:
-    """Whether TRL is there and knows the settings that are passed on to it."""
+    """Check that TRL is installed and knows the settings that are passed to it."""
     if not tracking.is_installed("trl"):
         return Finding("trl", "failed", "GRPO needs the extra grpo", install("grpo"))
     from evoalign.baselines.trainer import GRPOConfig, check_release
@@ -45,13 +45,11 @@ def check_trl(case: Case) -> Finding:
     check_release()
     on_cpu = not estimate.on_gpu(case.config)
     settings.arguments(case.config, Path("trainer"), on_cpu=on_cpu, known=settings.fields_of(GRPOConfig))
-    return Finding(
-        "trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings and has what GRPO here builds on"
-    )
+    return Finding("trl", "ok", f"TRL {versions('grpo')['trl']} knows all its settings and has what evoalign uses")
 
 
 def check_round(case: Case) -> Finding:
-    """Whether prompts and completions of a step go into one another, and their rewards into scores."""
+    """Check that prompts and completions per step divide evenly, and that the objective suits GRPO."""
     data, grpo = need(case.data, "task"), case.config.grpo
     settings.check_objective(case.config, need(case.task, "task").objective())
     settings.check_prompts(case.config, len(data.train))
@@ -60,7 +58,7 @@ def check_round(case: Case) -> Finding:
 
 
 def check_targets(case: Case) -> Finding:
-    """How many of the numbers of the model are trained."""
+    """Report how many parameters are trained."""
     specs = specs_of_config(case.config)
     count = planning.trained(case.config, specs)
     case.specs = specs
@@ -68,11 +66,11 @@ def check_targets(case: Case) -> Finding:
 
 
 def check_memory(case: Case) -> Finding:
-    """Weights and what training keeps beside them; how much activations take is known only at work."""
+    """Compare weights, gradients and optimizer state with the free memory. Activations are not included."""
     wanted = planning.memory(case.config, need(case.specs, "targets"))
     detail, free = planning.memory_words(case.config, wanted), plan.free_memory(case.config)
     if free is None:
-        return Finding("memory", "ok", f"{detail}; how much is free is not known")
+        return Finding("memory", "ok", f"{detail}; free memory is not known")
     if wanted.kept > free:
         case.fits = False
         fix = "set grpo.tune lora, or choose a smaller model"
@@ -81,7 +79,7 @@ def check_memory(case: Case) -> Finding:
 
 
 def check_disk(case: Case) -> Finding:
-    """Room for the policies that are kept, and for two states of the trainer: one is deleted once the next is whole."""
+    """Check for room for the policies kept and two trainer states: one is deleted once the next is complete."""
     config = case.config
     policy, state = planning.checkpoint_bytes(config, need(case.specs, "targets"))
     kept = config.checkpoint.keep_last + heading.keeps_best(config, case.data) if state else 1
@@ -92,7 +90,7 @@ def check_disk(case: Case) -> Finding:
 
 
 def check_engine(case: Case) -> Finding:
-    """The model that training starts from, in the engine that GRPO's evaluations take."""
+    """Load the model in the engine that GRPO's evaluations use."""
     tokens_ = need(case.tokens, "tokenizer")
     need(case.specs, "targets")
     need(case.fits or None, "memory")
@@ -103,18 +101,18 @@ def check_engine(case: Case) -> Finding:
 
 
 def check_canary(case: Case) -> Finding:
-    """Members are served by ES alone."""
-    raise IdleError("GRPO alone: there are no members that could be mixed up")
+    """Skip the canary: only ES has members."""
+    raise IdleError("GRPO has no members")
 
 
 def check_generation(case: Case) -> Finding:
-    """A group of completions of one prompt, scored by the task; and some of what a run evaluates at its start.
+    """Score a group of completions of one prompt and a few rows of the evaluated splits; estimate a step's duration.
 
-    A step's completions are timed as a generation of ES is; its passes by one that only reads, as `PASS` says.
+    A step's completions are timed as a generation of ES is, its training passes by a forward pass times `PASS`.
     """
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     task, data, config = need(case.task, "task"), need(case.data, "task"), case.config
-    failed = tried(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
+    failed = try_splits(data, lambda rows: evaluation.evaluate(engine, tokens_, task, rows, config.evaluation))
     if failed is not None:
         return failed
     grpo, prompt = config.grpo, tokens_.encode(task.prompt(data.train[0]))
@@ -134,20 +132,19 @@ def check_generation(case: Case) -> Finding:
         return collect(engine, MEAN_PLAN, some)
 
     gpu, steps = on_gpu(config), settings.cycle(grpo)
-    found = pace.answering(ask, MEAN_PLAN.members, asked, lengths, on_gpu=gpu)
+    found = rollout_duration(ask, MEAN_PLAN.members, asked, lengths, on_gpu=gpu)
     said = [(*prompts[i % len(prompts)], *r.token_ids) for i, r in enumerate(rollouts)]
-    # Another first token for each row: an engine reads what all begin with once, and training does not.
+    # Vary the first token by row: an engine computes a common prefix only once, and training does not.
     micro = [(i % 64, *said[i % len(said)][1:]) for i in range(grpo.per_device_train_batch_size)]
     reads = [Request(i, ids, Sampling(1), i) for i, ids in enumerate(micro)]
-    passed, _ = pace.timed(lambda: collect(engine, MEAN_PLAN, reads), gpu)
+    passed, _ = timed(lambda: collect(engine, MEAN_PLAN, reads), gpu)
     rest = PASS * passed * grpo.gradient_accumulation_steps
     rest += scoring * size / len(rewards) / steps
     detail = (
         f"a group of {len(rewards)} completions scored {min(rewards):g} to {max(rewards):g} in {seconds_text(took)}; a "
-        f"step takes about {seconds_text(found.usual / steps + rest)} where answers get as long as these "
-        f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about "
-        f"{seconds_text(found.most / steps + rest)} where all have {sampling.max_tokens:,}, if a step's passes take "
-        f"{PASS} times as long as one that only reads; "
-        f"{whole(grpo.max_steps, 'steps', found.usual / steps + rest)}"
+        f"step takes about {seconds_text(found.usual / steps + rest)} if completions are as long as these (mean "
+        f"{sum(lengths) / len(lengths):.0f} tokens), and at most about {seconds_text(found.most / steps + rest)} if "
+        f"all have {sampling.max_tokens:,}, where a training pass takes {PASS} times as long as a forward pass; "
+        f"{run_text(grpo.max_steps, 'steps', found.usual / steps + rest)}"
     )
-    return generated(detail, rollouts, rewards)
+    return generation_finding(detail, rollouts, rewards)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config that load no weights, from its settings to the room on the disk."""
+"""Checks of a config that load no weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from evoalign import setup, spaces, tokens, tracking
 from evoalign.baselines import settings
 from evoalign.config import Config
 from evoalign.cost import estimate
-from evoalign.cost.estimate import gib
-from evoalign.cost.share import share_lines
+from evoalign.cost.estimate import gib, share_lines
 from evoalign.engines.specs import specs_of_config
 from evoalign.errors import DataError, RunExistsError, shown
 from evoalign.models.origin import model_config
@@ -35,12 +34,12 @@ from evoalign.version import install
 
 PROBE_BYTES = 1 << 20
 LONGEST = 1000
-"""Prompts, of many, that are encoded to find the one with the most tokens: those with the most characters."""
+"""If there are many prompts, this many with the most characters are tokenised to find the longest."""
 OPTIMIZER_SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
 def check_config(case: Case) -> Finding:
-    """The step that the settings come to, and what of them is unlikely to be meant."""
+    """Report the step size that follows from the settings, and settings that are unlikely to be intended."""
     config, es = case.config, case.config.es
     lines = estimate.step_lines(config, None)
     detail = (
@@ -52,34 +51,34 @@ def check_config(case: Case) -> Finding:
 
 
 def check_trackers(case: Case) -> Finding:
-    """Whether the trackers are there and would start."""
+    """Check that the trackers are installed and ready."""
     wanted = case.config.tracking.backends
     if lacking := tracking.missing(case.config):
         fix = f"{install(*lacking)}, or take them out of tracking.backends"
         return Finding("trackers", "failed", f"not installed: {', '.join(lacking)}", fix)
-    said = [tracking.load(name).ready() for name in wanted]
-    worst = max(said, key=lambda r: ("ok", "warning", "failed").index(r.status), default=tracking.Ready())
-    shown = "; ".join([", ".join(wanted) or "none but metrics.jsonl", *(r.detail for r in said if r.detail)])
+    found = [tracking.load(name).ready() for name in wanted]
+    worst = max(found, key=lambda r: ("ok", "warning", "failed").index(r.status), default=tracking.Ready())
+    shown = "; ".join([", ".join(wanted) or "none but metrics.jsonl", *(r.detail for r in found if r.detail)])
     return Finding("trackers", worst.status, shown, worst.fix)
 
 
 def check_output(case: Case) -> Finding:
-    """Really write, for permissions do not tell of a full disk or a quota."""
+    """Write a file, since permissions do not show a full disk or a quota."""
     path = Path(case.config.output_dir)
-    there = _existing(path)
-    if not there.is_dir():
-        return Finding("output", "failed", f"output_dir {path}: {there} is a file", "choose another output_dir")
+    folder = _existing(path)
+    if not folder.is_dir():
+        return Finding("output", "failed", f"output_dir {path}: {folder} is a file", "choose another output_dir")
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".evoalign-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".evoalign-doctor-") as file:
             write_probe(file)
     except OSError as error:
-        detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {there}: {error.strerror}"
+        detail = f"output_dir {path}: {gib(PROBE_BYTES)} cannot be written into {folder}: {error.strerror}"
         return Finding("output", "failed", detail, "free space, raise the quota, or choose another output_dir")
     return _taken(RunDir(path), case.method) or Finding("output", "ok", f"{path} can be written")
 
 
 def _taken(run: RunDir, method: Method) -> Finding | None:
-    """What `train` or `grpo` says to what is there: a run needs a flag, and all else is refused."""
+    """Return a finding if the folder has a run, which needs a flag, or anything else, which is refused."""
     try:
         run.refuse(overwrite=True)
     except RunExistsError as error:
@@ -92,8 +91,8 @@ def _taken(run: RunDir, method: Method) -> Finding | None:
 
 
 def write_probe(file: BinaryIO | Any) -> None:
-    """Write as much as a small checkpoint and wait until it is on the disk. Raises OSError."""
-    file.write(os.urandom(PROBE_BYTES))  # random, for a file system may compress
+    """Write the size of a small checkpoint and flush it to the disk. Raises OSError."""
+    file.write(os.urandom(PROBE_BYTES))  # random: a file system may compress
     file.flush()
     os.fsync(file.fileno())
 
@@ -103,7 +102,7 @@ def _existing(path: Path) -> Path:
 
 
 def check_task(case: Case) -> Finding:
-    """The task and its rows; a warning where splits share prompts."""
+    """Load the task and its rows. Warns if splits share prompts."""
     case.task, case.data = setup.task_and_data(case.config, None, None)
     train, test, batch = len(case.data.train), len(case.data.test), case.config.task.batch_size
     validation = f", {len(case.data.validation)} validation" if case.data.validation else ""
@@ -114,60 +113,60 @@ def check_task(case: Case) -> Finding:
 
 
 def check_gold(case: Case) -> Finding:
-    """A warning, as in training: published data has rows whose gold answer falls short."""
-    task, examples = need(case.task, "task"), _examples(case)
+    """Check that gold answers earn the maximum. Only a warning: published data has rows where they do not."""
+    task, examples = need(case.task, "task"), need(case.data, "task").all
     missing = sum(task.gold(task.handed(example)) is None for example in examples)
-    told = f"{missing} of {len(examples)} examples have no gold answer" if missing else f"all {len(examples)} have one"
+    detail = (
+        f"{missing} of {len(examples)} examples have no gold answer" if missing else f"all {len(examples)} have one"
+    )
     try:
         task.self_check(examples)
     except DataError as error:
         return Finding("gold answers", "warning", str(error))
-    return Finding("gold answers", "ok", told)
-
-
-def _examples(case: Case) -> Sequence[Example]:
-    return need(case.data, "task").all
+    return Finding("gold answers", "ok", detail)
 
 
 def check_tokenizer(case: Case) -> Finding:
-    """The tokenizer, and what it stops at."""
+    """Load the tokenizer and report its stop tokens."""
     case.tokens = tokens.load(case.config.model)
     tokenizer, stops = case.tokens.tokenizer, case.tokens.stop_ids
     named = [repr(str(tokenizer.convert_ids_to_tokens(i))) for i in stops]
     detail = f"{len(tokenizer):,} tokens, stops at {', '.join(named) or 'none'}"
     if not stops:
-        fix = "completions always run to max_tokens; set eos_token in the model's tokenizer_config.json"
+        fix = "completions always reach max_tokens; set eos_token in the model's tokenizer_config.json"
         return Finding("tokenizer", "warning", detail, fix)
     return Finding("tokenizer", "ok", detail)
 
 
 def check_chat_template(case: Case) -> Finding:
-    """Whether prompts of messages can be turned into text."""
+    """Check that the chat template can render prompts that are messages."""
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
     first, count = None, 0
-    for prompt in map(task.prompt, _examples(case)):
+    for prompt in map(task.prompt, need(case.data, "task").all):
         if not isinstance(prompt, str):
             first, count = first or prompt, count + 1
     if first is None:
         return Finding("chat template", "ok", f"not needed: the prompts are {task.text_form}")
     if not tokens_.tokenizer.chat_template:
-        told = f"{count} prompts are messages and the tokenizer has no chat template"
-        detail = f"{told}: the model would read the bare text {text_of(first)[:60]!r}"
+        detail = (
+            f"{count} prompts are messages and the tokenizer has no chat template: the model would get the plain text "
+            f"{text_of(first)[:60]!r}"
+        )
         fix = "set task.prompt: raw, or choose a model that was trained to chat"
         return Finding("chat template", "failed", detail, fix)
     tokens_.encode(first)
     between = _between(tokens_, first)
     if between:
         detail = f"the template puts {shown(between)} between the assistant's turn and the answer that the task begins"
-        fix = "the model would go on with another text than the task's; set task.prompt: chat, or take another model"
+        fix = "the model would continue another text than the task's: set task.prompt: chat, or use another model"
         return Finding("chat template", "warning", detail, fix)
-    return Finding("chat template", "ok", f"turns {count} prompts of messages into text")
+    return Finding("chat template", "ok", f"renders {count} prompts of messages")
 
 
 def _between(tokens_: Tokens, chat: Messages) -> str:
-    """What a template writes between the beginning of the assistant's turn and a last message that begins its answer.
+    """Return what the template inserts between the start of the assistant's turn and the beginning of its answer.
 
-    Templates of models that think, such as Qwen3's, put an empty block of thoughts there.
+    Templates of reasoning models, such as Qwen3's, insert an empty thinking block.
     """
     if chat[-1]["role"] != "assistant":
         return ""
@@ -177,24 +176,24 @@ def _between(tokens_: Tokens, chat: Messages) -> str:
 
 
 def check_lengths(case: Case) -> Finding:
-    """Whether the longest prompt and a whole completion fit the model."""
+    """Check that the longest prompt and a completion of `max_tokens` fit the model."""
     task, tokens_ = need(case.task, "task"), need(case.tokens, "tokenizer")
-    longest = max(len(tokens_.encode(prompt)) for prompt in _longest(task, _examples(case)))
+    longest = max(len(tokens_.encode(prompt)) for prompt in _longest(task, need(case.data, "task").all))
     most, setting = case.config.evaluation.max_tokens, "evaluation.max_tokens"
     if case.config.sampling.max_tokens > most:
         most, setting = case.config.sampling.max_tokens, "sampling.max_tokens"
     if case.method == "grpo" and settings.longest(case.config) > most:
         most, setting = settings.longest(case.config), "grpo.max_completion_length"
-    limit, whose = _limit(case.config)
+    limit, source = _limit(case.config)
     detail = f"longest prompt {longest} tokens and {setting} {most}"
     if limit is not None and longest + most > limit:
         fix = f"lower {setting}, or shorten the prompts"
-        return Finding("prompt length", "failed", f"{detail} exceed {whose}", fix)
-    return Finding("prompt length", "ok", f"{detail} fit {whose}")
+        return Finding("prompt length", "failed", f"{detail} exceed {source}", fix)
+    return Finding("prompt length", "ok", f"{detail} fit {source}")
 
 
 def _longest(task: Task, examples: Sequence[Example]) -> Iterable[Prompt]:
-    """All prompts, or of many those with the most characters: to encode a million takes minutes."""
+    """Return all prompts, or those with the most characters if there are many: to tokenise a million takes minutes."""
     prompts = map(task.prompt, examples)
     if len(examples) <= EARLY:
         return prompts
@@ -202,7 +201,7 @@ def _longest(task: Task, examples: Sequence[Example]) -> Iterable[Prompt]:
 
 
 def _limit(config: Config) -> tuple[int | None, str]:
-    """How long a prompt and its completion may be together, and what says so."""
+    """Return the most tokens of a prompt and its completion together, and the source of this limit."""
     text = model_config(config.model).get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
     own = config.engine.limit()
@@ -212,7 +211,7 @@ def _limit(config: Config) -> tuple[int | None, str]:
 
 
 def check_targets(case: Case) -> Finding:
-    """What evolves; an unknown layer or module is an error that names those of the model."""
+    """Report what evolves. An unknown layer or module is an error that names those of the model."""
     config = case.config
     specs = specs_of_config(config)
     space = spaces.create(config)
@@ -224,23 +223,23 @@ def check_targets(case: Case) -> Finding:
     detail = f"{case.planned.parameters:,} numbers in {len(case.planned.tensors)} tensors evolve: {shown}"
     detail = f"{detail}; {share.partition(':')[0]}"
     if warnings:
-        said, _, fix = warnings[0].removeprefix("warning: ").rpartition("; ")
-        return Finding("targets", "warning", f"{detail}; {said}", fix)
+        problem, _, fix = warnings[0].removeprefix("warning: ").rpartition("; ")
+        return Finding("targets", "warning", f"{detail}; {problem}", fix)
     return Finding("targets", "ok", detail)
 
 
 def check_memory(case: Case) -> Finding:
-    """Weights, mean and the cache of a chunk against what is free."""
+    """Compare the memory of weights, mean and cache with what is free."""
     config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
     wanted = estimate.memory(config, specs, layout, estimate.served_dtype(config))
     free = free_memory(config)
     own, spare = wanted.own, None if free is None else free - wanted.kept
     detail = f"{gib(wanted.kept)} for weights and mean, {own.bound} {gib(own.cache)} for the cache and logits"
     if free is None or spare is None:
-        return Finding("memory", "ok", f"{detail}; how much is free is not known")
+        return Finding("memory", "ok", f"{detail}; free memory is not known")
     detail = f"{detail}; {gib(free)} free"
     if spare < 0:
-        case.fits = False  # to load it may have the whole process killed, and the verdict with it
+        case.fits = False  # loading may get the whole process killed
         fix = "choose space lora, model.dtype bfloat16 or a smaller model"
         return Finding("memory", "failed", detail, ", ".join(filter(None, (config.engine.lighter, fix))))
     if own.cache > spare:
@@ -250,7 +249,7 @@ def check_memory(case: Case) -> Finding:
 
 
 def free_memory(config: Config) -> int | None:
-    """Bytes free where the engine will serve, on all GPUs that it splits the model over."""
+    """Return the free bytes where the engine will run, on all GPUs over which it splits the model."""
     if not estimate.on_gpu(config):
         return _free_on_host()
     if not torch.cuda.is_available():
@@ -263,7 +262,7 @@ def free_memory(config: Config) -> int | None:
 
 
 def _free_on_host() -> int | None:
-    """What Linux calls available, or less where a control group allows less. None elsewhere."""
+    """Return what Linux reports as available, or the rest of a control group's limit; None elsewhere."""
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
@@ -274,13 +273,13 @@ def _free_on_host() -> int | None:
         limit = int((group / "memory.max").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stat["active_file"]) - int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no limit, which is written "max", or no such group
+    except (OSError, ValueError, KeyError):  # no limit, written as "max", or no such group
         return free
     return limit - used if free is None else min(free, limit - used)
 
 
 def check_disk(case: Case) -> Finding:
-    """Room for the checkpoints that a run keeps at once, and one more while it is written."""
+    """Check for room for all checkpoints kept at once, and one more while it is written."""
     config, specs, layout = case.config, need(case.specs, "targets"), need(case.planned, "targets")
     slots, dtype = OPTIMIZER_SLOTS[config.es.optimizer.name], estimate.served_dtype(config)
     size = spaces.create(config).checkpoint_bytes(specs, layout, dtype, slots)
@@ -290,10 +289,10 @@ def check_disk(case: Case) -> Finding:
 
 
 def room_on_disk(config: Config, wanted: int, what: str) -> Finding:
-    """Whether so many bytes are free where output_dir is or will be."""
-    there = _existing(Path(config.output_dir))
-    free = shutil.disk_usage(there).free
-    detail = f"{gib(wanted)} for {what}; {gib(free)} free in {there}"
+    """Check that the file system of output_dir has this many bytes free."""
+    folder = _existing(Path(config.output_dir))
+    free = shutil.disk_usage(folder).free
+    detail = f"{gib(wanted)} for {what}; {gib(free)} free in {folder}"
     if wanted > free:
         fix = "free space, lower checkpoint.keep_last, or choose another output_dir"
         return Finding("disk", "failed", detail, fix)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that load the model: the engine, the canary, a small generation."""
+"""Checks that load the model: the engine, the canary, a small generation and how long a whole one takes."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,25 +15,46 @@ from numpy.typing import ArrayLike
 from evoalign import engines, evolve, setup, shaping
 from evoalign.checks import canary
 from evoalign.cost import rounding
-from evoalign.engines import Engine
 from evoalign.engines.specs import on_gpu
 from evoalign.errors import EvoalignError
-from evoalign.preflight import pace
 from evoalign.preflight.case import Case, Finding, need
 from evoalign.rewards.objective import score
 from evoalign.rollouts import collect, group_of, rows_of, with_mean
 from evoalign.tasks import Data
-from evoalign.types import MEAN, MEAN_PLAN, Example, Layout, Member, Plan, Request, Rollout, population
+from evoalign.types import MEAN, MEAN_PLAN, Example, Member, Plan, Request, Rollout, population
 
 PROMPT = "Solve: 3 + 5 ="
-"""What the canary asks where there is no task."""
+"""Prompt of the canary if there is no task."""
 TRIED_PROMPTS, SAMPLED_PROMPTS = 2, 4
 UPDATED_MEMBERS = 8
-"""Whose noise an update is timed with; the others' counts in proportion."""
+"""Most members of a timed update; the rest counts in proportion."""
+
+STEPS = 16
+"""Most tokens of the longer part."""
+BUDGET = 20.0
+"""Most seconds of both parts together, estimated from one pair of members, which always runs."""
+MOST_PROMPTS = 64
+"""Most prompts that are timed."""
+AGAIN = 3.0
+"""On a GPU, work that takes fewer seconds is timed twice: the first run compiles kernels for new shapes."""
+
+T = TypeVar("T")
+Ask = Callable[[Sequence[Member], Sequence[Request]], Sequence[Rollout]]
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """Seconds of a rollout: `usual` if completions are as long as the sample, `most` if all have `max_tokens`."""
+
+    usual: float
+    most: float
+
+    def __add__(self, other: Duration) -> Duration:
+        return Duration(self.usual + other.usual, self.most + other.most)
 
 
 def check_engine(case: Case) -> Finding:
-    """Load the model, and the population at its start."""
+    """Load the model and start the engine with the config's space."""
     tokens_ = need(case.tokens, "tokenizer")
     need(case.planned, "targets")
     need(case.fits or None, "memory")
@@ -40,47 +63,41 @@ def check_engine(case: Case) -> Finding:
     case.served = setup.start(case.config, case.engine)
     facts = case.served[2]
     promise = (
-        "deterministic: scores can be repeated to the bit"
+        "deterministic: scores repeat to the bit"
         if facts.deterministic
-        else "not deterministic: a replay from the journal is exact, texts may differ"
+        else "not deterministic: completions may differ between runs, while replaying the journal is exact"
     )
     ready = seconds_text(time.perf_counter() - began)
     note = f"; {facts.note}" if facts.note else ""
     detail = f"{facts.engine} serves {facts.dtype} on {facts.device}, ready in {ready}; {promise}{note}"
-    rounded = _rounding(case, case.engine, case.served[1])
+    rounded = ""
+    if case.config.es_ is not None:
+        layout, weights = case.served[1], rounding.weights_of_engine(case.engine, case.served[1])
+        rounded = "".join(rounding.rounding_lines(case.config, layout, case.engine.dtype, weights))
     if rounded.startswith("warning: "):
-        told, _, fix = rounded.removeprefix("warning: ").rpartition("; ")
-        return Finding("engine", "warning", f"{detail}; {told}", fix)
+        problem, _, fix = rounded.removeprefix("warning: ").rpartition("; ")
+        return Finding("engine", "warning", f"{detail}; {problem}", fix)
     return Finding("engine", "ok", "; ".join(filter(None, (detail, rounded))))
 
 
-def _rounding(case: Case, engine: Engine, layout: Layout) -> str:
-    """What rounding leaves of the noise, as a training says it; empty where nothing is rounded."""
-    if case.config.es_ is None:
-        return ""
-    weights = rounding.weights_of_engine(engine, layout)
-    return "".join(rounding.rounding_lines(case.config, layout, engine.dtype, weights))
-
-
 def check_canary(case: Case) -> Finding:
-    """Whether members answer as themselves: see evoalign.checks.canary."""
+    """Check that members differ and the mean is unchanged by them; see `evoalign.checks.canary`."""
     space, layout, facts = need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
     prompt = case.task.prompt(case.data.train[0]) if case.task and case.data else PROMPT
     width = case.config.es.width if case.config.es_ is not None else canary.SMALL
     began = time.perf_counter()
-    asked = tokens_.encode(prompt)
+    prompt_ids = tokens_.encode(prompt)
     for part in engine.parts():
-        canary.check(part, space, layout, asked, generation=0, width=width, exact=facts.deterministic)
+        canary.check(part, space, layout, prompt_ids, generation=0, width=width, exact=facts.deterministic)
     took = seconds_text(time.perf_counter() - began)
-    return Finding("canary", "ok", f"members differ, the mean stays, what does not exist is refused ({took})")
+    return Finding("canary", "ok", f"members differ, the mean is unchanged, a missing member is refused ({took})")
 
 
 def check_generation(case: Case) -> Finding:
-    """Two members on a few prompts, scored by the task: a small generation end to end, with noise no run uses; and how
-    long one of the run's own takes, by a timed piece of it.
+    """Run two members on a few prompts and score them, with noise that no run uses; and time part of a generation.
 
-    What is evaluated is scored too, as a run does before its first generation: its rows may lack a column.
+    A few rows of the evaluated splits are scored as well: they may lack a column.
     """
     need(case.served, "engine")
     engine, tokens_ = need(case.engine, "engine"), need(case.tokens, "tokenizer")
@@ -106,7 +123,7 @@ def check_generation(case: Case) -> Finding:
         scores_MP = score(task.objective(), with_mean(task, group, mean) if mean else group)
         return rollouts, scores_MP, time.perf_counter() - began
 
-    failed = tried(data, scored)
+    failed = try_splits(data, scored)
     if failed is not None:
         return failed
     began = time.perf_counter()
@@ -114,33 +131,33 @@ def check_generation(case: Case) -> Finding:
     took = time.perf_counter() - began
     lengths = [len(r.token_ids) for r in rollouts]
     asked = requests([data.train[i] for i in rows_of(config, len(data.train), 0)])
-    found = pace.answering(ask, members, asked, lengths, on_gpu=on_gpu(config))
+    found = rollout_duration(ask, members, asked, lengths, on_gpu=on_gpu(config))
     if objective.asks_mean:
-        found += pace.answering(ask_mean, (MEAN,), asked, lengths, on_gpu=on_gpu(config))
+        found += rollout_duration(ask_mean, (MEAN,), asked, lengths, on_gpu=on_gpu(config))
     count = (len(members) + objective.asks_mean) * len(asked)
     rest = scoring * count / len(rollouts) + _moving(case, plan)
     detail = (
         f"{len(rollouts)} completions scored {scores_MP.min():g} to {scores_MP.max():g} in {seconds_text(took)}; "
-        f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} where answers get as long as these "
-        f"({sum(lengths) / len(lengths):.0f} tokens in the mean), and at most about {seconds_text(found.most + rest)} "
-        f"where all have {config.sampling.max_tokens:,}; "
-        f"{whole(config.es.num_generations, 'generations', found.usual + rest)}"
+        f"a generation of {count:,} takes about {seconds_text(found.usual + rest)} if completions are as long as these "
+        f"(mean {sum(lengths) / len(lengths):.0f} tokens), and at most about {seconds_text(found.most + rest)} if all "
+        f"have {config.sampling.max_tokens:,}; "
+        f"{run_text(config.es.num_generations, 'generations', found.usual + rest)}"
     )
-    return generated(detail, rollouts, scores_MP)
+    return generation_finding(detail, rollouts, scores_MP)
 
 
 def _moving(case: Case, plan: Plan) -> float:
-    """Seconds of a generation's update and its hash. The mean of the engine is another one after it."""
+    """Return the seconds of an update and its hash. This moves the engine's mean."""
     engine, members = need(case.engine, "engine"), plan.members[:UPDATED_MEMBERS]
     shares = [1.0 if member.sign > 0 else -1.0 for member in members]
     update = evolve.update_of(case.config, replace(plan, generation=0, members=members), shares)
-    moved, _ = pace.timed(lambda: engine.apply(update), on_gpu(case.config))
-    hashed, _ = pace.timed(engine.fingerprint, on_gpu(case.config))
+    moved, _ = timed(lambda: engine.apply(update), on_gpu(case.config))
+    hashed, _ = timed(engine.fingerprint, on_gpu(case.config))
     return moved * len(plan.members) / len(members) + hashed
 
 
-def tried(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding | None:
-    """What came of scoring a few rows of the splits that a run evaluates; None where nothing failed."""
+def try_splits(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding | None:
+    """Score a few rows of the splits that a run evaluates; return a finding if that fails."""
     for split, examples in (("test", data.test), ("validation", data.validation)):
         try:
             if examples:
@@ -150,26 +167,82 @@ def tried(data: Data, score: Callable[[Sequence[Example]], object]) -> Finding |
     return None
 
 
-def whole(count: int, what: str, each: float) -> str:
-    """How long a run takes."""
-    return f"there are {count:,} {what}, about {seconds_text(count * each)} in all, and evaluations"
+def run_text(count: int, what: str, each: float) -> str:
+    """Return the estimated duration of a run."""
+    return f"{count:,} {what} take about {seconds_text(count * each)} in total, plus evaluations"
 
 
-def generated(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike) -> Finding:
-    """What came of a generation; a warning where all texts are empty, or all scores the same."""
+def generation_finding(detail: str, rollouts: Sequence[Rollout], scores: ArrayLike) -> Finding:
+    """Return the finding of a generation: a warning if all texts are empty or all scores are equal."""
     if all(not r.text.strip() for r in rollouts):
-        fix = "does the model fit the form of the prompts, task.prompt?"
+        fix = "check that task.prompt fits the model"
         return Finding("generation", "warning", f"{detail}; all texts are empty", fix)
     if np.ptp(scores) == 0:
-        fix = "`evoalign probe` tells whether members of this width do"
-        return Finding("generation", "warning", f"{detail}; they all scored the same, which teaches nothing", fix)
+        fix = "run `evoalign probe` to find a width at which scores differ"
+        return Finding("generation", "warning", f"{detail}; all scored the same, so nothing can be learned", fix)
     return Finding("generation", "ok", detail)
 
 
 def seconds_text(seconds: float) -> str:
-    """`1.23 s`, `12 s`, `34 min`, `5.6 h`."""
+    """Return `1.23 s`, `12 s`, `34 min` or `5.6 h`."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+def rollout_duration(
+    ask: Ask, members: Sequence[Member], requests: Sequence[Request], lengths: Sequence[int], *, on_gpu: bool
+) -> Duration:
+    """Estimate the duration of a rollout from a short part of it. `lengths` are tokens of complete completions.
+
+    The part has the rollout's own shape, all members and prompts, since on a GPU 2,048 rows take hardly longer than
+    four. It has few tokens: one, which processes the prompts, and then up to `STEPS`. The rest is extrapolated by
+    length: time in proportion to rows (CPU) follows the mean length, and time in proportion to steps (GPU) the longest.
+    The estimate is their geometric mean, so it is wrong by at most the root of their ratio. If the part would take
+    longer than `BUDGET`, fewer members run, and the rest counts in proportion. `ask` must have run before, since the
+    first call of an engine may be slow.
+    """
+    limit = requests[0].sampling.max_tokens
+    part = requests[:MOST_PROMPTS]
+    first = _time(ask, members[:2], part, 1, on_gpu)[0]
+    count = min(len(members), max(2, int(BUDGET / (2 * max(first, 1e-9))) * 2))  # pairs; decoding takes as long again
+    asked = members[:count]
+    reading, _ = _time(ask, asked, part, 1, on_gpu)
+    share = len(members) * len(requests) / (count * len(part))
+    if limit == 1:
+        return Duration(reading * share, reading * share)
+    seconds, said = _time(ask, asked, part, min(STEPS, limit), on_gpu)
+    if limit <= STEPS:
+        return Duration(seconds * share, seconds * share)
+    rest = max(0.0, seconds - reading)
+    mean = max(_steps([len(r.token_ids) for r in said]), 1.0)
+    longest = max(max(len(r.token_ids) for r in said) - 1, 1)
+    by_rows, by_steps = _steps(lengths) / mean, (max(lengths) - 1) / longest
+    usual = max(1.0, (by_rows * by_steps) ** 0.5)  # completions are never shorter than in the part
+    return Duration((reading + rest * usual) * share, (reading + rest * (limit - 1) / mean) * share)
+
+
+def timed(work: Callable[[], T], on_gpu: bool) -> tuple[float, T]:
+    """Return the seconds and the result of some work; on a GPU, of the faster of two runs unless the first is long."""
+    best = math.inf
+    while True:
+        start = time.perf_counter()
+        done = work()
+        took = time.perf_counter() - start
+        if not on_gpu or took >= AGAIN or best < math.inf:
+            return min(best, took), done
+        best = took
+
+
+def _steps(lengths: Sequence[int]) -> float:
+    """Return the mean number of tokens after the first, which comes with the prompt."""
+    return sum(lengths) / len(lengths) - 1
+
+
+def _time(
+    ask: Ask, members: Sequence[Member], requests: Sequence[Request], tokens: int, on_gpu: bool
+) -> tuple[float, Sequence[Rollout]]:
+    short = [replace(r, sampling=replace(r.sampling, max_tokens=tokens)) for r in requests]
+    return timed(lambda: ask(members, short), on_gpu)

@@ -13,7 +13,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
-from typing import Protocol
 
 from evoalign.config import TaskConfig
 from evoalign.errors import ConfigError, EvoalignError, RewardError
@@ -23,28 +22,6 @@ from evoalign.tasks.base import Data, Task
 from evoalign.tasks.data import held_back
 from evoalign.tasks.isolated.task import Isolated
 from evoalign.types import Example, Rollout
-
-
-class Graders(Protocol):
-    """Pool of processes that each recreate the task from the config and score pieces in parallel."""
-
-    @property
-    def count(self) -> int:
-        """Number of processes."""
-        ...
-
-    def takes(self, examples: Sequence[Example]) -> bool:
-        """Return whether these are the rows of a split that the processes have loaded."""
-        ...
-
-    def columns(
-        self, texts: Sequence[str], examples: Sequence[Example], rows: Sequence[int], stopping: Event
-    ) -> Columns:
-        """Return the columns of completions; `rows` are indices into `examples`. `count` threads call it.
-
-        Raises the EvoalignError of the task, or CancelledError soon after `stopping` is set.
-        """
-        ...
 
 
 def pieces(count: int, size: int | None) -> Iterator[range]:
@@ -98,27 +75,13 @@ def with_validation(task: Task, data: Data, asked: TaskConfig) -> Data:
     return replace(data, train=train, validation=validation)
 
 
-def kept_here(task: Task) -> str | None:
-    """Return why a pool of graders cannot score this task, or None if it can."""
-    if task.asks_scorer:
-        return "models score them, which are loaded once"
-    if not task.from_config:
-        return "they are scored by a Python object, which no other process can recreate"
-    if task.per_call is None:
-        return "they may be scored together: set grader.batch to the number per call"
-    return None
-
-
 class Grading:
-    """Scores completions of `examples`, with one thread for each process to wait for."""
+    """Scores completions of `examples`, in a thread if the task scores in another process."""
 
-    def __init__(self, task: Task, examples: Sequence[Example], graders: Graders | None) -> None:
+    def __init__(self, task: Task, examples: Sequence[Example]) -> None:
         self.task, self.examples, self.stopping = task, examples, Event()
-        cut = task.per_call is not None
-        self._graders = graders if graders is not None and cut and graders.takes(examples) else None
-        waits = cut and isinstance(task, Isolated) and task.scores_in_thread
-        count = int(waits) if self._graders is None else self._graders.count
-        self.threads = ThreadPoolExecutor(count, "evoalign-grading") if count else None
+        waits = task.per_call is not None and isinstance(task, Isolated) and task.scores_in_thread
+        self.threads = ThreadPoolExecutor(1, "evoalign-grading") if waits else None
 
     def of(self, rows: Sequence[int]) -> Answers:
         """Return the collector for one rollout; `rows` are the example indices in canonical order."""
@@ -126,15 +89,13 @@ class Grading:
 
     def columns(self, texts: Sequence[str], rows: Sequence[int]) -> Columns:
         """Return the columns of one piece. Raises EvoalignError."""
-        if self._graders is not None:
-            return self._graders.columns(texts, self.examples, rows, self.stopping)
         return scored(self.task, texts, [self.examples[row] for row in rows])
 
 
 @contextmanager
-def grading(task: Task, examples: Sequence[Example], graders: Graders | None = None) -> Generator[Grading]:
-    """Score completions while entered. On exit, cancels pending work and ends all threads."""
-    found = Grading(task, examples, graders)
+def grading(task: Task, examples: Sequence[Example]) -> Generator[Grading]:
+    """Score completions while entered. On exit, cancels pending work and ends the thread."""
+    found = Grading(task, examples)
     if found.threads is None:
         yield found
         return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers: who else is told what metrics.jsonl records. No tracking library is imported unless the config names it.
+"""Trackers, which receive the rows of metrics.jsonl. No tracking library is imported unless the config names it.
 
-One of one's own is named `package.module:Class` in `tracking.backends`: a subclass of `Tracker`.
+A custom tracker is a subclass of `Tracker`, named `package.module:Class` in `tracking.backends`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["Answer", "Ready", "Tracker", "check", "create", "is_installed", "loa
 
 
 def is_installed(library: str) -> bool:
-    """Whether a library is there, without importing it. A mere folder of its name is not: wandb leaves `./wandb`."""
+    """Return whether a library is installed, without importing it. A mere folder, as `./wandb`, does not count."""
     spec = importlib.util.find_spec(library)
     return spec is not None and spec.origin is not None
 
 
 def missing(config: Config) -> list[str]:
-    """The chosen trackers whose library is not installed."""
+    """Return the chosen trackers whose library is not installed."""
     return [name for name in config.tracking.backends if name in TRACKERS and not is_installed(name)]
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where a chosen tracker is not installed, or is none. Imports no library; the user's code."""
+    """Raise ConfigError if a chosen tracker is not installed or no Tracker. Imports custom trackers, but no library."""
     if lacking := missing(config):
         raise ConfigError(f"tracking.backends: {', '.join(lacking)} not installed; {install(*lacking)}")
     for name in config.tracking.backends:
@@ -40,7 +40,7 @@ def check(config: Config) -> None:
 
 
 def load(name: str) -> type[Tracker]:
-    """The class of a tracker. Imports what an import path names. Raises ConfigError."""
+    """Import and return the class of a tracker. Raises ConfigError."""
     cls = load_object(TRACKERS.get(name, name), "tracking.backends")
     if not (isinstance(cls, type) and issubclass(cls, Tracker)):
         raise ConfigError(f"tracking.backends: {name} is no class derived from evoalign.tracking.Tracker")
@@ -48,10 +48,10 @@ def load(name: str) -> type[Tracker]:
 
 
 def create(config: Config, run: Path, resumed_at: int | None = None) -> list[Tracker]:
-    """The chosen trackers of the run directory `run`, started; they write below `<run>/logs`.
+    """Start the chosen trackers of the run directory `run`; they write to `<run>/logs`.
 
-    `resumed_at` is the generation at which a resumed run starts again. A tracker that fails later on is left out with a
-    warning. Raises ConfigError where one is missing or cannot start; then none is left open.
+    `resumed_at` is the first generation of a resumed run. A tracker that fails later is dropped with a warning. Raises
+    ConfigError if one is missing or cannot start, and closes the others.
     """
     check(config)
     make_folder(run / "logs")
@@ -69,6 +69,6 @@ def create(config: Config, run: Path, resumed_at: int | None = None) -> list[Tra
 def _start(name: str, config: Config, run: Path, resumed_at: int | None) -> Tracker:
     try:
         return load(name)(config, run, resumed_at)
-    except FAILURES as error:  # each library has its own kinds: no login, no server, a name it does not like
+    except FAILURES as error:  # each library has its own errors: no login, no server, an invalid name
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"tracking.backends: {name} does not start: {reason}; fix that or take it out") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracker is given, and what happens to one that fails."""
+"""The interface of trackers, a wrapper that drops one that fails, and what trackers share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("evoalign.tracking")
 
 
 class Ready(NamedTuple):
-    """Whether a tracker would start: `detail` as `evoalign doctor` shows it, `fix` where something is wrong."""
+    """Whether a tracker can start: `detail` for `evoalign doctor`, and `fix` if something is wrong."""
 
     status: Literal["ok", "warning", "failed"] = "ok"
     detail: str = ""
@@ -30,7 +30,7 @@ class Ready(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One of a handful of completions. What a model says is data: a tracker shows it as it is."""
+    """One of a few completions that a tracker shows. A model's text is data: it is never rendered as markup."""
 
     prompt: str
     completion: str
@@ -38,64 +38,64 @@ class Answer(NamedTuple):
 
 
 class Tracker(ABC):
-    """Told of a run as it goes. `log` may raise: a run goes on without the tracker then."""
+    """Receives metrics during a run. If a method raises, the run continues without the tracker."""
 
     @abstractmethod
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
-        """Start, for the run directory `run`; below `run / "logs"` is room. `resumed_at` is the generation at which a
-        resumed run starts again. May raise: it does not start then, and neither does the run."""
+        """Start for the run directory `run`; write files below `run / "logs"`. `resumed_at` is the first generation of
+        a resumed run. If this raises, the run does not start."""
 
     @abstractmethod
     def log(self, row: Mapping[str, Any]) -> None:
-        """One row of metrics.jsonl; its step is `row["generation"]`."""
+        """Record a row of metrics.jsonl; its step is `row["generation"]`."""
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:  # noqa: B027
-        """Some completions of the test split, before the first row and after the last one, the same examples each time;
-        `figures` by name as PNG files, after the last one."""
+        """Show completions of some test examples, before the first row and after the last. `figures` are PNG files by
+        name, after the last row."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: B027  (not all have an end)
-        """The run is complete: measures before and after training."""
+    def finish(self, summary: Mapping[str, Any]) -> None:  # noqa: B027  (optional)
+        """Record the measures before and after training of a complete run."""
 
     def close(self) -> None:  # noqa: B027
-        """Write out what is left and let go. Without `finish` before it, the run was cut short."""
+        """Flush and close. Without an earlier `finish`, the run was interrupted."""
 
     @classmethod
     def ready(cls) -> Ready:
-        """Whether it would start, asked before a run; sends nothing."""
+        """Return whether the tracker can start. Called before a run; must send nothing."""
         return Ready()
 
 
 class Guarded(Tracker):
-    """A tracker that never stops a run: at its first failure it is left out, with one warning."""
+    """Wraps a tracker and drops it at its first failure, with a warning, so that it never stops a run."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
         self._tracker: Tracker | None = tracker
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """As the tracker's own, or nothing once it failed."""
+        """Call the tracker, unless it failed before."""
         self._attempt(lambda tracker: tracker.log(row))
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
-        """As the tracker's own, or nothing once it failed."""
+        """Call the tracker, unless it failed before."""
         self._attempt(lambda tracker: tracker.show(step, answers, figures))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """As the tracker's own, or nothing once it failed."""
+        """Call the tracker, unless it failed before."""
         self._attempt(lambda tracker: tracker.finish(summary))
 
     def close(self) -> None:
-        """As the tracker's own, or nothing once it failed or was closed."""
+        """Close the tracker, unless it failed or was closed before."""
         self._attempt(lambda tracker: tracker.close())
         self._tracker = None
 
-    def _attempt(self, tell: Callable[[Tracker], None]) -> None:
+    def _attempt(self, call: Callable[[Tracker], None]) -> None:
         tracker = self._tracker
         if tracker is None:
             return
         try:
-            tell(tracker)
-        except FAILURES as error:  # a full disk, a lost connection, a fault of the library: none is worth the run
+            call(tracker)
+        except FAILURES as error:  # a full disk, a lost connection, a bug of the library
             self._tracker = None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("%s failed and is left out; metrics.jsonl has every row (%s)", self.name, reason)
@@ -104,7 +104,7 @@ class Guarded(Tracker):
 
 
 def values(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of nested mappings under slash-joined names; booleans are 0 or 1, null and text are left out."""
+    """Return the numbers of nested mappings by slash-joined names. Booleans are 0 or 1; null and text are omitted."""
     found: dict[str, float] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -118,30 +118,30 @@ GROUPS = {
     "evaluation": "eval", "validation": "eval/validation",
     "diagnosis": "diagnosis", "divergence": "diagnosis/divergence",
 }  # fmt: skip
-"""What the parts of a row are called in a tracker; all else of it is of training. Trackers make a section of each."""
+"""Prefixes of parts of a row, which trackers show as sections; all other values have the prefix `train`."""
 COMPLETIONS = "eval/completions"
 
 
 def step_and_values(row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """The step of a metrics row, and its other numbers, as `train/mean`, `eval/reward`, `diagnosis/spread`."""
+    """Return the step of a metrics row, and its numbers as `train/mean`, `eval/reward`, `diagnosis/spread`."""
     named = {GROUPS.get(key, f"train/{key}"): value for key, value in row.items() if key != "generation"}
     return row["generation"], values(named)
 
 
 def final_values(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The measures before and after training; those after it also end the curves of those on the way."""
+    """Return the measures before and after training; the latter are also the last points of the curves."""
     return values({"eval": {**summary.get("after", {}), **summary}})
 
 
 def run_name(config: Config, run: Path) -> str:
-    """What the run is called in a tracker."""
+    """Return the name of the run in a tracker."""
     return config.tracking.name or run.resolve().name
 
 
 def last_step(config: Config, run: Path) -> int:
-    """The step after the last row of a run that is complete: its generations, or steps of GRPO.
+    """Return the step after the last row of a complete run: its number of generations, or of GRPO steps.
 
-    Of one that ended earlier, by its own settings, its results say where.
+    If the run stopped early, this is read from its results.
     """
     with suppress(DataError):
         done = read_object(run / "results" / "evaluation.json")
@@ -152,7 +152,7 @@ def last_step(config: Config, run: Path) -> int:
 
 @contextmanager
 def environment(name: str, value: str | None) -> Generator[None]:
-    """An environment variable for as long as a library reads it."""
+    """Set an environment variable while a library reads it; None removes it."""
     old = os.environ.get(name)
     _set(name, value)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard: event files in `<run>/logs/tensorboard`. `tensorboard --logdir runs` shows runs side by side."""
+"""TensorBoard: event files in `<run>/logs/tensorboard`. Show all runs with `tensorboard --logdir runs`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from evoalign.tracking.base import COMPLETIONS, Answer, Tracker, final_values, l
 
 
 class TensorBoard(Tracker):
-    """A scalar for each number of a row, the config and completions as text, the figures as images."""
+    """Writes numbers as scalars, the config and completions as text, and figures as images."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._last_step = partial(last_step, config, run)
-        # The purge hides what an earlier part of the run logged of the generations that are done again.
+        # The purge hides earlier values of generations that a resumed run repeats.
         self._writer = SummaryWriter(str(run / "logs" / "tensorboard"), purge_step=resumed_at)
         if resumed_at is None:
             self._writer.add_text("config", f"```\n{to_yaml(config)}```", 0)
             self._writer.flush()
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One row; on disk when this returns, so that a curve is never behind the run."""
+        """Write a row and flush it, so that curves are never behind the run."""
         self._add(*step_and_values(row))
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
-        """A table of Markdown, and images."""
-        rows = ((_as_it_is(a.prompt), _as_it_is(a.completion), f"{a.reward:.4g}") for a in answers)
+        """Write completions as a Markdown table, and images."""
+        rows = ((_escape(a.prompt), _escape(a.completion), f"{a.reward:.4g}") for a in answers)
         self._writer.add_text(COMPLETIONS, "\n".join(table(Answer._fields, rows, words=2)), step)
         for name, file in figures.items():
             self._writer.add_image(f"figures/{name}", _pixels(file), step, dataformats="HWC")
         self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The measures, at the step after the last generation."""
+        """Write the measures at the step after the last generation."""
         self._add(self._last_step(), final_values(summary))
 
     def close(self) -> None:
@@ -56,17 +56,17 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
 
-def _as_it_is(text: str) -> str:
-    """A cell of a table that TensorBoard's Markdown and its HTML leave as it is, on one line.
+def _escape(text: str) -> str:
+    """Return a text on one line that TensorBoard's Markdown and HTML show literally.
 
-    All punctuation is a character reference: its Markdown knows a backslash before some characters only.
+    All punctuation becomes character references: its Markdown supports a backslash before some characters only.
     """
     return re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", visible(text))
 
 
 def _pixels(file: Path) -> Any:
-    """uint8 [height, width, channels]."""
-    from PIL import Image  # which TensorBoard's writer needs for images in any case
+    """Load an image as uint8 [height, width, channels]."""
+    from PIL import Image  # required by TensorBoard's writer for images
 
     with Image.open(file) as image:
         return np.asarray(image)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """trackio, in `<run>/logs/trackio`: `TRACKIO_DIR=<run>/logs/trackio trackio show` opens its dashboard.
 
-Nothing is sent anywhere unless the user's own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says so; where somebody is
-logged in to the Hugging Face hub, trackio asks it for their name.
+Nothing is sent unless you set TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. If you are logged in to the Hugging Face hub,
+trackio requests your user name from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evoalign.tracking.base import (
 
 
 class Trackio(Tracker):
-    """One trackio run, the same one after a resume. trackio's own words on standard output are swallowed."""
+    """Writes to one trackio run, also after a resume. trackio's own output is suppressed."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         folder = (run / "logs" / "trackio").absolute()
@@ -43,9 +43,9 @@ class Trackio(Tracker):
         self._last_step = partial(last_step, config, run)
         self._current = context_vars.current_run
         self._before = utils.TRACKIO_DIR
-        _point(folder)
+        _set_folder(folder)
         if resumed_at is not None:
-            _forget(SQLiteStorage.get_project_db_path(config.tracking.project), resumed_at)
+            _delete_from(SQLiteStorage.get_project_db_path(config.tracking.project), resumed_at)
         with redirect_stdout(io.StringIO()):
             self._run = trackio.init(
                 project=config.tracking.project,
@@ -58,12 +58,12 @@ class Trackio(Tracker):
             )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One row; a thread of trackio writes it within a second."""
+        """Record a row; a thread of trackio writes it within a second."""
         step, scalars = step_and_values(row)
         self._run.log(scalars, step=step)
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
-        """A table and images, on its page Media; its cells are plain text."""
+        """Record a table, with plain text cells, and images; they are on the page Media."""
         import trackio
 
         rows = [[visible(a.prompt), visible(a.completion), a.reward] for a in answers]
@@ -71,29 +71,28 @@ class Trackio(Tracker):
         self._run.log({COMPLETIONS: trackio.Table([*Answer._fields], rows), **images}, step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The measures, at the step after the last generation."""
+        """Record the measures at the step after the last generation."""
         self._run.log(final_values(summary), step=self._last_step())
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
+        """Flush and end the thread."""
         with redirect_stdout(io.StringIO()):
             self._run.finish()
-        if self._current.get() is self._run:  # or trackio would finish it once more as Python ends
+        if self._current.get() is self._run:  # else trackio would finish it again at exit
             self._current.set(None)
-        _point(self._before)
+        _set_folder(self._before)
 
 
-def _point(folder: Path) -> None:
-    """Let trackio write into a folder: it reads TRACKIO_DIR once, and each of its modules has a copy of it, or of the
-    place of images in it."""
+def _set_folder(folder: Path) -> None:
+    """Set the folder of trackio in all its modules, which copied TRACKIO_DIR or the folder of images on import."""
     for name, module in list(sys.modules.items()):
         for copy, place in (("TRACKIO_DIR", folder), ("MEDIA_DIR", folder / "media")):
             if name.partition(".")[0] == "trackio" and hasattr(module, copy):
                 setattr(module, copy, place)
 
 
-def _forget(database: Path, generation: int) -> None:
-    """Take out the generations that are done again; the database is this run's own."""
+def _delete_from(database: Path, generation: int) -> None:
+    """Delete the generations that a resumed run repeats from its own database."""
     if database.is_file():
         with closing(sqlite3.connect(database)) as connection, connection:
             connection.execute("DELETE FROM metrics WHERE step >= ?", (generation,))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases, under `<run>/logs/wandb`.
 
-Where it sends anything is the user's own doing: `wandb login`, WANDB_MODE=offline and the other variables of wandb
-hold. Neither code, git state nor the console is handed over. wandb cannot take a step back: of a generation that is
-done again after a resume it keeps the values it was given first.
+`wandb login`, WANDB_MODE=offline and the other variables of wandb decide where data is sent. Code, git state and
+console output are never sent. wandb cannot go back a step: for a generation that a resumed run repeats, it keeps the
+first values.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CACHE, DATA = "WANDB_CACHE_DIR", "WANDB_DATA_DIR"
 
 
 class WeightsAndBiases(Tracker):
-    """One W&B run, the same one after a resume: its id is kept in `<run>/logs/wandb_id`."""
+    """Writes to one W&B run, also after a resume: its id is in `<run>/logs/wandb_id`."""
 
     def __init__(self, config: Config, run: Path, resumed_at: int | None) -> None:
         import wandb
 
         self._logs = logs = run / "logs"
         self._wandb, self._last_step = wandb, partial(last_step, config, run)
-        # A run that the user has open shares wandb's process with ours, and goes on after it.
+        # A run that the user has open shares wandb's process, and continues after this one.
         self._alone = wandb.run is None
         cache = os.environ.get(CACHE) or (str(logs.absolute() / "wandb" / "cache") if self._alone else None)
         with environment(CACHE, cache):
@@ -58,25 +58,25 @@ class WeightsAndBiases(Tracker):
         self._exit_code = 1
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One row, sent on at once."""
+        """Send a row at once."""
         step, scalars = step_and_values(row)
         self._run.log(scalars, step=step, commit=True)
 
     def show(self, step: int, answers: Sequence[Answer], figures: Mapping[str, Path]) -> None:
-        """A table, whose cells are plain text, and images; sent with the row of that step."""
+        """Record a table, with plain text cells, and images; they are sent with the row of that step."""
         rows = [[visible(a.prompt), visible(a.completion), a.reward] for a in answers]
         images = {f"figures/{name}": self._wandb.Image(str(file)) for name, file in figures.items()}
-        told: dict[str, Any] = {COMPLETIONS: self._wandb.Table(columns=[*Answer._fields], data=rows), **images}
+        shown: dict[str, Any] = {COMPLETIONS: self._wandb.Table(columns=[*Answer._fields], data=rows), **images}
         with environment(DATA, os.environ.get(DATA) or str((self._logs / "wandb" / "cache").absolute())):
-            self._run.log(told, step=step, commit=False)  # which puts the table there before it sends it
+            self._run.log(shown, step=step, commit=False)  # writes the table there before sending it
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The measures, at the step after the last generation, and so in the run's summary."""
+        """Record the measures at the step after the last generation, which is the run's summary."""
         self._run.log(final_values(summary), step=self._last_step(), commit=True)
         self._exit_code = 0
 
     def close(self) -> None:
-        """Finish the run, as failed where it was cut short, and end wandb's process where nobody else uses it."""
+        """Finish the run, as failed if it was interrupted, and end wandb's process unless another run uses it."""
         try:
             self._run.finish(exit_code=self._exit_code)
         finally:
@@ -85,7 +85,7 @@ class WeightsAndBiases(Tracker):
 
     @classmethod
     def ready(cls) -> Ready:
-        """Whether W&B would start without asking; nothing is sent, so that a key may still be refused."""
+        """Return whether W&B can start without a prompt. Nothing is sent, so the key is not verified."""
         import wandb
 
         try:
@@ -97,7 +97,7 @@ class WeightsAndBiases(Tracker):
                 if mode in ("offline", "dryrun"):
                     return Ready("ok", "wandb is offline: `wandb sync` sends the run later")
                 if wandb.login(prompt=False, verify=False):
-                    return Ready("ok", "wandb has a key, which was not tried")
+                    return Ready("ok", "wandb has a key, which was not verified")
         finally:
             if wandb.run is None:
                 wandb.teardown()
@@ -106,7 +106,7 @@ class WeightsAndBiases(Tracker):
 
 
 def _run_id(file: Path, resumed_at: int | None) -> str:
-    """The id that was written down, or a new one."""
+    """Return the stored id, or store a new one."""
     if resumed_at is not None and file.is_file():
         return file.read_text(encoding="utf-8").strip()
     own = uuid.uuid4().hex

@@ -17,7 +17,6 @@ from evoalign import spaces, tokens
 from evoalign.checks.placebo import Placebos
 from evoalign.config import Config, outside
 from evoalign.cost import estimate, rounding
-from evoalign.cost.share import share_lines
 from evoalign.errors import EvoalignError
 from evoalign.models import origin
 from evoalign.rollouts import lengths_of
@@ -26,7 +25,6 @@ from evoalign.rundir.directory import RunDir
 from evoalign.rundir.method import Method, method_of, own_option, placebo_command
 from evoalign.setup import Parts
 from evoalign.tasks import Data, Split, Task
-from evoalign.tasks.grading import kept_here
 from evoalign.training import saving, stopping
 from evoalign.training.result import gold_lines, shown
 from evoalign.types import Example, Layout, TensorSpec
@@ -58,7 +56,7 @@ def subject(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec])
 def of_es(config: Config, task: Task, data: Data, specs: Sequence[TensorSpec], layout: Layout) -> list[str]:
     """Return what a run of ES consists of: model, task, evolved numbers, completions."""
     es, asked, samples = config.es, config.task.asked(len(data.train)), config.task.samples or 1
-    share, *warnings = share_lines(config, specs, layout)
+    share, *warnings = estimate.share_lines(config, specs, layout)
     members, each = es.population_size, f" x {samples} samples" if samples > 1 else ""
     asks_mean = task.objective().asks_mean
     return [
@@ -105,22 +103,10 @@ def opening(parts: Parts) -> list[str]:
         *estimate.step_lines(config, layout),
         *rounding.rounding_lines(config, layout, parts.engine.dtype, weights),
         *([f"engine {parts.facts.engine}: {parts.facts.note}"] if parts.facts.note else []),
-        *_graders_lines(parts),
         *gold_lines(parts.task, parts.data),
         *split_lines(config, parts.task, parts.data),
         *stopping.lines(config),
     ]
-
-
-def _graders_lines(parts: Parts) -> list[str]:
-    """Return where completions are scored, if processes are configured for that."""
-    count = parts.config.engine.scored_by
-    if not count:
-        return []
-    why = kept_here(parts.task)
-    if why is not None:
-        return [f"note: completions are scored in the run's own process and not by {count} graders: {why}"]
-    return [f"completions are scored by {count} graders, {parts.task.per_call} at a time, while others are decoded"]
 
 
 def split_lines(config: Config, task: Task, data: Data) -> list[str]:

@@ -17,7 +17,7 @@ from evoalign.checks import placebo_file
 from evoalign.checks.distance import moved, start_of
 from evoalign.checks.drift import expected_distance
 from evoalign.checks.placebo import Distances, Placebos, Whole, split
-from evoalign.config import Config, from_dict, load
+from evoalign.config import Config, from_record, load
 from evoalign.config.outside import EVALUATION_SKIPS
 from evoalign.config.reading import MissingError, read_object
 from evoalign.cost.budget import Cost, Meter
@@ -389,7 +389,7 @@ def _config(path: Path, log: Log, config: ConfigLike | None, model: str | None, 
         resolve.refuse_lost_task(path)
     skip = EVALUATION_SKIPS if model is None else (*EVALUATION_SKIPS, "model")
     found = load_own(path, skip=skip) if config is None else as_config(config)
-    odd, _ = differences(found, from_dict(log.header.config))
+    odd, _ = differences(found, from_record(log.header.config))
     if odd:
         raise ResumeError(f"{path} was made with other settings: {'; '.join(odd)}")
     section: dict[str, Any] = {"dtype": log.header.dtype}

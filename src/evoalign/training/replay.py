@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from evoalign.config import Config, ModelConfig, from_dict, outside
+from evoalign.config import Config, ModelConfig, from_dict, from_record, outside
 from evoalign.config.outside import REPLAY_SKIPS
 from evoalign.engines import weights_hash
 from evoalign.engines.base import sampled_places
@@ -89,7 +89,7 @@ def refuse_taken(to: str | Path | None, *, of: str | Path | None = None) -> None
     there = None if to is None else Path(to)
     if there is not None and of is not None and there.resolve().parent in map(Path.resolve, saving_places(Path(of))):
         raise ConfigError(
-            f"--to {to} is among the checkpoints of the run, and a counterfactual is not one of them; choose another folder"
+            f"--to {to} is among the run's checkpoints, where a counterfactual does not belong; choose another folder"
         )
     if there is not None and there.exists() and (there.is_symlink() or not there.is_dir() or any(there.iterdir())):
         raise RunExistsError(f"--to {to} exists and is not empty; choose another folder")
@@ -190,7 +190,7 @@ def config_of(log: Log, model: str | ModelConfig | None = None, skip: Sequence[s
     the journal may come from an untrusted source. Raises JournalError for an invalid config.
     """
     try:
-        tree = from_dict(log.header.config).model_dump()
+        tree = from_record(log.header.config).model_dump()
     except ConfigError as error:
         wrong = "; ".join(str(error).splitlines())
         raise JournalError(f"{log.path}, line 1 holds an invalid config: {wrong}") from error

@@ -39,7 +39,7 @@ def _waits(rewards: Sequence[float], min_delta: float) -> list[int]:
 
 
 class Course:
-    """Rewards of a run on the validation split so far, and the decisions that follow. `log` is the journal to resume."""
+    """Validation rewards of a run so far, and the decisions that follow. `log` is the journal to resume."""
 
     def __init__(self, config: Config, log: Log | None) -> None:
         self.config = config

@@ -21,7 +21,7 @@ from evoalign.checks.divergence import Divergence, Reference
 from evoalign.checks.fluency import Fluency
 from evoalign.checks.placebo import Distances, Placebos, distance_line
 from evoalign.checks.signs import scripts
-from evoalign.config import NO_ES, Config, from_dict
+from evoalign.config import NO_ES, Config, from_record
 from evoalign.cost import estimate, rounding
 from evoalign.cost.budget import Cost, Meter
 from evoalign.engines.specs import specs_of_config
@@ -136,7 +136,7 @@ def log_to_resume(run: RunDir, config: Config, given_as: str | None) -> Log | No
             )
         return None
     log = journal.read(run.journal).whole()
-    odd, _ = differences(config, from_dict(log.header.config))
+    odd, _ = differences(config, from_record(log.header.config))
     if odd:
         raise ResumeError(f"{run.path} cannot be resumed with other settings: {'; '.join(odd)}")
     if log.header.given_as != given_as:
@@ -300,7 +300,7 @@ class _EvolutionStrategies:
         """Raise ResumeError for another model, tokenizer, noise or data; warn of what changes last bits."""
         header, tell = log.header, session.tell
         repeats = self.parts.facts.deterministic
-        for line in differences(self.config, from_dict(header.config), repeats=repeats)[1]:
+        for line in differences(self.config, from_record(header.config), repeats=repeats)[1]:
             tell(f"warning: {line}: from here on, scores may differ in their last bits from an uninterrupted run")
         saving.check_start(self.parts, header)
         saving.check_data(session.run, self.task, self.data, header.data_hash)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the tensors of a checkpoint with its `weights_hash`: its checksums may have been rewritten with altered files.
+"""Compare the tensors of a checkpoint with its `weights_hash`.
+
+The checksums of the files do not suffice: they may have been rewritten along with altered files.
 
 One pass over the weights, with one tensor in memory at a time. The hash does not cover tensors that did not evolve,
 such as the embeddings in a checkpoint of `lowrank`.

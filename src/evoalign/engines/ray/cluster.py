@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster to place actors on: the one at an address, or one of this process's own that ends with it."""
+"""A Ray cluster with room for the replicas: an existing one, or one that this process starts and ends."""
 
 from __future__ import annotations
 
@@ -18,148 +18,104 @@ from evoalign.engines.ray.settings import RayConfig
 from evoalign.errors import EvoalignError, ModelError
 
 WAIT = 120.0
-"""Seconds for room on a cluster."""
+"""Seconds to wait for room on a cluster."""
 STORE = 256 * 2**20
-"""Bytes of a local cluster's object store: prompts lie in it, and a mean that is loaded."""
+"""Bytes of a local cluster's object store, which holds prompts and a mean that is loaded."""
 
 
 class Cluster:
-    """Room for so many replicas, each a placement group of its own, so that one may come, or move, when a host does.
+    """A placement group for each replica, so that replicas can join, or move to another host, one by one.
 
-    `close` gives it back. Raises ModelError where there is none for as many as are to begin.
+    Raises ModelError if there is no room for the replicas with which the run begins.
     """
 
     def __init__(self, config: Config) -> None:
         assert isinstance(config.engine, RayConfig)
         self.settings = config.engine
         self.gpus = _gpus(self.settings)
-        self.ray = _imported(self.settings)
-        self._ours = not self.ray.is_initialized()
-        if self._ours:
-            with _handlers_kept():
+        self.ray = _import_ray(self.settings)
+        from ray.util.placement_group import placement_group
+
+        self._owned = not self.ray.is_initialized()
+        if self._owned:
+            with _signal_handlers_kept():
                 self._connect()
-        self._bundle: dict[str, float] = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-        self._others: list[Any] = []
-        self._groups = [self._group() for _ in range(self.settings.replicas)]
+        resources = {"CPU": self.settings.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        self._groups = [placement_group([resources], strategy="PACK") for _ in range(self.settings.replicas)]
         until = time.monotonic() + WAIT
         while len(self.placed()) < self.settings.fewest:
             if time.monotonic() > until:
-                self._refuse()
+                has = {name: self.ray.cluster_resources().get(name, 0) for name in resources}
+                self.close()
+                raise ModelError(
+                    f"engine.replicas: {self.settings.fewest} replicas of {resources} find no room on a cluster of "
+                    f"{has}; lower engine.replicas, engine.at_least, engine.cpus or engine.gpus"
+                )
             time.sleep(0.05)
 
     def _connect(self) -> None:
-        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
+        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if self.settings.address is not None:
-            quiet.pop("include_dashboard")
             try:
                 self.ray.init(address=self.settings.address, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ModelError(
-                    f"engine.address: no Ray cluster answers at {self.settings.address} ({error}); start one, "
-                    "or leave the setting out for one of this run's own"
+                    f"engine.address: no Ray cluster responds at {self.settings.address} ({error}); start one, or "
+                    "remove the setting to have the run start its own"
                 ) from error
             return
-        count = self.settings.replicas
         self.ray.init(
             address="local",
-            num_cpus=max(1, round(count * self.settings.cpus + 0.5)) + self.settings.graders,
+            num_cpus=max(1, round(self.settings.replicas * self.settings.cpus + 0.5)),
             num_gpus=None if self.gpus else 0,
             object_store_memory=STORE,
+            include_dashboard=False,
             _node_ip_address="127.0.0.1",
             **quiet,
         )
 
-    def _group(self) -> Any:
-        from ray.util.placement_group import placement_group
-
-        return placement_group([self._bundle], strategy="PACK")
-
     def placed(self) -> list[int]:
-        """The replicas for which there is room by now."""
-        there = [place for place, group in enumerate(self._groups) if group is not None]
-        return [place for place in there if self._table(place)["state"] == "CREATED"]
-
-    def node(self, place: int) -> str:
-        """The host of a replica's room, as the cluster has it and not as the replica says."""
-        return str(self._table(place)["bundles_to_node_id"].get(0, ""))
-
-    def address(self, place: int) -> str:
-        """Where that host's own processes listen for other hosts: loopback where it is the only one."""
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
-        return "127.0.0.1" if len(nodes) < 2 else str(nodes[self.node(place)])
-
-    def _table(self, place: int) -> dict[str, Any]:
+        """Return the places of the replicas that have room now."""
         from ray.util.placement_group import placement_group_table
 
-        return {"state": "", "bundles_to_node_id": {}} | dict(placement_group_table(self._groups[place]))
-
-    def _refuse(self) -> None:
-        has = {name: self.ray.cluster_resources().get(name, 0) for name in self._bundle}
-        self.close()
-        raise ModelError(
-            f"engine.replicas: {self.settings.fewest} replicas of {self._bundle} find no room on a cluster of {has}; "
-            "lower engine.replicas, engine.at_least, engine.cpus or engine.gpus"
-        )
-
-    def room(self, who: str, count: int, bundle: dict[str, float]) -> Any:
-        """Room for so many actors, each of which takes a `bundle`. Raises ModelError that names `engine.who`."""
-        from ray.util.placement_group import placement_group
-
-        group = placement_group([bundle] * count, strategy="PACK")
-        self._others.append(group)
-        if group.wait(WAIT):
-            return group
-        has = {name: self.ray.cluster_resources().get(name, 0) for name in bundle}
-        raise ModelError(
-            f"engine.{who}: {count} {who} of {bundle} find no room on a cluster of {has}; lower engine.{who}"
-        )
+        states = [dict(placement_group_table(group)).get("state") for group in self._groups]
+        return [place for place, state in enumerate(states) if state == "CREATED"]
 
     def actor(self, cls: type, place: int, *args: Any) -> Any:
-        """A new actor in the room of replica `place`."""
-        return self.actor_in(
-            self._groups[place], 0, cls, *args, num_cpus=self.settings.cpus, num_gpus=self.gpus or None
-        )
-
-    def actor_in(self, group: Any, place: int, cls: type, *args: Any, **options: Any) -> Any:
-        """A new actor in the room at a place of a group, with options of Ray's."""
+        """Start an actor in the room of the replica at `place`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
-        return self.ray.remote(cls).options(scheduling_strategy=strategy, max_restarts=0, **options).remote(*args)
+        strategy = PlacementGroupSchedulingStrategy(self._groups[place], placement_group_bundle_index=0)
+        options = {"num_cpus": self.settings.cpus, "num_gpus": self.gpus or None, "max_restarts": 0}
+        return self.ray.remote(cls).options(scheduling_strategy=strategy, **options).remote(*args)
+
+    def vacate(self, place: int) -> None:
+        """Give back the room of one replica."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._groups[place])
 
     def check(self) -> None:
-        """Raise EvoalignError where the node manager of this process is gone: Ray would wait for good."""
+        """Raise EvoalignError if this host's node manager is gone, since Ray would then wait forever."""
         own = self.ray.get_runtime_context().get_node_id()
         if any(node["NodeID"] == own and not node["Alive"] for node in self.ray.nodes()):
             raise EvoalignError(
-                "the Ray node manager of the run's own host is gone, and with it the cluster; start it again, and "
+                "the Ray node manager of the run's own host is gone, and with it the cluster: start it again and "
                 "resume the run"
             )
 
-    def vacate(self, place: int) -> None:
-        """Give back the room of one replica, for good."""
-        from ray.util.placement_group import remove_placement_group
-
-        group, self._groups[place] = self._groups[place], None
-        if group is not None:
-            remove_placement_group(group)
-
     def close(self) -> None:
-        """End the cluster, where it is this process's own, or give the room back."""
-        if self._ours:
+        """Shut down the cluster if this process started it, else give back the replicas' room."""
+        if self._owned:
             self.ray.shutdown()
             return
-        from ray.util.placement_group import remove_placement_group
-
         for place in range(len(self._groups)):
             self.vacate(place)
-        for group in self._others:
-            remove_placement_group(group)
 
 
 @contextmanager
-def _handlers_kept() -> Generator[None]:
-    """Ray takes SIGTERM for itself and ends the process at once, where a run stops in order."""
+def _signal_handlers_kept() -> Generator[None]:
+    """Restore the signal handlers afterwards: Ray's own handler of SIGTERM would end a run at once."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -179,15 +135,13 @@ def _gpus(settings: RayConfig) -> float:
     return 0.0 if on_cpu else float(settings.replica.devices)
 
 
-def _imported(settings: RayConfig) -> Any:
-    """Ray, which reads these as it is imported."""
+def _import_ray(settings: RayConfig) -> Any:
+    """Import Ray, which reads these environment variables as it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if settings.address is None and "ray" not in sys.modules:
-        # On Linux Ray takes the host's address for 127.0.0.1 and listens everywhere, unless it is told that this is no
-        # system for clusters.
+        # On Linux Ray replaces 127.0.0.1 by the host's address and listens on all interfaces, unless clusters are off.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        if "RAY_AUTH_MODE" not in os.environ:
-            # A token of this run's own: Ray would write one to a file.
+        if "RAY_AUTH_MODE" not in os.environ:  # Ray would write a token of its own to a file
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of another engine share the members of a generation; seeds, coefficients and texts travel, weights do not.
+"""Engine `ray`: replicas of another engine share the members of a generation.
 
-Every replica makes the noise itself and moves its own mean by the same update. What shares a batch follows from the
-plan alone, so that scores and weights do not depend on how many replicas there are, nor on which of them died.
+Seeds, coefficients and texts travel; weights do not. Each replica makes the noise and moves its own mean by the same
+updates. Members share batches as the plan alone decides, so that scores and weights depend neither on the number of
+replicas nor on the ones that fail.
 """
 
 from __future__ import annotations
@@ -10,46 +11,44 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from evoalign.config import Config
 from evoalign.engines.base import EngineDefaults, check_members, pairs_of
-from evoalign.engines.ray import wire
-from evoalign.engines.ray.calls import FaultError
-from evoalign.engines.ray.graders import Pool
-from evoalign.engines.ray.schedule import Schedule
+from evoalign.engines.ray.replicas import (
+    LOG,
+    Replica,
+    ReplicaError,
+    ReplicaPool,
+    checked_fingerprint,
+    checked_rollouts,
+)
+from evoalign.engines.ray.schedule import Dispatcher
 from evoalign.engines.ray.settings import RayConfig
-from evoalign.engines.ray.team import LOG, Seat, Team
-from evoalign.errors import ConfigError, EvoalignError
+from evoalign.errors import EvoalignError
 from evoalign.optimizer import Optimizer
 from evoalign.spaces.base import Space
-from evoalign.tasks.base import Data, Task
-from evoalign.tasks.grading import Graders
 from evoalign.tokens import Tokens
 from evoalign.types import Facts, Layout, Plan, Request, Rollout, TensorSpec, Update
 
 
 class RayEngine(EngineDefaults):
-    """See `evoalign.engines.base.Engine` for what each method promises."""
+    """See `evoalign.engines.base.Engine` for the methods."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
         assert isinstance(config.engine, RayConfig)
-        self._config, self._settings = config, config.engine
-        if self._settings.audit and config.deterministic is False:
-            raise ConfigError("engine.audit compares answers bit by bit: set deterministic: true, or engine.audit: 0")
-        self.pool: Pool | None = None
-        self.team = Team(config)
-        self._schedule = Schedule(self.team)
+        self._settings = config.engine
         self._chunk = self._settings.chunk
+        self.pool = ReplicaPool(config)
+        self._dispatcher = Dispatcher(self.pool)
         began = time.monotonic()
         try:
-            self._dtype, self._specs = self.team.ask("about")
-            self.team.load_seconds = time.monotonic() - began
+            self._dtype, self._specs = self.pool.ask("load_model")
+            self.pool.load_seconds = time.monotonic() - began
         except BaseException:
-            self.team.close()
+            self.pool.close()
             raise
 
     @property
@@ -60,189 +59,138 @@ class RayEngine(EngineDefaults):
         return self._specs
 
     def start(self, space: Space, layout: Layout, optimizer: Optimizer | None, keep_start: bool) -> Facts:
-        """Every replica makes a space of its own, from the config."""
+        """Start all replicas; each makes its own space and optimizer from the config."""
         if space.carrier != "adapter":
             self._chunk = 1
-        self.team.begin = (layout, keep_start, optimizer is not None)
-        self.team.mean_bytes = 4 * layout.parameters * (1 if optimizer is None else 3)  # slots: at most two
-        while not (said := self.team.ask_all("start", *self.team.begin)):
-            self.team.settled()  # all of them failed, and one comes back
-        for seat, of_seat in said.items():
-            if odd := self.team.seen(seat, of_seat):
-                raise EvoalignError(f"replica {seat.place} {odd}")
-        found = [facts for facts, _ in said.values()]
-        facts = found[0]
-        kinds = Counter(seat.kind for seat in said)
-        if self._settings.audit and min(kinds.values()) < 3:
-            few = min(kinds, key=lambda kind: kinds[kind])
-            raise ConfigError(
-                f"engine.audit takes three replicas of a kind, and there are {kinds[few]} of {few}; answers of another "
-                "kind differ in their bits. Leave those out, or set engine.audit: 0"
-            )
-        if self._settings.audit and not all(f.deterministic for f in found):
-            raise ConfigError(
-                f"engine.audit compares answers bit by bit, and {facts.engine} on {facts.device} repeats none so: set "
-                "deterministic: true, or engine.audit: 0"
-            )
+        self.pool.start_arguments = (layout, keep_start, optimizer is not None)
+        while not (returned := self.pool.ask_all("start", *self.pool.start_arguments)):
+            self.pool.any_ready()  # all failed, and one was restarted
+        for replica, facts in returned.items():
+            if mismatch := self.pool.mismatch(facts):
+                raise EvoalignError(f"replica {replica.place} {mismatch}")
+        first: Facts = next(iter(returned.values()))
         return Facts(
-            engine=f"ray, {self._settings.replicas} x {facts.engine}",
-            device=facts.device,
-            dtype=facts.dtype,
-            deterministic=all(f.deterministic for f in found),
-            model_hash=facts.model_hash,
-            master_bytes=facts.master_bytes,
-            note=facts.note,
-            library=facts.library,
+            engine=f"ray, {self._settings.replicas} x {first.engine}",
+            device=first.device,
+            dtype=first.dtype,
+            deterministic=all(facts.deterministic for facts in returned.values()),
+            model_hash=first.model_hash,
+            master_bytes=first.master_bytes,
+            note=first.note,
+            library=first.library,
         )
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """Chunks of members, or of the mean's requests, answered by whoever is free."""
+        """Yield rollouts as replicas finish their chunks."""
         check_members(plan, requests)
-        yield from self._schedule.run(plan, requests, self._chunk)
+        yield from self._dispatcher.run(plan, requests, self._chunk)
 
     def apply(self, update: Update) -> None:
-        """All replicas are told; whoever still answers moves afterwards."""
-        data = wire.update_bytes(update)
-        self.team.updates.append(data)
-        self.team.tell("apply", [data])
-        self._schedule.counts["sent_bytes"] += len(data) * len(self.team.ready)
-        self.team.welcome()
+        """Send the update to all replicas, without waiting."""
+        self.pool.apply(update)
+        self.pool.admit()
 
     def fingerprint(self) -> str:
-        """That of one replica; now and then of all, and always where answers are checked: those that differ from most
-        others are started again."""
-        updates = len(self.team.updates)
-        if self.team.audit is None and updates % self._settings.compare_every:
-            found = self.team.stand()
-        else:
-            found = self._agreed()
-        self.team.known[updates] = found
+        """Return one replica's hash. Every `engine.compare_every` updates, compare all and restart the odd ones."""
+        updates = len(self.pool.updates)
+        found = self.pool.fingerprint() if updates % self._settings.compare_every else self._compare()
+        self.pool.hashes[updates] = found
         return found
 
-    def _agreed(self) -> str:
-        """The hash that most replicas have."""
-        began, fewest = time.monotonic(), 2 if self.team.audit else 1
-        while len(found := self.team.stands()) < fewest:  # of one alone nobody says that it is right
-            self.team.await_more("no two replicas are left to agree on the mean", began)
-        (usual, many), *others = Counter(found.values()).most_common()
-        if others and 2 * many <= len(found):
-            LOG.warning("no two replicas agree on the mean: all are made anew from what was written down")
+    def _compare(self) -> str:
+        while not (found := self.pool.fingerprints()):
+            self.pool.any_ready()
+        (usual, count), *others = Counter(found.values()).most_common()
+        if others and 2 * count <= len(found):
+            LOG.warning("no majority of replicas has the same mean: all are restarted and replay the updates")
             usual = ""
-        for seat, weights_hash in found.items():
+        for replica, weights_hash in found.items():
             if weights_hash != usual:
-                self.team.revive(seat, f"has another mean than the others after {len(self.team.updates)} updates")
-        return usual or self.team.stand()
+                self.pool.restart(replica, f"has another mean than the others after {len(self.pool.updates)} updates")
+        return usual or self.pool.fingerprint()
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sent("state")
+        return self._tensors("state")
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sent("optimizer_state")
+        return self._tensors("optimizer_state")
 
-    def _sent(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensor by tensor from one replica, from another from where that fails."""
-        done, seat, first = 0, self.team.settled(), True
-        actor = seat.actor
+    def _tensors(self, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors of one replica; if it fails, continue with those of another."""
+        actor, index, found = None, 0, None
         while True:
-            if seat.actor is not actor:  # it was started again meanwhile, for whatever reason
-                seat, first = self.team.settled(), True
-                actor = seat.actor
+            replica = self.pool.any_ready()
+            known = index if replica.actor is actor else 0
             try:
-                if first:  # of another replica: what was had is passed over
-                    found = self.team.get(seat, seat.actor.send.remote(what, True))
-                    for _ in range(done):
-                        found = self.team.get(seat, seat.actor.send.remote(what, False))
-                else:
-                    found = self.team.get(seat, seat.actor.send.remote(what, False))
-            except FaultError as fault:
-                self.team.revive(seat, str(fault))
+                for i in range(known, index + 1):
+                    found = self.pool.get(replica, replica.actor.send.remote(what, i))
+            except ReplicaError as error:
+                self.pool.restart(replica, str(error))
                 continue
             if found is None:
                 return
-            first, done = False, done + 1
+            actor, index = replica.actor, index + 1
             yield found[0], torch.from_numpy(np.array(found[1]))
 
     def probe_weights(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(self.team.ask("probe_weights", count)))
+        return torch.from_numpy(np.array(self.pool.ask("probe_weights", count)))
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The one time that weights travel: Ray's store keeps them for a replica that joins later."""
-        put = self.team.cluster.ray.put
-        kept = [("state", name, put(t.numpy())) for name, t in state.items()]
-        kept += [("optimizer_state", name, put(t.numpy())) for name, t in (optimizer or {}).items()]
-        for seat in self.team.ready:
-            self._put(seat, kept)
-        found = self.team.ask_all("load", optimizer is not None)  # where it is refused, what was loaded before stays
-        team = self.team
-        team.loaded, team.with_slots, team.updates, team.known = kept, optimizer is not None, [], {}
-        for seat in team.seats:
-            if seat.stage == "catching up" and seat not in found:  # to the mean that was before
-                self._put(seat, kept)
-                seat.told.append(seat.actor.load.remote(optimizer is not None))
-
-    @staticmethod
-    def _put(seat: Seat, kept: Sequence[tuple[str, str, Any]]) -> None:
-        seat.told += [seat.actor.keep.remote(*one) for one in kept]
-
-    def graders(self, task: Task, data: Data) -> Graders | None:
-        """As many as the settings say; they end with the engine. Raises EvoalignError."""
-        if not self._settings.graders:
-            return None
-        self.pool = Pool(self._config, data, self.team.cluster)
-        return self.pool
+        """Load weights into all replicas. Ray's object store keeps them for replicas that join later."""
+        pool, with_slots = self.pool, optimizer is not None
+        given = {"state": state, "optimizer_state": optimizer or {}}
+        tensors = [(what, name, tensor) for what, of in given.items() for name, tensor in of.items()]
+        stored = [(what, name, pool.cluster.ray.put(tensor.numpy())) for what, name, tensor in tensors]
+        for replica in pool.ready:
+            replica.pending += [replica.actor.keep.remote(*item) for item in stored]
+        loaded = pool.ask_all("load", with_slots)  # if it is refused, earlier weights remain
+        pool.loaded, pool.with_slots, pool.updates, pool.hashes = stored, with_slots, [], {}
+        for replica in pool.replicas:
+            if replica.stage == "catching up" and replica not in loaded:  # with the earlier weights
+                replica.pending += [replica.actor.keep.remote(*item) for item in stored]
+                replica.pending.append(replica.actor.load.remote(with_slots))
 
     def metrics(self) -> Mapping[str, float]:
-        """Replicas at work, how often one was started again and thrown out, and so far: chunks that were handed to a
-        second replica or scored again to check them, and bytes of what is sent and received, without what Ray adds."""
-        team = self.team
-        found = {"replicas": len(team.ready), "restarts": sum(seat.restarts for seat in team.seats)}
-        found |= {"expelled": len(team.expelled)} if team.audit else {}
-        found |= {} if self.pool is None else {"grader_restarts": self.pool.restarts}
-        return {name: float(value) for name, value in (found | self._schedule.counts).items()}
+        """Return the number of ready replicas, and so far: restarts, and chunks given to a second replica."""
+        restarts = sum(replica.restarts for replica in self.pool.replicas)
+        found = {"replicas": len(self.pool.ready), "restarts": restarts, "copies": self._dispatcher.copies}
+        return {name: float(value) for name, value in found.items()}
 
-    def scored_by(self) -> Mapping[str, Any]:
-        """Who scored what of the last rollout, where answers are checked."""
-        return self._schedule.record
-
-    def parts(self) -> Sequence[OneReplica]:
-        """Each replica that is at work, as an engine by itself."""
-        return [OneReplica(self, seat) for seat in self.team.ready]
+    def parts(self) -> Sequence[SingleReplica]:
+        """Return each ready replica as an engine."""
+        return [SingleReplica(self, replica) for replica in self.pool.ready]
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-        self.team.close()
+        self.pool.close()
 
 
-class OneReplica:
-    """One of the replicas, for checks of each of them; see `evoalign.engines.base.Answering`."""
+class SingleReplica:
+    """One replica, for checks of each; see `evoalign.engines.base.Answering`. If it fails, any replica answers."""
 
-    def __init__(self, whole: RayEngine, seat: Seat) -> None:
-        self._team, self._whole, self._seat = whole.team, whole, seat
+    def __init__(self, engine: RayEngine, replica: Replica) -> None:
+        self._engine, self._pool, self._replica = engine, engine.pool, replica
 
     def rollout(self, plan: Plan, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """All of it by this replica; where it fails, by any."""
-        if self._seat.stage != "ready":
-            yield from self._whole.rollout(plan, requests)
-            return
         check_members(plan, requests)
-        members, asked = wire.members_bytes(plan.members), wire.asked_bytes(plan, requests)
-        try:
-            found = self._team.get(self._seat, self._seat.actor.rollout.remote(members, asked))
-            yield from wire.rollouts_of(found, pairs_of(plan.members, requests))
-        except (FaultError, wire.GarbageError) as fault:
-            self._team.revive(self._seat, str(fault))
-            yield from self._whole.rollout(plan, requests)
+        rollouts: Sequence[Rollout] | None = None
+        if self._replica.stage == "ready":
+            try:
+                returned = self._pool.get(self._replica, self._replica.actor.rollout.remote(plan, requests))
+                rollouts = checked_rollouts(returned, pairs_of(plan.members, requests))
+            except ReplicaError as error:
+                self._pool.restart(self._replica, str(error))
+        yield from self._engine.rollout(plan, requests) if rollouts is None else rollouts
 
     def fingerprint(self) -> str:
-        if self._seat.stage != "ready":
-            return self._whole.fingerprint()
-        try:
-            return wire.stand_of(self._team.get(self._seat, self._seat.actor.fingerprint.remote())).weights_hash
-        except (FaultError, wire.GarbageError) as fault:
-            self._team.revive(self._seat, str(fault))
-            return self._whole.fingerprint()
+        if self._replica.stage == "ready":
+            updates = len(self._pool.updates)
+            try:
+                returned = self._pool.get(self._replica, self._replica.actor.fingerprint.remote())
+                return checked_fingerprint(returned, updates, updates)[1]
+            except ReplicaError as error:
+                self._pool.restart(self._replica, str(error))
+        return self._engine.fingerprint()
 
     def load(self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """By all of them: a mean is loaded by all or by none."""
-        self._whole.load(state, optimizer)
+        """Load weights into all replicas."""
+        self._engine.load(state, optimizer)

@@ -1,180 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks of a rollout, put to replicas by the rules of `deal` until all are answered, whatever becomes of them."""
+"""Which replica answers which chunk of a rollout: the rules, without Ray or a clock, and the loop that applies them.
+
+A free replica takes the next chunk, unless it is slow and the others will have finished all that are left before it has
+finished one. Once all chunks are handed out, one that takes much longer than usual is given to a second replica as
+well, and the first result counts.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from evoalign.engines.base import pairs_of
-from evoalign.engines.ray import wire
-from evoalign.engines.ray.calls import FaultError
-from evoalign.engines.ray.deal import Chunk, Deal
-from evoalign.engines.ray.team import Seat, Team
-from evoalign.types import Member, Plan, Request, Rollout
+from evoalign.engines.ray.replicas import Replica, ReplicaError, ReplicaPool, checked_rollouts
+from evoalign.types import Plan, Request, Rollout
 
 REQUESTS = 64
-"""Of the mean, or of requests that name their member, that a replica is handed at once."""
+"""Most requests per chunk, where the mean answers or requests name their member."""
+SLOW = 1.5
+"""A chunk that takes this many times the median is handed out again; a replica that takes as long is slow."""
 
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """Members and the requests that they answer, and what is sent of both."""
-
-    members: tuple[Member, ...]
-    pairs: list[tuple[Member, Request]]
-    sent: bytes
-    shared: Any
-    """Of Ray's store, which a host gets once."""
-
-
-@dataclass(eq=False)
-class Work:
-    """What a replica was asked. `deal` is None once its rollout is over, and the answer is nobody's."""
-
-    seat: Seat
-    actor: Any
-    chunk: Chunk[Seat]
-    began: float
-    deal: Deal[Seat] | None
+W = TypeVar("W")
 
 
 def chunks_of(plan: Plan, requests: Sequence[Request], size: int) -> Iterator[tuple[Plan, Sequence[Request]]]:
-    """Members with all that they answer, `size` at a time; what only some answer, or the mean alone, by request.
+    """Split a rollout by `size` members, or by requests where one member, or only some, answer.
 
-    Follows from the plan, the requests and `size`, and not from how many replicas there are.
+    The split depends only on the arguments and not on the number of replicas.
     """
-    shared = [r for r in requests if r.member is None]
+    shared = [request for request in requests if request.member is None]
     if len(plan.members) == 1:
-        for part in _pieces(shared, REQUESTS):
-            yield plan, part
-    else:
-        for members in _pieces(plan.members, size) if shared else ():
-            yield Plan(plan.generation, plan.sigma, tuple(members)), shared
-    for part in _pieces([r for r in requests if r.member is not None], REQUESTS):
-        named = tuple(m for m in plan.members if any(r.member == m for r in part))
-        yield Plan(plan.generation, plan.sigma, named), part
+        for first in range(0, len(shared), REQUESTS):
+            yield plan, shared[first : first + REQUESTS]
+    elif shared:
+        for first in range(0, len(plan.members), size):
+            yield Plan(plan.generation, plan.sigma, plan.members[first : first + size]), shared
+    named = [request for request in requests if request.member is not None]
+    for first in range(0, len(named), REQUESTS):
+        part = named[first : first + REQUESTS]
+        members = tuple(m for m in plan.members if any(request.member == m for request in part))
+        yield Plan(plan.generation, plan.sigma, members), part
 
 
-def _pieces(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
+@dataclass(eq=False)
+class Chunk(Generic[W]):
+    """A part of a rollout that one replica answers in one call."""
+
+    load: Any
+    """The work, which the rules do not look at."""
+    holders: dict[W, float] = field(default_factory=dict)
+    """Replicas that work on it, and since when."""
+    is_done: bool = False
 
 
-class Schedule:
-    """The rollouts of a team. Calls that slow replicas have not answered outlive theirs."""
+class Scheduler(Generic[W]):
+    """The rules for the chunks of one rollout."""
 
-    def __init__(self, team: Team) -> None:
-        self._team, self._ray = team, team.cluster.ray
-        self._running: dict[Any, Work] = {}
-        self.record: dict[str, Any] = {}
-        """Who scored what of the last rollout, where answers are checked."""
-        self.counts = {"copies": 0, "checked": 0, "sent_bytes": 0, "received_bytes": 0}
+    def __init__(self, chunks: Iterable[Chunk[W]]) -> None:
+        self.todo = deque(chunks)
+        """Chunks that no replica works on."""
+        self.open = len(self.todo)
+        """Number of chunks that are not done."""
+        self.copies = 0
+        """Number of chunks that were handed to a second replica."""
+        self._running: dict[Chunk[W], None] = {}
+        """Chunks in progress, in the order in which they were last handed out."""
+        self._durations: list[float] = []
+        """Seconds of all finished chunks, sorted."""
+        self._last: dict[W, float] = {}
+        """Seconds of each replica's last chunk."""
+
+    def next(self, replica: W, now: float) -> Chunk[W] | None:
+        """Hand the next chunk to a free replica; None if there is none for it now."""
+        if self.todo:
+            chunk = None if self._declines(replica, now) else self.todo.popleft()
+        else:
+            chunk = self._overdue(replica, now)
+        if chunk is not None:
+            chunk.holders[replica] = now
+            self._running.pop(chunk, None)
+            self._running[chunk] = None
+        return chunk
+
+    def finished(self, replica: W, chunk: Chunk[W], now: float) -> bool:
+        """Record a result; return whether it is the first of this chunk."""
+        seconds = now - chunk.holders.pop(replica, now)
+        self._last[replica] = seconds
+        if chunk.is_done:
+            return False
+        insort(self._durations, seconds)
+        chunk.is_done = True
+        self._running.pop(chunk, None)
+        self.open -= 1
+        return True
+
+    def lost(self, replica: W, chunk: Chunk[W]) -> None:
+        """Record that a replica will not finish its chunk."""
+        chunk.holders.pop(replica, None)
+        self._last.pop(replica, None)  # a new process may be faster
+        if not chunk.is_done and not chunk.holders and chunk not in self.todo:
+            self._running.pop(chunk, None)
+            self.todo.appendleft(chunk)
+
+    def _slow(self) -> float:
+        return SLOW * self._durations[len(self._durations) // 2]
+
+    def _declines(self, replica: W, now: float) -> bool:
+        """Return whether the others will finish all chunks that are left before this slow replica finishes one.
+
+        Others that are late with their current chunk are not counted.
+        """
+        own = self._last.get(replica, 0.0)
+        if not own or own <= self._slow():
+            return False
+        others = 0
+        for chunk in self._running:
+            for other, began in chunk.holders.items():
+                seconds = self._last.get(other)
+                if seconds and now - began <= SLOW * seconds:
+                    others += max(0, int((now + own - max(now, began + seconds)) / seconds))
+        return others >= len(self.todo)
+
+    def _overdue(self, replica: W, now: float) -> Chunk[W] | None:
+        """Return the chunk that one other replica has had longest, if that is longer than usual."""
+        for chunk in self._running if self._durations else ():
+            if len(chunk.holders) == 1:
+                ((holder, began),) = chunk.holders.items()
+                if began >= now - self._slow():
+                    return None
+                if holder != replica:
+                    self.copies += 1
+                    return chunk
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A chunk's plan, and its requests: as a list and in Ray's object store, which copies them to a host only once."""
+
+    plan: Plan
+    requests: Sequence[Request]
+    stored: Any
+
+
+@dataclass(eq=False)
+class Call:
+    """A rollout call in progress. `scheduler` is None once the rollout is over and the result no longer needed."""
+
+    replica: Replica
+    actor: Any
+    chunk: Chunk[Replica]
+    began: float
+    scheduler: Scheduler[Replica] | None
+
+
+class Dispatcher:
+    """Runs rollouts on a pool. Calls that slow replicas have not finished continue after their rollout."""
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self._pool, self._ray = pool, pool.cluster.ray
+        self._calls: dict[Any, Call] = {}
+        self.copies = 0
+        """Number of chunks so far that were handed to a second replica."""
 
     def run(self, plan: Plan, requests: Sequence[Request], size: int) -> Iterator[Rollout]:
-        """All completions: chunk by chunk as they come or, where answers are checked, once all are believed."""
-        audit = self._team.audit
-        chunks = [Chunk[Seat](asked) for asked in self._asked(plan, requests, size)]
-        draws = audit.draws(plan, chunks) if audit else None
-        deal = Deal(audit.shuffled(chunks) if audit else chunks, draws, self._team.may_check)
+        """Yield all rollouts, chunk by chunk as they are finished."""
+        chunks: list[Chunk[Replica]] = []
+        stored: tuple[Sequence[Request], Any] = ((), None)
+        for part, wanted in chunks_of(plan, requests, size):
+            if wanted is not stored[0]:  # chunks of other members with the same requests follow each other
+                stored = wanted, self._ray.put(wanted)
+            chunks.append(Chunk(Work(part, *stored)))
+        scheduler = Scheduler(chunks)
         try:
-            for chunk in self._believed(deal):
-                if not audit:
-                    yield from chunk.believed
-            if audit:
-                self.record = audit.record(chunks, self._team.expelled)
-                self.counts["checked"] += sum(chunk.wanted > 1 for chunk in chunks)
-                yield from (rollout for chunk in chunks for rollout in chunk.believed)
-        finally:  # what slow replicas still have, or what is left half-way, is nobody's
-            self.counts["copies"] += deal.copies
-            for work in self._running.values():
-                work.deal = None
-
-    def _asked(self, plan: Plan, requests: Sequence[Request], size: int) -> Iterator[Asked]:
-        last: Sequence[Request] | None = None
-        put: Any = None
-        for part, asked in chunks_of(plan, requests, size):
-            if asked is not last:  # chunks of other members with the same requests follow each other
-                data = wire.asked_bytes(part, asked)
-                self.counts["sent_bytes"] += len(data)
-                last, put = asked, self._ray.put(data)
-            members = wire.members_bytes(part.members)
-            yield Asked(part.members, pairs_of(part.members, asked), members, put)
-
-    def _believed(self, deal: Deal[Seat]) -> Iterator[Chunk[Seat]]:
-        """Chunks as they are done; one that a replica alone answered that was wrong later comes again."""
-        began = time.monotonic()
-        while deal.open:
-            self._hand_out(deal)
-            if not self._running and self._team.settled():
-                self._hand_out(deal)
-            if not self._running:
-                self._team.await_more(f"{deal.open} chunks are left that no replica can answer or check", began)
-                continue
-            began = time.monotonic()
-            for work, answer in self._finished():
-                if work.deal is None:
+            while scheduler.open:
+                self._hand_out(scheduler)
+                if not self._calls and self._pool.any_ready():
                     continue
-                if answer is None:
-                    deal.lost(work.seat, work.chunk)
-                    continue
-                was_done = work.chunk.is_done
-                for wrong in deal.answered(work.seat, work.chunk, answer, time.monotonic()):
-                    self._expel(deal, wrong)
-                if work.chunk.is_done and not was_done:
-                    yield work.chunk
+                for call, rollouts in self._ended():
+                    if call.scheduler is None:
+                        continue
+                    if rollouts is None:
+                        scheduler.lost(call.replica, call.chunk)
+                    elif scheduler.finished(call.replica, call.chunk, time.monotonic()):
+                        yield from rollouts
+        finally:
+            self.copies += scheduler.copies
+            for call in self._calls.values():
+                call.scheduler = None
 
-    def _hand_out(self, deal: Deal[Seat]) -> None:
-        busy = {work.seat for work in self._running.values()}
-        for seat in self._team.ready:
+    def _hand_out(self, scheduler: Scheduler[Replica]) -> None:
+        busy = {call.replica for call in self._calls.values()}
+        for replica in self._pool.ready:
             now = time.monotonic()
-            chunk = None if seat in busy else deal.next(seat, now)
+            chunk = None if replica in busy else scheduler.next(replica, now)
             if chunk is not None:
-                asked: Asked = chunk.load
-                self.counts["sent_bytes"] += len(asked.sent)
-                self._running[seat.actor.rollout.remote(asked.sent, asked.shared)] = Work(
-                    seat, seat.actor, chunk, now, deal
-                )
+                ref = replica.actor.rollout.remote(chunk.load.plan, chunk.load.stored)
+                self._calls[ref] = Call(replica, replica.actor, chunk, now, scheduler)
 
-    def _finished(self) -> Iterator[tuple[Work, list[Rollout] | None]]:
-        """What ended: answers, or None of a replica that failed and was started again."""
-        for ref in self._team.poll(self._running):
-            work = self._running.pop(ref, None)
-            if work is None:
-                continue  # of a replica that failed meanwhile
-            if work.actor is not work.seat.actor:  # it was started again since, and its work is lost
-                yield work, None
+    def _ended(self) -> Iterator[tuple[Call, list[Rollout] | None]]:
+        """Wait a moment; yield the calls that ended, with None for those of replicas that failed."""
+        for ref in self._pool.poll(self._calls):
+            call = self._calls.pop(ref, None)
+            if call is None:
+                continue  # its replica failed in this loop
+            if call.actor is not call.replica.actor:
+                yield call, None  # its replica was restarted for another reason
                 continue
             try:
-                data = self._team.get(work.seat, ref)
-                self.counts["received_bytes"] += len(data) if isinstance(data, bytes) else 0
-                yield work, wire.rollouts_of(data, work.chunk.load.pairs)
-            except (FaultError, wire.GarbageError) as fault:
-                yield from self._again(work, str(fault))
-        now, patience = time.monotonic(), self._team.settings.patience
-        for ref, work in list(self._running.items()):
-            if ref not in self._running:
+                work = call.chunk.load
+                returned = self._pool.get(call.replica, ref)
+                yield call, checked_rollouts(returned, pairs_of(work.plan.members, work.requests))
+            except ReplicaError as error:
+                yield from self._failed(call, str(error))
+        now, patience = time.monotonic(), self._pool.settings.patience
+        for ref, call in list(self._calls.items()):
+            if ref not in self._calls:
                 continue
-            if work.actor is not work.seat.actor:
-                del self._running[ref]
-                yield work, None
-            elif now - work.began > patience and not self._ray.wait([ref], timeout=0)[0]:
-                del self._running[ref]
-                yield from self._again(work, f"gave no answer for {patience:g} s")
+            if call.actor is not call.replica.actor:
+                del self._calls[ref]
+                yield call, None
+            elif now - call.began > patience and not self._ray.wait([ref], timeout=0)[0]:
+                del self._calls[ref]
+                yield from self._failed(call, f"did not respond within {patience:g} s")
 
-    def _again(self, work: Work, why: str) -> Iterator[tuple[Work, None]]:
-        """A replica failed: all that it has is lost."""
-        yield work, None
-        for lost in self._forget(work.seat):
-            yield lost, None
-        self._team.revive(work.seat, why)
-
-    def _forget(self, seat: Seat) -> list[Work]:
-        refs = [ref for ref, work in self._running.items() if work.seat is seat]
-        return [self._running.pop(ref) for ref in refs]
-
-    def _expel(self, deal: Deal[Seat], seat: Seat) -> None:
-        self._forget(seat)
-        deal.disown(seat)
-        self._team.expel(seat, "gave another answer than two others")
+    def _failed(self, call: Call, why: str) -> Iterator[tuple[Call, None]]:
+        """Restart a replica; yield this call and all others that it had."""
+        yield call, None
+        for ref, other in list(self._calls.items()):
+            if other.replica is call.replica:
+                del self._calls[ref]
+                yield other, None
+        self._pool.restart(call.replica, why)

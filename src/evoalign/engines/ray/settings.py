@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of Ray, and what follows from them. Imports no torch."""
+"""Settings of engine `ray`. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -20,64 +20,58 @@ if TYPE_CHECKING:
 
 
 class RayConfig(EngineSettings):
-    """Replicas of another engine, each in a Ray actor, on this host or a cluster; needs the extra `ray`."""
+    """Replicas of another engine, each in a Ray actor, on this host or a cluster. Needs the extra `ray`."""
 
     name: Literal["ray"]  # pyright: ignore[reportIncompatibleVariableOverride]
     replicas: Count = 2
-    """Engines that share the members. Scores and weights do not depend on how many, where runs are `deterministic`."""
+    """Engines that share the members. With `deterministic: true`, scores and weights do not depend on this number."""
     replica: ReplicaConfig = Field(default_factory=lambda: {"name": DEFAULT}, validate_default=True)
     """The engine of each replica, with its own settings."""
     at_least: Count | None = None
-    """Replicas with which a run begins where there is no room for all yet; the others join once there is. None: all."""
+    """Replicas that must have room before the run begins; the others join later. None: all."""
     address: Annotated[str | None, ADDRESS] = None
-    """An existing cluster, such as 10.0.0.1:6379 or auto. None: one of this run's own, on this host alone."""
-    graders: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes of one CPU core each that score completions while others are decoded, wherever the cluster has room. 0:
-    the run's own process scores."""
+    """Address of a running cluster, such as 10.0.0.1:6379 or auto. None: start one for this run, on this host only."""
     cpus: Positive = 1.0
-    """CPU cores that Ray keeps for a replica."""
+    """CPU cores that Ray reserves for each replica."""
     gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
-    """GPUs that Ray keeps for a replica. None: as many as its engine keeps busy; 0 where that is on a CPU."""
+    """GPUs that Ray reserves for each replica. None: as many as its engine uses, 0 if that is on a CPU."""
     chunk: Count = 8
-    """Members that a replica is handed at once; dense members go one by one. What shares a batch decides the last bits
-    of a score, so it is part of the run."""
+    """Members per call of a replica; members of `full` are always sent one by one. Which members share a batch decides
+    the last bits of a score, so this setting is part of the run's identity."""
     restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often one replica, or one grader, may be started again before the run gives up."""
+    """How often each replica may be restarted before the run stops."""
     patience: Positive = 600.0
-    """Seconds without an answer after which a replica is held to hang, and is started again."""
+    """Seconds without a response after which a replica is restarted."""
     compare_every: Count = 10
-    """Every so many updates the hashes of all replicas' means are compared; one that differs is started again."""
-
-    catch_up: Literal["auto", "replay", "copy"] = "auto"
-    """How a replica that joins gets the mean: by replaying all updates, or as a copy of another's weights. auto: what
-    is likely to take less time."""
-    audit: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the chunks that another replica scores again, to find one whose answers are wrong."""
+    """Compare the weights hashes of all replicas every this many updates; a replica that differs is restarted."""
 
     path = "evoalign.engines.ray.engine:RayEngine"
     can_be_replica = False
-    resources = frozenset({
-        "replicas", "at_least", "graders", "address", "cpus", "gpus", "restarts", "patience", "compare_every",
-        "catch_up", "audit",
-    })  # fmt: skip
+    resources = frozenset({"replicas", "at_least", "address", "cpus", "gpus", "restarts", "patience", "compare_every"})
     steady = resources - {"address", "cpus", "gpus"}
+
+    removed: ClassVar[Mapping[str, object]] = {"graders": 0, "catch_up": "auto", "audit": 0.0}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, settings: object) -> object:
+        """Drop removed settings at their former defaults, which the config files of earlier runs contain."""
+        if not isinstance(settings, Mapping):
+            return settings
+        given = cast(Mapping[str, object], settings)
+        return {name: value for name, value in given.items() if name not in cls.removed or value != cls.removed[name]}
 
     @field_validator("replica")
     @classmethod
-    def _not_a_server(cls, replica: EngineSettings) -> EngineSettings:
+    def _is_started_here(cls, replica: EngineSettings) -> EngineSettings:
         if getattr(replica, "url", None) is not None:
-            raise ValueError("a server that runs already is one engine, not several: leave out its url")
+            raise ValueError("a running server is one engine and cannot be a replica: remove its url")
         return replica
 
     @model_validator(mode="after")
-    def _enough(self) -> RayConfig:
+    def _at_least_is_possible(self) -> RayConfig:
         if self.at_least is not None and self.at_least > self.replicas:
             raise ValueError(f"at_least {self.at_least} is more than replicas {self.replicas}; lower it")
-        if self.audit and self.fewest < 3:
-            raise ValueError(
-                f"audit takes three replicas, one to answer, one to check and one to decide; there are {self.fewest}: "
-                "raise replicas or at_least, or set audit: 0"
-            )
         return self
 
     @property
@@ -92,10 +86,6 @@ class RayConfig(EngineSettings):
     @property
     def devices(self) -> int:
         return self.replicas * self.replica.devices
-
-    @property
-    def scored_by(self) -> int:
-        return self.graders
 
     @property
     def carries_experts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -116,19 +106,19 @@ class RayConfig(EngineSettings):
         return self.replica.batch_bytes(_of_replica(config, self), specs, dtype, rows, prompt)
 
     def lines(self, members: int, dense: bool) -> list[str]:
-        at_once = 1 if dense else self.chunk
-        chunks = -(-members // at_once)
+        per_call = 1 if dense else self.chunk
+        chunks = -(-members // per_call)
         where = "on this host" if self.address is None else f"on the cluster {self.address}"
-        size, idle = members // self.replicas, self.replicas - chunks
         found = [
             f"engine ray: {self.replicas} replicas of {self.replica.name} {where} share {members} members, "
-            f"{at_once} at a time"
+            f"{per_call} per call"
         ]
+        idle, share = self.replicas - chunks, members // self.replicas
         if idle > 0:
-            fits = "" if dense or not size else f"engine.chunk (to {size} or less) or "
+            setting = f"engine.chunk (to {share} or less) or engine.replicas"
             found.append(
-                f"warning: these are {chunks} chunks, and {idle} of the replicas have nothing to do: lower "
-                f"{fits}engine.replicas"
+                f"warning: {members} members make {chunks} chunks, and {idle} of the replicas are idle: lower "
+                f"{setting if share and not dense else 'engine.replicas'}"
             )
         return found
 

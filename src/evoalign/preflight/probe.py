@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How wide the noise should be, measured before training: a ladder of sigmas, each tried on the same prompts.
+"""`evoalign probe`: measure before training how wide the noise should be, on a ladder of widths and the same prompts.
 
-A generation moves the mean by eta * sigma * (1/N) sum_i c_i eps_i with c_i the fitness f_i over its spread s, so the
+A generation moves the mean by eta * sigma * (1/N) sum_i c_i eps_i, where c_i is the fitness f_i over its spread s. The
 mean's fitness is expected to rise by eta * E[l_i f_i] / s, where l_i = sigma * (slope of the fitness along eps_i) is
-what member i's noise is worth to a mean that moves a small part of the way. l_i is read off the same noise at the next
-smaller sigma, (f_i(sigma') - f_-i(sigma')) / 2 * sigma / sigma'. While the fitness is linear in the noise this gain
-grows with sigma; once members win for reasons that do not hold nearer to the mean it falls. That, and not how the
-members' spread grows, predicts the best sigma of a sweep (benchmarks/probe.py): a broken population can spread most.
-The smallest sigma has none below it that could vouch for it, so that it has no gain and is never recommended.
+the first-order effect of member i's noise. l_i is measured with the same noise at the next smaller sigma' of the
+ladder: l_i = (f_i(sigma') - f_-i(sigma')) / 2 * sigma / sigma'. While the fitness is linear in the noise, this gain
+grows with sigma; it falls once members win for reasons that do not hold nearer to the mean. That predicts the best
+sigma of a sweep, and the members' spread does not (benchmarks/probe.py): a broken population can spread most. The
+smallest sigma has no smaller one to compare with, so that it has no gain and is never recommended.
 
-Members come in antithetic pairs, whatever the config trains with, because the difference of a pair has no curvature
-in it; only `lora.evolve: ab` has no such pairs.
+Members are antithetic pairs, whatever the config trains with, because curvature cancels in the difference of a pair.
+Only `lora.evolve: ab` has no such pairs.
 
-Gains are those of plain SGD. Momentum takes the mean 1 / (1 - momentum) times as far at the same eta, and Adam, whose
-first steps have the norm of one member's noise, sqrt(N) times (`optimizer.reach`); the learning rate that is
-recommended is smaller by that. (Quickstart, N = 30, eta 0.5: after one generation SGD is 0.11 times one member's noise
-away from the start, Adam 0.50 times.)
+Gains are those of plain SGD. At the same eta, momentum moves the mean 1 / (1 - momentum) times as far, and Adam, whose
+first steps have the norm of one member's noise, sqrt(N) times (`optimizer.reach`). The recommended learning rate is
+smaller by that factor. (Quickstart, N = 30, eta 0.5: after one generation SGD is 0.11 times one member's noise away
+from the start, and Adam 0.50 times.)
 
-`gains.py` says how sure a gain is, `advice.py` what is recommended and why.
+`gains.py` tests gains for significance, `advice.py` recommends a width.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from evoalign.checks.signs import is_foreign, scripts
 from evoalign.config import NO_ES, Config
 from evoalign.errors import ConfigError, StoppedError
 from evoalign.optimizer import reach
-from evoalign.preflight.advice import ETA, Base, ProbeResult, Rung, recommend
+from evoalign.preflight.advice import ETA, Baseline, ProbeResult, Width, recommend
 from evoalign.preflight.gains import advantages, both_rise, rise, worths
 from evoalign.report import watching
 from evoalign.rewards.objective import judge, refuse_whole_groups
@@ -51,15 +51,15 @@ from evoalign.tasks import Task
 from evoalign.types import MEAN_PLAN, Example, Member, Plan, Request, Rollout, population, text_of
 
 LADDER = tuple(2.0**k for k in range(-4, 5))
-"""The default ladder, in units of the config's own width: a factor of 16 to both sides."""
+"""The default widths, as multiples of the config's own."""
 MEMBERS = 32
 EXAMPLES = 64
 MOST_MEMBERS = 128
-"""Where there are fewer examples than are asked for, more members answer them, up to so many."""
+"""Most members per width, where fewer training examples than requested are made up for by more members."""
 
 
 class Step(NamedTuple):
-    """A width that has been measured: the `done`-th of `total`. Fitness is the mean reward over the prompts."""
+    """A width that was measured, the `done`-th of `total`. Fitness is the mean reward over the prompts."""
 
     done: int
     total: int
@@ -70,10 +70,10 @@ class Step(NamedTuple):
 
 
 class ProbeStoppedError(StoppedError):
-    """A probe was interrupted. `result` is what was measured before, without a recommendation."""
+    """A probe was interrupted. `result` has the widths measured before, without a recommendation."""
 
     def __init__(self, result: ProbeResult, signal: int) -> None:
-        super().__init__(f"{result.reason}; what was measured before is shown", signal)
+        super().__init__(f"{result.reason}; the widths measured before are shown", signal)
         self.result = result
 
 
@@ -88,13 +88,13 @@ def probe(
     tell: Callable[[str], None] | None = None,
     on_step: Callable[[Step], None] | None = None,
 ) -> ProbeResult:
-    """Try a ladder of widths on training examples and recommend one, or none. Loads the model once, writes nothing.
+    """Measure a ladder of widths on training examples and recommend one, or none. Loads the model once, writes nothing.
 
-    `sigmas` are values of the config's own setting, `es.sigma` or `es.noise_multiplier`; None is the config's value
-    times 1/16 to 16. `members` answer at each of them; None is 32 and, where fewer training examples than `examples`
-    are there, as many more as make up for it, 128 at most. `tell` is given the cost before anything is generated,
-    `on_step` each width that is done. Raises a subclass of EvoalignError; on Ctrl-C or SIGTERM, once the unperturbed
-    model has answered, that is ProbeStoppedError, whose `result` has the widths that were done.
+    `sigmas` are values of the config's own setting, `es.sigma` or `es.noise_multiplier`; by default the config's value
+    times 1/16 to 16. `members` is the number at each width: by default 32, or up to 128 to make up for fewer training
+    examples than `examples`. `tell` receives the cost before anything is generated, `on_step` each width that is done.
+    Raises a subclass of EvoalignError. Ctrl-C or SIGTERM, once the unperturbed model was evaluated, raises
+    ProbeStoppedError, whose `result` has the widths that were done.
     """
     config = as_config(config)
     if config.es_ is None:
@@ -117,7 +117,7 @@ def probe(
 
 
 def _enough(prompts: int, examples: int) -> int:
-    """Members that answer about as often as `MEMBERS` would on all examples; even."""
+    """Return an even number of members that make about as many completions as `MEMBERS` on all examples."""
     return min(MOST_MEMBERS, MEMBERS * examples // prompts // 2 * 2)
 
 
@@ -138,20 +138,20 @@ def _cost(config: Config, total: int, widths: int, members: int, prompts: int) -
 
 
 class _Interrupted(KeyboardInterrupt):
-    """SIGTERM, raised where Ctrl-C would be."""
+    """SIGTERM, as the exception that Ctrl-C raises."""
 
 
 @contextmanager
 def _interruptible() -> Generator[None]:
-    """SIGTERM as Ctrl-C: nothing is half written, so that both may come at any time. In the main thread alone."""
+    """Raise on SIGTERM as on Ctrl-C, in the main thread. Nothing is half written, so both may come at any time."""
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise _Interrupted
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, hear)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
@@ -161,42 +161,44 @@ def _interruptible() -> Generator[None]:
 def _measure(
     parts: Parts, rows: Sequence[int], widths: Sequence[float], members: int, on_step: Callable[[Step], None]
 ) -> ProbeResult:
-    """All rungs on the same prompts with the same noise, told against the unperturbed model."""
+    """Measure all widths on the same prompts with the same noise, next to the unperturbed model."""
     config, examples = parts.config, [parts.data.train[row] for row in rows]
     prompts = [parts.tokens.encode(parts.task.prompt(example)) for example in examples]
     requests = evolve.requests_of(config, range(len(prompts)), prompts, 0)
     paired = parts.space.has_pairs
     everyone = population(members, antithetic=paired)
     watching.stage("the unperturbed model, twice")
-    own, again = (collect(parts.engine, MEAN_PLAN, asked) for asked in (requests, redrawn(config, requests, 0)))
+    own, again = (collect(parts.engine, MEAN_PLAN, some) for some in (requests, redrawn(config, requests, 0)))
     own_P, again_P = (rewarded(parts.objective, parts.task, rollouts, examples) for rollouts in (own, again))
     texts = [text_of(parts.task.prompt(example)) for example in examples]
-    asked = _Asked(requests, examples, own, tuple(parts.task.gold(parts.task.handed(e)) for e in examples), texts)
+    golds = tuple(parts.task.gold(parts.task.handed(example)) for example in examples)
+    prompted = _Prompts(requests, examples, own, golds, texts)
     start = control_of(own_P, again_P)
-    base = Base(start.first, start.floor, *asked.shares(own), parts.max_score, len(own), texts[0], own[0].text)
-    climbs: list[Climb] = []
+    base = Baseline(start.first, start.floor, *prompted.shares(own), parts.max_score, len(own), texts[0], own[0].text)
+    scored: list[WidthScores] = []
     stopped: int | None = None
     try:
         with _interruptible():
             for number, width in enumerate(widths, 1):
                 watching.stage("width", number, len(widths))
-                climbs.append(_climb(parts, width, everyone, asked))
-                fitness = float(climbs[-1].scores_MP.mean())
-                on_step(Step(len(climbs), len(widths), width, fitness, base.fitness, climbs[-1].changed_share))
+                scored.append(_score(parts, width, everyone, prompted))
+                fitness = float(scored[-1].scores_MP.mean())
+                on_step(Step(len(scored), len(widths), width, fitness, base.fitness, scored[-1].changed_share))
     except KeyboardInterrupt as interrupt:
         stopped = signal.SIGTERM if isinstance(interrupt, _Interrupted) else signal.SIGINT
-    rungs = rungs_of(climbs, np.asarray(own_P), paired=paired)
-    advice = recommend(rungs, base, _setting(config), ETA / reach(config.es), planned=len(widths))
+    rungs = widths_of(scored, np.asarray(own_P), paired=paired)
+    setting = "sigma" if config.es.sigma is not None else "noise_multiplier"
+    advice = recommend(rungs, base, setting, ETA / reach(config.es), planned=len(widths))
     result = ProbeResult(
         **{name: getattr(base, name) for name in ("fitness", "noise_floor", "broken_share", "truncated_share")},
-        setting=_setting(config),
+        setting=setting,
         rungs=rungs,
         width=advice.width,
         learning_rate=advice.learning_rate,
         gain_interval=advice.gain_interval,
         reason=advice.reason,
         warnings=(*_cut_off(base, config), *advice.warnings),
-        completions=(len(climbs) * members + 2) * len(rows),
+        completions=(len(scored) * members + 2) * len(rows),
         members=members,
         examples=len(rows),
         planned=len(widths),
@@ -209,19 +211,19 @@ def _measure(
     return result
 
 
-def _cut_off(base: Base, config: Config) -> list[str]:
-    """Where the model itself does not come to an end: every width is then measured on answers that are halves."""
+def _cut_off(base: Baseline, config: Config) -> list[str]:
+    """Return a warning if most completions of the unperturbed model are cut off, and so are never scored whole."""
     if base.truncated_share < CUT_OFF:
         return []
     tokens = config.sampling.max_tokens
     return [
-        f"{base.truncated_share:.0%} of the unperturbed model's own answers are cut off at {tokens} tokens, so their "
-        "ends are never scored; try twice as many (sampling.max_tokens), and probe again"
+        f"{base.truncated_share:.0%} of the unperturbed model's completions are cut off at {tokens} tokens "
+        f"(sampling.max_tokens); set it to {2 * tokens} and probe again"
     ]
 
 
-class _Asked:
-    """What every width is asked, with the unperturbed model's answers, `own`."""
+class _Prompts:
+    """The requests of every width, with the unperturbed model's rollouts, `own`."""
 
     def __init__(
         self,
@@ -235,7 +237,7 @@ class _Asked:
         self.known = scripts([*prompts, *(r.text for r in own), *(gold or "" for gold in golds)])
 
     def shares(self, rollouts: Sequence[Rollout]) -> tuple[float, float]:
-        """Of broken texts, wherever they end, and of those that were cut off. Gold answers are never broken."""
+        """Return the shares of broken and of truncated completions. Gold answers never count as broken."""
         broken = [
             hacking.is_degenerate(r.text, self.golds[r.request]) or is_foreign(r.text, self.known) for r in rollouts
         ]
@@ -243,8 +245,8 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Climb:
-    """What one width's members came to, before it is told against the others."""
+class WidthScores:
+    """Scores and shares of one width's members."""
 
     width: float
     scores_MP: Scores
@@ -252,54 +254,50 @@ class Climb:
     broken_share: float
     truncated_share: float
     texts_M: tuple[str, ...]
-    """Answers to the first prompt."""
+    """Completions of the first prompt."""
 
 
-def _climb(parts: Parts, width: float, members: Sequence[Member], asked: _Asked) -> Climb:
-    rollouts = collect(parts.engine, Plan(0, width, tuple(members)), asked.requests)
-    scores_MP = judge(parts.objective, group_of(parts.task, asked.examples, rollouts, len(members)))
-    changed = float(np.mean([r.token_ids != asked.own[r.request].token_ids for r in rollouts]))
-    first = tuple(r.text for r in rollouts if r.request == asked.requests[0].index)
-    return Climb(width, scores_MP, changed, *asked.shares(rollouts), first)
+def _score(parts: Parts, width: float, members: Sequence[Member], prompted: _Prompts) -> WidthScores:
+    rollouts = collect(parts.engine, Plan(0, width, tuple(members)), prompted.requests)
+    scores_MP = judge(parts.objective, group_of(parts.task, prompted.examples, rollouts, len(members)))
+    changed = float(np.mean([r.token_ids != prompted.own[r.request].token_ids for r in rollouts]))
+    first = tuple(r.text for r in rollouts if r.request == prompted.requests[0].index)
+    return WidthScores(width, scores_MP, changed, *prompted.shares(rollouts), first)
 
 
-def rungs_of(climbs: Sequence[Climb], own_P: Scores, *, paired: bool) -> tuple[Rung, ...]:
-    """Of all climbs, in ascending order of their widths."""
-    if not climbs:
+def widths_of(scored: Sequence[WidthScores], own_P: Scores, *, paired: bool) -> tuple[Width, ...]:
+    """Return the measurements of all widths, in ascending order."""
+    if not scored:
         return ()
-    lowest_P = np.min([c.scores_MP.min(axis=0) for c in climbs], axis=0)
+    lowest_P = np.min([c.scores_MP.min(axis=0) for c in scored], axis=0)
     start = float(own_P.mean())
     floor = min(float(lowest_P.mean()), start)
-    known = [None, *worths([advantages(c.scores_MP, paired=paired) for c in climbs])]
-    rungs: list[Rung] = []
-    for k, (climb, worth) in enumerate(zip(climbs, known, strict=True)):
-        fitness_M = shaping.fitness(climb.scores_MP)
+    known = [None, *worths([advantages(c.scores_MP, paired=paired) for c in scored])]
+    found: list[Width] = []
+    for k, (one, worth) in enumerate(zip(scored, known, strict=True)):
+        fitness_M = shaping.fitness(one.scores_MP)
         mean, spread = float(fitness_M.mean()), float(fitness_M.std())
-        # What eta and the distance to the nearer width make of a product of advantages.
-        scale = ETA * climb.width / climbs[k - 1].width / spread if spread > 0 and k else 0.0
+        # A product of advantages times eta, and the ratio of the two widths.
+        scale = ETA * one.width / scored[k - 1].width / spread if spread > 0 and k else 0.0
         order_M = np.argsort(-fitness_M, kind="stable")
-        rungs.append(
-            Rung(
-                width=climb.width,
-                changed_share=climb.changed_share,
+        found.append(
+            Width(
+                width=one.width,
+                changed_share=one.changed_share,
                 spread=spread,
                 drop=start - mean,
-                drop_error=rise(climb.scores_MP, own_P, paired=paired)[1],
+                drop_error=rise(one.scores_MP, own_P, paired=paired)[1],
                 kept=(mean - floor) / (start - floor) if start > floor else None,
-                both_rise=both_rise(climb.scores_MP, own_P) if paired else None,
-                broken_share=climb.broken_share,
-                truncated_share=climb.truncated_share,
+                both_rise=both_rise(one.scores_MP, own_P) if paired else None,
+                broken_share=one.broken_share,
+                truncated_share=one.truncated_share,
                 gain=None if worth is None else worth.value * scale,
                 gain_error=None if worth is None else worth.error * scale,
                 chance=None if worth is None else worth.chance,
                 least_gain=None if worth is None else worth.least * scale,
                 pairs=len(fitness_M) // 2 if paired else len(fitness_M),
-                best_text=climb.texts_M[order_M[0]],
-                median_text=climb.texts_M[order_M[len(order_M) // 2]],
+                best_text=one.texts_M[order_M[0]],
+                median_text=one.texts_M[order_M[len(order_M) // 2]],
             )
         )
-    return tuple(rungs)
-
-
-def _setting(config: Config) -> str:
-    return "sigma" if config.es.sigma is not None else "noise_multiplier"
+    return tuple(found)
