@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 import evoalign
 from calling import caller
 from evoalign import noise, tokens
-from evoalign.analysis.divergence.compute import divergence_of
-from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation, shown_placebos
-from evoalign.analysis.parts import chosen, parts_of
-from evoalign.analysis.targets import locate
+from evoalign.analysis.base import BASE
+from evoalign.analysis.divergence import divergence_of
+from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
+from evoalign.analysis.targets import locate, placebo_hint
+from evoalign.analysis.weights import chosen, parts_of
 from evoalign.config import Config, from_dict, load
 from evoalign.engines import weights_hash
 from evoalign.errors import ConfigError, EvoalignError, ModelError
@@ -30,14 +31,14 @@ from families import build, unfused
 from plain import UNCHECKED
 
 ES = {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 1, "population_size": 4}
-ASKED = Asked(examples=5, max_tokens=8)
+ASKED = EvalSettings(examples=5, max_tokens=8)
 Tensors = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A run of each kind of saved mean."""
-    root = tmp_path_factory.mktemp("lab")
+    root = tmp_path_factory.mktemp("mixer")
     for space in ("lora", "full"):
         evoalign.train({
             "output_dir": str(root / space), "seed": 3, "space": space, "es": ES, "evaluation": {"max_tokens": 8},
@@ -60,8 +61,8 @@ def merged(run: str) -> Tensors:
     return dict(PeftModel.from_pretrained(plain(), str(saved)).merge_and_unload().named_parameters())
 
 
-def tensors(lab: Lab) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in lab.model.named_parameters()}
+def tensors(mixer: ModelMixer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in mixer.model.named_parameters()}
 
 
 def write(folder: Path, weights: Tensors) -> Path:
@@ -87,20 +88,20 @@ def of_task(**sections: Any) -> Config:
 def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tmp_path: Path) -> None:
     """An adapter is merged before it is mixed with a checkpoint; the ends are the targets' own bits."""
     a, b = runs["lora"], runs["full"]
-    with Lab([a, b], None, ASKED) as lab:
+    with ModelMixer([a, b], None, ASKED) as mixer:
         lora, full = merged(a), dict(plain(locate(b, None).weights).named_parameters())
         for alpha in (0.0, 0.3, 1.0, 1.5, -0.5):
-            lab.write({a: 1 - alpha, b: alpha})
-            for name, found in tensors(lab).items():
+            mixer.write({a: 1 - alpha, b: alpha})
+            for name, found in tensors(mixer).items():
                 torch.testing.assert_close(found, (1 - alpha) * lora[name] + alpha * full[name], rtol=1e-5, atol=1e-6)
-        lab.write({b: 1.0, a: 0.0})
-        assert all(torch.equal(found, full[name]) for name, found in tensors(lab).items())
-        lab.write({BASE: 1.0})
-        assert all(torch.equal(found, dict(plain().named_parameters())[n]) for n, found in tensors(lab).items())
+        mixer.write({b: 1.0, a: 0.0})
+        assert all(torch.equal(found, full[name]) for name, found in tensors(mixer).items())
+        mixer.write({BASE: 1.0})
+        assert all(torch.equal(found, dict(plain().named_parameters())[n]) for n, found in tensors(mixer).items())
         with pytest.raises(EvoalignError, match="do not sum to 1"):
-            lab.write({a: 0.5, b: 0.6})
+            mixer.write({a: 0.5, b: 0.6})
         mid = {n: (lora[n] + full[n]) / 2 for n in full}
-        found = lab.answer({a: 0.5, b: 0.5})
+        found = mixer.evaluate({a: 0.5, b: 0.5})
     config = load([Path(a) / "config.yaml"])
     theirs = evoalign.evaluate(write(tmp_path / "mid", mid), config=config, overrides={"max_tokens": 8})
     assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
@@ -110,46 +111,46 @@ def test_the_float32_mean_beside_a_rounded_checkpoint_is_what_counts(tmp_path: P
     name = str(shutil.copytree(tiny(), tmp_path / "saved"))
     fine = plain().model.norm.weight.detach() * 1.0001
     save_file({"model.norm.weight": fine}, tmp_path / "saved" / "mean-00000.safetensors")
-    with Lab([name], of_task(), ASKED) as lab:
-        lab.write({name: 1.0})
-        assert torch.equal(tensors(lab)["model.norm.weight"], fine)
+    with ModelMixer([name], of_task(), ASKED) as mixer:
+        mixer.write({name: 1.0})
+        assert torch.equal(tensors(mixer)["model.norm.weight"], fine)
 
 
 def test_noise_is_added_to_the_part_alone_rounded_once_and_is_gone_again_to_the_bit(runs: dict[str, str]) -> None:
     name = runs["full"]
-    with Lab([name], None, ASKED) as lab:
-        lab.write({name: 1.0})
-        before, clean = weights_hash(lab.model.named_parameters()), tensors(lab)
-        lab.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
-        for tensor, found in tensors(lab).items():
+    with ModelMixer([name], None, ASKED) as mixer:
+        mixer.write({name: 1.0})
+        before, clean = weights_hash(mixer.model.named_parameters()), tensors(mixer)
+        mixer.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        for tensor, found in tensors(mixer).items():
             wanted = clean[tensor]
             if ".self_attn." in tensor:
                 drawn = noise.normals(noise.key(0, "analysis", tensor), tuple(wanted.shape), 0, [3])[0]
                 wanted = wanted + np.float32(0.05) * drawn
             assert torch.equal(found, wanted), tensor
-        first = weights_hash(lab.model.named_parameters())
-        lab.write({name: 1.0}, Perturbation(0.05, 4, "attention"))
-        assert weights_hash(lab.model.named_parameters()) not in (before, first), "another draw"
-        lab.write({BASE: 0.25, name: 0.75}, Perturbation(0.05, 3))
-        lab.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
-        assert weights_hash(lab.model.named_parameters()) == first, "the same draw, whatever came before"
-        lab.write({name: 1.0})
-        assert weights_hash(lab.model.named_parameters()) == before
-    with Lab([BASE], of_task(model={"dtype": "bfloat16"}), ASKED) as lab:  # float32 arithmetic, served weights
-        lab.write({BASE: 1.0}, Perturbation(0.01, 0))
-        assert all(torch.equal(found, found.bfloat16().float()) for found in tensors(lab).values())
-        assert lab.model.dtype == torch.float32
-    with Lab([name], None, Asked(examples=5, max_tokens=8, seed=1)) as lab:
-        lab.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
-        assert weights_hash(lab.model.named_parameters()) != first
+        first = weights_hash(mixer.model.named_parameters())
+        mixer.write({name: 1.0}, Perturbation(0.05, 4, "attention"))
+        assert weights_hash(mixer.model.named_parameters()) not in (before, first), "another draw"
+        mixer.write({BASE: 0.25, name: 0.75}, Perturbation(0.05, 3))
+        mixer.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        assert weights_hash(mixer.model.named_parameters()) == first, "the same draw, whatever came before"
+        mixer.write({name: 1.0})
+        assert weights_hash(mixer.model.named_parameters()) == before
+    with ModelMixer([BASE], of_task(model={"dtype": "bfloat16"}), ASKED) as mixer:  # float32 arithmetic, served weights
+        mixer.write({BASE: 1.0}, Perturbation(0.01, 0))
+        assert all(torch.equal(found, found.bfloat16().float()) for found in tensors(mixer).values())
+        assert mixer.model.dtype == torch.float32
+    with ModelMixer([name], None, EvalSettings(examples=5, max_tokens=8, seed=1)) as mixer:
+        mixer.write({name: 1.0}, Perturbation(0.05, 3, "attention"))
+        assert weights_hash(mixer.model.named_parameters()) != first
 
 
 def test_a_noisy_model_answers_as_a_checkpoint_with_that_noise(runs: dict[str, str], tmp_path: Path) -> None:
     name = runs["lora"]
-    with Lab([name], None, ASKED) as lab:
-        found = lab.answer({name: 1.0}, Perturbation(0.05, 1))
-        folder = write(tmp_path / "noisy", tensors(lab))
-        assert lab.answer({name: 1.0}).measures_E["reward"] != found.measures_E["reward"]
+    with ModelMixer([name], None, ASKED) as mixer:
+        found = mixer.evaluate({name: 1.0}, Perturbation(0.05, 1))
+        folder = write(tmp_path / "noisy", tensors(mixer))
+        assert mixer.evaluate({name: 1.0}).measures_E["reward"] != found.measures_E["reward"]
     theirs = evoalign.evaluate(folder, config=load([Path(name) / "config.yaml"]), overrides={"max_tokens": 8})
     assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
 
@@ -159,10 +160,12 @@ def test_a_noisy_model_answers_as_a_checkpoint_with_that_noise(runs: dict[str, s
 
 def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]) -> None:
     name = runs["full"]
-    with Lab([name], None, ASKED) as lab:
-        found = lab.divergence({BASE: 1.0}, {name: 1.0})
-        assert lab.divergence({name: 1.0}, {name: 1.0}).nats_P.tolist() == [0.0] * 5
-        assert lab.divergence({BASE: 1.0}, {name: 1.0}, Perturbation(1e-30, 0)).nats_P.tolist() == found.nats_P.tolist()
+    with ModelMixer([name], None, ASKED) as mixer:
+        found = mixer.divergence({BASE: 1.0}, {name: 1.0})
+        assert mixer.divergence({name: 1.0}, {name: 1.0}).nats_P.tolist() == [0.0] * 5
+        assert (
+            mixer.divergence({BASE: 1.0}, {name: 1.0}, Perturbation(1e-30, 0)).nats_P.tolist() == found.nats_P.tolist()
+        )
     known, _ = divergence_of(locate(name, None), 5, 1)
     assert found.nats_P.sum() / found.tokens_P.sum() == pytest.approx(known.exact, rel=1e-6)
     assert found.draws_P.tolist() == [1.0] * 5 and known.exact > 0.01
@@ -171,14 +174,14 @@ def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]
 def test_hacked_is_held_against_the_base_and_the_best_of_the_targets(runs: dict[str, str]) -> None:
     """An empty answer is broken by itself; one that is wrong counts where it earns as much as the best target's."""
     name = runs["lora"]
-    with Lab([name], None, Asked(examples=8, max_tokens=8)) as lab:
-        own = lab.answer({name: 1.0})
-        best = max(said.reward for point in (BASE, name) for said in lab.answer({point: 1.0}).completions)
+    with ModelMixer([name], None, EvalSettings(examples=8, max_tokens=8)) as mixer:
+        own = mixer.evaluate({name: 1.0})
+        best = max(said.reward for point in (BASE, name) for said in mixer.evaluate({point: 1.0}).completions)
         changed = [
             replace(said, text=f"Own answer {i}", right=False, reward=-99.0) for i, said in enumerate(own.completions)
         ]
         changed[1], changed[4] = replace(changed[1], text=""), replace(changed[4], reward=best)
-        marked_E = lab.hacked(replace(own, completions=tuple(changed)))
+        marked_E = mixer.hacked(replace(own, completions=tuple(changed)))
     assert marked_E.tolist() == [0, 1, 0, 0, 1, 0, 0, 0]
 
 
@@ -188,13 +191,13 @@ def test_hacked_is_held_against_the_base_and_the_best_of_the_targets(runs: dict[
 def test_where_one_model_has_a_head_of_its_own_all_have(tmp_path: Path) -> None:
     """The base is tied; the checkpoint is not, and turns the signs of its last norm and its head: the same function."""
     own = write_negated(tmp_path / "negated")
-    with Lab([str(own)], of_task(), ASKED) as lab:
-        assert not lab.tied and lab.parts["unembedding"] == {"lm_head.weight"}
-        assert lab.parts["embeddings"] == {"model.embed_tokens.weight"}
-        base, other = lab.answer({BASE: 1.0}), lab.answer({str(own): 1.0})
+    with ModelMixer([str(own)], of_task(), ASKED) as mixer:
+        assert not mixer.tied and mixer.parts["unembedding"] == {"lm_head.weight"}
+        assert mixer.parts["embeddings"] == {"model.embed_tokens.weight"}
+        base, other = mixer.evaluate({BASE: 1.0}), mixer.evaluate({str(own): 1.0})
         assert [s.text for s in base.completions] == [s.text for s in other.completions]
-        lab.write({BASE: 1.0}, Perturbation(0.05, 0, "unembedding"))
-        found = tensors(lab)
+        mixer.write({BASE: 1.0}, Perturbation(0.05, 0, "unembedding"))
+        found = tensors(mixer)
         assert torch.equal(found["model.embed_tokens.weight"], plain().model.embed_tokens.weight)
         assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
@@ -227,18 +230,18 @@ def test_experts_are_mixed_and_perturbed_under_their_own_names(family: str, tmp_
             parameter.mul_(1.25)
     model.save_pretrained(other)
     config = of_task(model={"name": str(folder)})
-    with Lab([str(other)], config, Asked(examples=2, max_tokens=3)) as lab:
+    with ModelMixer([str(other)], config, EvalSettings(examples=2, max_tokens=3)) as mixer:
         base = unfused(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-        lab.write({BASE: 0.5, str(other): 0.5})
-        assert set(unfused(lab.model)) == set(base)
-        for name, found in unfused(lab.model).items():
+        mixer.write({BASE: 0.5, str(other): 0.5})
+        assert set(unfused(mixer.model)) == set(base)
+        for name, found in unfused(mixer.model).items():
             torch.testing.assert_close(found.data, 1.125 * base[name].data)
         expert = next(n for n in base if ".experts.2." in n)
-        lab.write({BASE: 1.0}, Perturbation(0.1, 0, "mlp"))
+        mixer.write({BASE: 1.0}, Perturbation(0.1, 0, "mlp"))
         drawn = noise.normals(noise.key(0, "analysis", expert), tuple(base[expert].shape), 0, [0])[0]
-        assert torch.equal(unfused(lab.model)[expert].data, base[expert].data + np.float32(0.1) * drawn)
-        lab.answer({BASE: 1.0}, Perturbation(0.1, 0, "mlp"))
-        assert expert in lab.parts["mlp"] and not lab.parts["mlp"] & lab.parts["attention"]
+        assert torch.equal(unfused(mixer.model)[expert].data, base[expert].data + np.float32(0.1) * drawn)
+        mixer.evaluate({BASE: 1.0}, Perturbation(0.1, 0, "mlp"))
+        assert expert in mixer.parts["mlp"] and not mixer.parts["mlp"] & mixer.parts["attention"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt_neox", "opt", "mpt"])
@@ -272,12 +275,12 @@ def test_an_adapter_of_peft_is_merged_by_its_own_settings(tmp_path: Path) -> Non
                 torch.nn.init.normal_(weight, std=0.05)
     model.save_pretrained(tmp_path)
     name = str(tmp_path)
-    with Lab([name], of_task(), ASKED) as lab:
-        lab.write({name: 1.0})
+    with ModelMixer([name], of_task(), ASKED) as mixer:
+        mixer.write({name: 1.0})
         wanted = dict(model.merge_and_unload().named_parameters())
-        assert not torch.equal(tensors(lab)["model.layers.0.self_attn.q_proj.weight"],
+        assert not torch.equal(tensors(mixer)["model.layers.0.self_attn.q_proj.weight"],
                                dict(plain().named_parameters())["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
-        assert all(torch.equal(found, wanted[n]) for n, found in tensors(lab).items())
+        assert all(torch.equal(found, wanted[n]) for n, found in tensors(mixer).items())
 
 
 # --- what is wrong ---
@@ -287,26 +290,26 @@ def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:
     folder = build("qwen2", tmp_path / "wide", hidden_size=64)
     config = of_task(model={"name": str(build("qwen2", tmp_path / "base"))})
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight of shape \[1024, 64\].* \[1024, 32\]"):
-        Lab([str(folder)], config, ASKED)
+        ModelMixer([str(folder)], config, ASKED)
     deep = build("qwen2", tmp_path / "deep", num_hidden_layers=3)
     with pytest.raises(ModelError, match=r"has model\.layers\.2\..*, which the base model has not"):
-        Lab([str(deep)], config, ASKED)
+        ModelMixer([str(deep)], config, ASKED)
 
 
 def test_what_cannot_be_asked_is_said(runs: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given twice"):
-        Lab([runs["lora"], runs["lora"]], None, ASKED)
+        ModelMixer([runs["lora"], runs["lora"]], None, ASKED)
     with pytest.raises(ConfigError, match="base alone does not say which model"):
-        Lab([BASE], None, ASKED)
+        ModelMixer([BASE], None, ASKED)
     with pytest.raises(ConfigError, match="no validation split"):
-        Lab([runs["lora"]], None, Asked(split="validation"))
+        ModelMixer([runs["lora"]], None, EvalSettings(split="validation"))
     with pytest.raises(ConfigError, match="examples: 0"):
-        Lab([runs["lora"]], None, Asked(examples=0))
+        ModelMixer([runs["lora"]], None, EvalSettings(examples=0))
     moved = shutil.copytree(runs["lora"], tmp_path / "moved")
     text = (moved / "config.yaml").read_text().replace("name: conciseness", "name: countdown")
     (moved / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="is not of the task"):
-        Lab([runs["lora"], str(moved)], None, ASKED)
+        ModelMixer([runs["lora"], str(moved)], None, ASKED)
 
 
 def test_a_run_is_asked_no_row_it_was_trained_on_whatever_config_is_given(tmp_path: Path) -> None:
@@ -317,17 +320,17 @@ def test_a_run_is_asked_no_row_it_was_trained_on_whatever_config_is_given(tmp_pa
     for seed in (1, 2):
         evoalign.train({**given.model_dump(), "seed": seed, "output_dir": str(tmp_path / str(seed))})
     run, other = str(tmp_path / "1"), str(tmp_path / "2")
-    with Lab([run], given, ASKED) as lab, Lab([run], None, ASKED) as own:
-        assert lab.examples == own.examples
-        assert lab.examples != lab.task.load_data(0).test, "the seed of the config parts them otherwise"
+    with ModelMixer([run], given, ASKED) as mixer, ModelMixer([run], None, ASKED) as own:
+        assert mixer.examples == own.examples
+        assert mixer.examples != mixer.task.load_data(0).test, "the seed of the config parts them otherwise"
     with pytest.raises(ConfigError, match="trained with seed 2, which draws another test split than seed 1"):
-        Lab([run, other], given, ASKED)
+        ModelMixer([run, other], given, ASKED)
     (held := tmp_path / "held.json").write_text(
         json.dumps([{"question": f"Is {i} even?", "answer": "No"} for i in range(9)])
     )
     apart = of_task(task={"name": "conciseness", "train_data": str(file), "test_data": str(held)}, **small)
-    with Lab([run, other], apart, ASKED) as lab:
-        assert len(lab.examples) == ASKED.examples
+    with ModelMixer([run, other], apart, ASKED) as mixer:
+        assert len(mixer.examples) == ASKED.examples
 
 
 def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(tmp_path: Path) -> None:
@@ -348,7 +351,7 @@ def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(tmp_path:
     with pytest.raises(
         ConfigError, match=r"many parted the same data otherwise: task\.train_size is 2190 .* and 2 now"
     ):
-        Lab([str(tmp_path / "few"), str(tmp_path / "many")], None, ASKED)
+        ModelMixer([str(tmp_path / "few"), str(tmp_path / "many")], None, ASKED)
 
 
 def test_a_run_of_es_without_its_placebo_is_told(
@@ -356,45 +359,45 @@ def test_a_run_of_es_without_its_placebo_is_told(
 ) -> None:
     run, placebo = runs["lora"], str(tmp_path / "placebo")
     targets = {run: locate(run, None)}
-    (line,) = shown_placebos(targets)
+    (line,) = placebo_hint(targets)
     assert line.startswith(f"{run}: no placebo is among the targets")
-    assert shown_placebos({}) == []
+    assert placebo_hint({}) == []
     done = caller(monkeypatch, capsys)("replay", run, "--counterfactual", "shuffle", "--to", placebo)
     assert done.code == 0, done.err
     config = load([Path(run) / "config.yaml"])
-    assert shown_placebos({**targets, placebo: locate(placebo, config)}) == []
-    with Lab([run, placebo], config, ASKED) as lab:
-        lab.write({run: 1.0})
-        own = tensors(lab)
-        lab.write({placebo: 1.0})
-        assert any(not torch.equal(found, own[name]) for name, found in tensors(lab).items())
+    assert placebo_hint({**targets, placebo: locate(placebo, config)}) == []
+    with ModelMixer([run, placebo], config, ASKED) as mixer:
+        mixer.write({run: 1.0})
+        own = tensors(mixer)
+        mixer.write({placebo: 1.0})
+        assert any(not torch.equal(found, own[name]) for name, found in tensors(mixer).items())
 
 
 def test_weights_that_are_put_in_are_asked() -> None:
     """They are read anew each time they are put, and what they lack is the base model's."""
     norm = "model.norm.weight"
-    with Lab([BASE], from_dict({"model": {"name": "tiny"}}, needs_es=False), ASKED) as lab:
-        own = lab.mixed(norm, {BASE: 1.0})
-        before = lab.answer({BASE: 1.0})
+    with ModelMixer([BASE], from_dict({"model": {"name": "tiny"}}, needs_es=False), ASKED) as mixer:
+        own = mixer.mixed(norm, {BASE: 1.0})
+        before = mixer.evaluate({BASE: 1.0})
         for factor in (-1.0, 1.0):
-            lab.put("mine", {norm: factor * own})
-            assert torch.equal(lab.mixed(norm, {"mine": 1.0}), factor * own)
-            found = lab.answer({"mine": 1.0})
-            assert torch.equal(dict(lab.model.named_parameters())[norm], factor * own) or factor == 1.0
+            mixer.put("mine", {norm: factor * own})
+            assert torch.equal(mixer.mixed(norm, {"mine": 1.0}), factor * own)
+            found = mixer.evaluate({"mine": 1.0})
+            assert torch.equal(dict(mixer.model.named_parameters())[norm], factor * own) or factor == 1.0
             assert (found.completions == before.completions) == (factor == 1.0)
         with pytest.raises(ModelError, match=r"mine has model.norm.weight of shape \[1\]"):
-            lab.put("mine", {norm: own[:1]})
+            mixer.put("mine", {norm: own[:1]})
         with pytest.raises(ModelError, match=r"mine has nose\.weight, which the base model has not"):
-            lab.put("mine", {"nose.weight": own})
+            mixer.put("mine", {"nose.weight": own})
 
 
 @torch.no_grad()
 def test_the_divergence_is_the_sum_over_all_answers_of_two_tokens(runs: dict[str, str]) -> None:
     """Each of the million answers counted: log-probabilities of plain transformers, weights of the saved checkpoint."""
     name = runs["full"]
-    with Lab([name], None, Asked(examples=3, max_tokens=2, kl_tokens=10**6)) as lab:
-        samples, sums_N4 = lab.drawn({BASE: 1.0}, {name: 1.0})
-        stops = sorted(tokens.load(lab.config.model).stop_ids)
+    with ModelMixer([name], None, EvalSettings(examples=3, max_tokens=2, kl_tokens=10**6)) as mixer:
+        samples, sums_N4 = mixer.drawn({BASE: 1.0}, {name: 1.0})
+        stops = sorted(tokens.load(mixer.config.model).stop_ids)
     policy, base = plain(locate(name, None).weights), plain()
     nats_N = sums_N4[:, 3].numpy()
     for prompt in dict.fromkeys(sample.prompt_ids for sample in samples):
