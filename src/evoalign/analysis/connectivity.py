@@ -50,13 +50,13 @@ DRAWS = 20_000
 
 @dataclass(frozen=True)
 class Settings:
-    """`points`: number of points from one end of a line to the other, both included; the same steps continue beyond the
-    ends, to `low` and `high`.
+    """`points`: number of points from end to end of a line, both included; the same steps continue beyond the ends, to
+    `low` and `high`.
 
     `sigma` above 0: also the mean reward over noise of this width on all weights, of `trials` draws. `examples` of the
     test split are completed `samples` times (with a temperature); `tokens` and `temperature` None: those of the
     config's evaluation. `kl`: whether to measure the divergence from the base model, which samples each example once
-    more. `seed` is that of the noise on weights.
+    more. `seed` seeds the noise on weights.
     """
 
     points: int = 21
@@ -126,7 +126,7 @@ class Line:
 
     @property
     def barriers(self) -> dict[str, Barrier | None]:
-        """The barrier of the rewards, and that of the smoothed rewards."""
+        """The barriers of the rewards and of the smoothed rewards."""
         smooth = None if self.smooth_KAE is None else barrier(self.alphas_A, self.smooth_KAE)
         return {"barrier": barrier(self.alphas_A, self.rewards_AE[None]), "smooth_barrier": smooth}
 

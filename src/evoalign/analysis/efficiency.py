@@ -79,7 +79,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """What a run took until its first evaluation at the threshold; without one it took more than `amount`."""
+    """Cost of a run until its first evaluation at the threshold; more than `amount` where it is not `reached`."""
 
     amount: float
     reached: bool
@@ -102,9 +102,6 @@ class Timed:
     times: Mapping[str, Mapping[int, Time]]
     ends: Mapping[int, float]
     placebos: tuple[int, int]
-
-    def of(self, by: str) -> list[Time]:
-        return list(self.times[by].values())
 
 
 class Efficiency(Analysis[Settings]):
@@ -145,24 +142,25 @@ class Efficiency(Analysis[Settings]):
         if not isfinite(threshold) or threshold == start:
             raise ConfigError(f"threshold: {threshold:g} is what {measure} starts from; set another value")
         timed = [_timed(group, measure, threshold, rises=threshold > start) for group in groups]
+        chosen = "half-way to the best mean end, so it depends on the runs" if settings.threshold is None else "as set"
+        lines = [f"Threshold: {measure} of {threshold:.4g} on the test split ({chosen}), from {start:.4g}.", *notes]
+        lines += [line for group in timed for line in _sentences(group)]
+        pairs: list[dict[str, Any]] = []
+        for a, b in combinations(timed, 2):
+            ratio = robust_ratio(list(a.ends.values()), list(b.ends.values())) if a.ends and b.ends else None
+            pairs.append({"a": a.label, "b": b.label, "variances": ratio and {"robust": ratio.tree()}})
+            if ratio is not None:
+                lines.append(row(f"{a.label} to {b.label}", {"ratio of the variances between seeds": str(ratio)}))
+        lines += [f"{path} is left out: {why}" for path, why in left_out]
         numbers = {
             "measure": measure,
             "threshold": threshold,
             "given": settings.threshold is not None,
             "start": start,
             "groups": [_tree(group) for group in timed],
-            "pairs": [_pair(a, b) for a, b in combinations(timed, 2)],
+            "pairs": pairs,
             "left_out": [[str(path), why] for path, why in left_out],
         }
-        chosen = "half-way to the best mean end, so it depends on the runs" if settings.threshold is None else "as set"
-        lines = [f"Threshold: {measure} of {threshold:.4g} on the test split ({chosen}), from {start:.4g}.", *notes]
-        lines += [line for group in timed for line in _sentences(group)]
-        for a, b in combinations(timed, 2):
-            if a.ends and b.ends:
-                ratio = robust_ratio(list(a.ends.values()), list(b.ends.values()))
-                cells: dict[str, object] = {"ratio of the variances between seeds": f"{ratio}"}
-                lines.append(row(f"{a.label} to {b.label}", cells))
-        lines += [f"{path} is left out: {why}" for path, why in left_out]
         return Finding(numbers, [*lines, *_notes(found)], figures=partial(draw, measure, threshold, timed))
 
 
@@ -202,15 +200,11 @@ def _timed(group: Group, measure: str, threshold: float, *, rises: bool) -> Time
 
 
 def _tree(group: Timed) -> dict[str, Any]:
-    kinds = {
-        by: {
-            "runs": {str(seed): asdict(t) for seed, t in of.items()},
-            "median": median(list(of.values())).tree(),
-            "reached": reached(list(of.values())).tree(),
-        }
-        for by, of in group.times.items()
-        if of
-    }
+    kinds: dict[str, Any] = {}
+    for by, of in group.times.items():
+        if times := list(of.values()):
+            runs = {str(seed): asdict(t) for seed, t in of.items()}
+            kinds[by] = {"runs": runs, "median": median(times).tree(), "reached": reached(times).tree()}
     ends = list(group.ends.values())
     return {
         "label": group.label,
@@ -222,11 +216,6 @@ def _tree(group: Timed) -> dict[str, Any]:
     }
 
 
-def _pair(a: Timed, b: Timed) -> dict[str, Any]:
-    ends = list(a.ends.values()), list(b.ends.values())
-    return {"a": a.label, "b": b.label, "variances": {"robust": robust_ratio(*ends).tree()} if all(ends) else None}
-
-
 def _sentences(group: Timed) -> list[str]:
     cells: dict[str, object] = {}
     known = next((list(of.values()) for of in group.times.values() if of), None)
@@ -234,9 +223,7 @@ def _sentences(group: Timed) -> list[str]:
         share = reached(known)
         count = f"{sum(t.reached for t in known)} of {share.n}"
         cells["runs that reach it"] = f"{count} ({share.low:.0%} to {share.high:.0%})"
-    for by, of in group.times.items():
-        if of:
-            cells[f"median {UNITS[by]}"] = f"{median(list(of.values()))}"
+    cells |= {f"median {UNITS[by]}": str(median(list(of.values()))) for by, of in group.times.items() if of}
     if not cells:
         cells["costs"] = "not reported"
     if len(group.ends) > 1:
@@ -253,10 +240,8 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     lines = [f"{run.path} is not finished, so it may still reach the threshold" for run in runs if not run.finished]
     seldom = [run for run in runs if run.on_the_way == 0]
     if seldom:
-        lines.append(
-            f"{len(seldom)} of {len(runs)} runs were evaluated only at their end, so their whole cost counts; set "
-            "evaluation.every"
-        )
+        count = f"{len(seldom)} of {len(runs)} runs"
+        lines.append(f"{count} were evaluated only at their end, so their whole cost counts; set evaluation.every")
     places = sorted({run.hardware for run in runs if run.hardware})
     if len(places) > 1:
         lines.append(f"runs were made on different hardware ({'; '.join(places)}): their seconds do not compare")
@@ -288,7 +273,7 @@ def median(times: Sequence[Time]) -> Interval:
     least_N, most_N = sorted(t.amount for t in times), sorted(t.most for t in times)
     middle = (most_N[(n - 1) // 2] + most_N[n // 2]) / 2
     if n < FEWEST_IQM:
-        return Interval(middle, n, why=_few(n))
+        return Interval(middle, n, why=f"{n} runs: no interval")
     held = {k: 1 - 2 * float(binom.cdf(k - 1, n, 0.5)) for k in range(1, n // 2 + 1)}
     k = min((k for k in held if held[k] >= RANKS), key=lambda k: abs(held[k] - (1 - LEVEL)))
     return Interval(middle, n, least_N[k - 1], most_N[n - k])
@@ -313,7 +298,7 @@ def deviation(values: Sequence[float]) -> Interval:
         return Interval(float("nan"), n, why="1 run: no spread")
     sd = float(values_N.std(ddof=1))
     if n < FEWEST or _is_flat(values_N):
-        return Interval(sd, n, why=_few(n) if n < FEWEST else "all alike: no interval")
+        return Interval(sd, n, why=f"{n} runs: no interval" if n < FEWEST else "all alike: no interval")
     low, high = (sd * sqrt((n - 1) / float(chdtri(n - 1, tail))) for tail in (LEVEL / 2, 1 - LEVEL / 2))
     return Interval(sd, n, low, high)
 
@@ -334,7 +319,7 @@ def robust_ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
         return Interval(float("nan"), n, why=why)
     ratio = float(both[0].var(ddof=1) / both[1].var(ddof=1))
     if n < FEWEST_ROBUST:
-        return Interval(ratio, n, why=_few(n))
+        return Interval(ratio, n, why=f"{n} runs: no interval")
     z, fourth, second, total = float(ndtri(1 - LEVEL / 2)), 0.0, 0.0, 0
     for values in both:
         centre = float(trim_mean(values, min(0.49, 1 / (2 * sqrt(len(values) - 4)))))
@@ -352,13 +337,6 @@ def robust_ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
 
 def _is_flat(values_N: Floats) -> bool:
     return float(np.ptp(values_N)) <= 1e-12 * float(np.abs(values_N).max())
-
-
-def _few(n: int) -> str:
-    return f"{n} run{'' if n == 1 else 's'}: no interval"
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def draw(measure: str, threshold: float, groups: Sequence[Timed], folder: Path) -> list[Path]:
@@ -385,7 +363,7 @@ def draw(measure: str, threshold: float, groups: Sequence[Timed], folder: Path) 
 
 def _times(axes: Axes, by: str, groups: Sequence[Timed]) -> None:
     for index, group in enumerate(groups):
-        times = group.of(by)
+        times = list(group.times[by].values())
         if not times:
             continue
         there, never = ([t.amount for t in times if t.reached is way] for way in (True, False))
@@ -408,8 +386,8 @@ def _rows(axes: Axes, rows: Sequence[tuple[str, str]]) -> None:
     """Label the rows, and write a note into those that have no mark."""
     box: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     for index, (_, note) in enumerate(rows):
-        where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "bottom", "fontsize": 9}
-        axes.text(0.01, index - 0.05, note, color=INK, bbox=box if note else None, **where)
+        if note:
+            axes.text(0.01, index - 0.05, note, transform=axes.get_yaxis_transform(), bbox=box, fontsize=9)
     axes.set_yticks(range(len(rows)), [shorten(visible(label), 36) for label, _ in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.invert_yaxis()

@@ -39,7 +39,7 @@ IS_MODEL = ("config.json", "adapter_config.json")
 class TargetEvaluation:
     """Evaluation of one target on a split. `config` is the run's own or the given one; `model` names the base model.
 
-    `method` and `generation` (that of the weights) are None for a target without a run.
+    `method` and `generation`, of the weights, are None for a target without a run.
     """
 
     target: str
@@ -130,15 +130,15 @@ def evaluate_many(
     config: ConfigLike | None = None,
     split: Split = "test",
     overrides: Mapping[str, Any] | None = None,
-    told: Callable[[TargetEvaluation], None] | None = None,
+    on_done: Callable[[TargetEvaluation], None] | None = None,
 ) -> Evaluations:
     """Score targets one after another, each as `evoalign.evaluate` does; a folder stands for the runs below it.
 
-    A target that cannot be evaluated is in `failed`, and the others are still evaluated. `told` is called with each
+    A target that cannot be evaluated is in `failed`, and the others are still evaluated. `on_done` is called with each
     evaluation as soon as it is done. Raises a subclass of EvoalignError where no target can be evaluated.
     """
     found = expand(targets)
-    return evaluate_each(found, lambda target: evaluate_one(target, config, split, overrides), told)
+    return evaluate_each(found, lambda target: evaluate_one(target, config, split, overrides), on_done)
 
 
 def expand(targets: Sequence[str | Path]) -> list[str]:
@@ -165,7 +165,7 @@ def expand(targets: Sequence[str | Path]) -> list[str]:
 def evaluate_each(
     targets: Sequence[str],
     evaluate: Callable[[str], TargetEvaluation],
-    told: Callable[[TargetEvaluation], None] | None = None,
+    on_done: Callable[[TargetEvaluation], None] | None = None,
 ) -> Evaluations:
     """Evaluate all targets. Raises the error of the only target, or ConfigError where all failed."""
     done: list[TargetEvaluation] = []
@@ -179,8 +179,8 @@ def evaluate_each(
             failed[target] = str(error)
             continue
         done.append(one)
-        if told is not None:
-            told(one)
+        if on_done is not None:
+            on_done(one)
     if not done:
         raise ConfigError("\n".join(dict.fromkeys(failed.values())))
     return Evaluations(tuple(done), failed, tuple(seed_means(done)))

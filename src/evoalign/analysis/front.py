@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Settings:
     """`examples` of the test split are evaluated, with `samples` completions each where there is a `temperature` (None:
-    that of the config's evaluation), and sampled at temperature 1 until there are `tokens` tokens for the KL. `last`
+    as the config's evaluation), and sampled at temperature 1 until there are `tokens` tokens for the KL. `last`
     takes only the last mean that each run saved."""
 
     examples: int = 64
@@ -77,7 +77,7 @@ class Front(Analysis[Settings]):
     """
 
     name = "front"
-    help = "Reward against KL from the base model, over the saved means of runs, and which of them no other beats."
+    help = "Reward against KL from the base model, over the saved means of runs, and which are on the front."
     settings = Settings
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
@@ -222,8 +222,8 @@ def draw(base: Estimate, points: Sequence[Point], best: frozenset[str], folder: 
         style = series(groups.index(group))
         axes.plot(x, y, label=label, markersize=4, linewidth=1.2, markevery=range(1, len(x)), **style)
         for p in own:
-            bars: dict[str, Any] = {"xerr": _halves(p.kl), "yerr": _halves(p.reward), "ecolor": style["color"], "alpha": 0.6}
-            axes.errorbar([p.kl.mean], [p.reward.mean], fmt="none", elinewidth=0.8, **bars)
+            bars: dict[str, Any] = {"xerr": _halves(p.kl), "yerr": _halves(p.reward), "ecolor": style["color"]}
+            axes.errorbar([p.kl.mean], [p.reward.mean], fmt="none", elinewidth=0.8, alpha=0.6, **bars)
     axes.set_xlim(left=0)
     steps = [(0.0, base.mean), *sorted((p.kl.mean, p.reward.mean) for p in points if p.name in best)]
     x, y = zip(*steps, strict=True)

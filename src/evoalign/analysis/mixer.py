@@ -62,7 +62,7 @@ class Perturbation:
 class EvalSettings:
     """Number of `examples` of a split (None: all), and how to decode them (None: as the config's evaluation).
 
-    `seed` is that of the noise on weights. For a divergence each example is sampled until there are `kl_tokens` tokens.
+    `seed` seeds the noise on weights. For a divergence each example is sampled until there are `kl_tokens` tokens.
     """
 
     examples: int | None = None
@@ -189,7 +189,7 @@ class ModelMixer:
     def hacked(self, found: Evaluation) -> Floats:
         """Return the share of each example's completions [E] that `evoalign.checks.hacking` marks as hacked.
 
-        Signs are compared with the base model's completions. The best reward is that of the base or of any target.
+        Signs are compared with the base model's completions, rewards with the best one of the base and all targets.
         """
         before = self.evaluate({BASE: 1.0}).completions
         after = [one for name in self.names for one in self.evaluate({name: 1.0}).completions]
@@ -237,7 +237,7 @@ class ModelMixer:
     def _read(self, targets: Mapping[str, Target]) -> tuple[Mapping[str, Tensors], bool]:
         """Return the weights of the base and of all targets by name, and whether head and embeddings are tied.
 
-        Unchanged tensors are kept once. Where one model has a head of its own, all get one.
+        Unchanged tensors are kept once. Where one model has an untied head, all get one.
         """
         base = {name: tensor.float().to("cpu", copy=True) for name, tensor in tensors_of(self.model).items()}
         found = {BASE: base}
@@ -272,7 +272,7 @@ def effective(target: Target, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _config_of(targets: Mapping[str, Target], config: Config | None, wanted: EvalSettings) -> Config:
-    """Return the given config or that of the first target, with the evaluation settings. Raises ConfigError.
+    """Return the given config, or else the first target's, with the evaluation settings. Raises ConfigError.
 
     The data are split by the seed of the first run also with a given config, so that no training example is used.
     """

@@ -46,8 +46,8 @@ class Settings:
 
     `sigma`: standard deviations of the noise, whatever the size of the weights. `trials`: draws of noise. `examples`
     of the test split are completed `samples` times (with a temperature) in at most `tokens` tokens; `temperature` None:
-    that of the config's evaluation. `parts`: all, unembedding, embeddings, attention, mlp, "layer 3", or layers for
-    each layer. `kl`: whether to measure the divergence, which samples each example once more. `seed` is that of the
+    as the config's evaluation. `parts`: all, unembedding, embeddings, attention, mlp, "layer 3", or layers for
+    each layer. `kl`: whether to measure the divergence, which samples each example once more. `seed` seeds the
     noise.
     """
 

@@ -31,7 +31,7 @@ class Target:
 
     @property
     def is_whole_run(self) -> bool:
-        """Whether the run itself was named, and not one of its saved means."""
+        """Whether the run itself was named, instead of a saved mean."""
         return self.run is not None and Path(self.name).resolve() == self.run.resolve()
 
     def described(self) -> dict[str, str]:

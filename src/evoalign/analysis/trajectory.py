@@ -188,7 +188,7 @@ class JournalReplay:
         self._sums: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def distances(self, seed: int | None) -> Floats:
-        """Return the L2 distance from the start at each step, [P]; `seed` is that of a placebo, None: the run."""
+        """Return the L2 distance from the start at each step, [P]; `seed` selects a placebo, None: the run."""
         from evoalign.noise import row_blocks
         from evoalign.training.counterfactual import Counterfactual
 

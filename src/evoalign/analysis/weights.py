@@ -76,7 +76,7 @@ def chosen(known: Mapping[str, frozenset[str]], wanted: Sequence[str]) -> list[s
 
 
 def head_of(model: Any) -> str:
-    """Return the name of the head's weight, or "" where it is no tensor of its own."""
+    """Return the name of the head's weight, or "" where it is tied."""
     head = model.get_output_embeddings()
     return next((f"{path}.weight" for path, module in model.named_modules() if module is head), "")
 

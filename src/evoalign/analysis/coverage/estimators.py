@@ -114,8 +114,8 @@ def error(gaps_NP: Floats, *, shared: bool) -> float:
     """Return the standard error of the mean over problems, for other tries at the same problems.
 
     It is the root of the summed squared gaps. Their expectation is at least the variance (Efron and Stein 1981, for any
-    function of independent tries), so the error is conservative. `shared`: try j is the same at all problems, as one
-    draw of noise on the weights is; else tries are independent.
+    function of independent tries), so the error is conservative. `shared`: try j is the same at all problems, such as a
+    draw of noise on the weights; else tries are independent.
     """
     if shared:
         return float(np.sqrt((gaps_NP.mean(1) ** 2).sum()))

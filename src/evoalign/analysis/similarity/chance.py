@@ -2,8 +2,8 @@
 """Cosines by chance: placebos, and the agreement of seeds with each other.
 
 In many dimensions two random directions are nearly orthogonal, so a cosine near 0 means nothing by itself. It is
-compared with the cosines of placebos, whose coefficients are shuffled; a run without a journal, such as one of GRPO,
-is its own placebo. For seeds of one setting, the mean change of one half is compared with that of the other half.
+compared with the cosines of placebos, whose coefficients are shuffled; a run without a journal, such as a GRPO run,
+is its own placebo. For seeds of one setting, the mean changes of two halves are compared.
 """
 
 from __future__ import annotations
