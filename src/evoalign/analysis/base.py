@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evoalign.config import Config
+    from evoalign.statistics import Estimate
 
 FORMAT_VERSION = 1
 BASE = "base"
@@ -140,6 +141,13 @@ def check_unique(targets: Sequence[str]) -> None:
     """Raise ConfigError where a target is given twice."""
     if twice := sorted({name for name in targets if list(targets).count(name) > 1}):
         raise ConfigError(f"{twice[0]} is given twice; name each target once")
+
+
+def error_bars(found: Sequence[Estimate]) -> list[list[float]]:
+    """Return the lengths of the intervals below and above the means for `errorbar`; 0 without an interval."""
+    lows = [max(0.0, one.mean - (one.mean if one.low is None else one.low)) for one in found]
+    highs = [max(0.0, (one.mean if one.high is None else one.high) - one.mean) for one in found]
+    return [lows, highs]
 
 
 def short_name(name: str, length: int = 40) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, row
+from evoalign.analysis.base import BASE, Analysis, Finding, error_bars, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.style import INK, canvas, frame, save_both, series
@@ -222,7 +222,11 @@ def draw(base: Estimate, points: Sequence[Point], best: frozenset[str], folder: 
         style = series(groups.index(group))
         axes.plot(x, y, label=label, markersize=4, linewidth=1.2, markevery=range(1, len(x)), **style)
         for p in own:
-            bars: dict[str, Any] = {"xerr": _halves(p.kl), "yerr": _halves(p.reward), "ecolor": style["color"]}
+            bars: dict[str, Any] = {
+                "xerr": error_bars([p.kl]),
+                "yerr": error_bars([p.reward]),
+                "ecolor": style["color"],
+            }
             axes.errorbar([p.kl.mean], [p.reward.mean], fmt="none", elinewidth=0.8, alpha=0.6, **bars)
     axes.set_xlim(left=0)
     steps = [(0.0, base.mean), *sorted((p.kl.mean, p.reward.mean) for p in points if p.name in best)]
@@ -235,9 +239,3 @@ def draw(base: Estimate, points: Sequence[Point], best: frozenset[str], folder: 
 
 def _root(x: Any) -> Any:
     return np.sqrt(np.maximum(np.asarray(x, dtype=float), 0.0))
-
-
-def _halves(found: Estimate) -> list[list[float]] | None:
-    if found.low is None or found.high is None:
-        return None
-    return [[max(0.0, found.mean - found.low)], [max(0.0, found.high - found.mean)]]

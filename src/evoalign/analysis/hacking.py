@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign import statistics
-from evoalign.analysis.base import BASE, Analysis, Finding, check_unique, row
+from evoalign.analysis.base import BASE, Analysis, Finding, check_unique, error_bars, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.style import COLORS, canvas, frame, save_both
@@ -224,10 +224,10 @@ def _draw(rates: Mapping[str, Mapping[str, Rate]], path: Path) -> list[Path]:
                 (rate.before, -0.16, "before", "o", COLORS[6]),
                 (rate.after, 0.16, "after", "s", COLORS[1]),
             ):
-                low, high = (found.mean if end is None else end for end in (found.low, found.high))
-                halves = [[found.mean - low], [high - found.mean]]
                 style: dict[str, Any] = {"fmt": form, "color": color, "markersize": 4, "capsize": 2}
-                axes.errorbar([found.mean], [place + shift], xerr=halves, label=None if place else label, **style)
+                axes.errorbar(
+                    [found.mean], [place + shift], xerr=error_bars([found]), label=None if place else label, **style
+                )
         axes.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
         axes.set_ylim(len(kinds) - 0.5, -0.5)
         axes.set_xlim(-0.02 * top, 1.02 * top)

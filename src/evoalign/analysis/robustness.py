@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.base import Analysis, Finding, row
+from evoalign.analysis.base import Analysis, Finding, error_bars, row
 from evoalign.errors import ConfigError
 from evoalign.report import watching
 from evoalign.report.style import canvas, frame, plain, save_both, series
@@ -292,9 +292,6 @@ def _panel(
         points = [(sigma, found) for sigma, found in known.items() if found is not None]
         shift = SHIFT ** (index - (len(profiles) - 1) / 2)
         x, y = [sigma * shift for sigma, _ in points], [found.mean for _, found in points]
-        halves = [
-            [found.mean - (found.mean if found.low is None else found.low) for _, found in points],
-            [(found.mean if found.high is None else found.high) - found.mean for _, found in points],
-        ]
+        halves = error_bars([found for _, found in points])
         label = shorten(visible(name), 60)
         axes.errorbar(x, y, yerr=halves, label=label, capsize=2.5, markersize=4, linewidth=1.4, **series(index))

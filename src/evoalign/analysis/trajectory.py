@@ -119,10 +119,10 @@ def measure(targets: Sequence[str], settings: Settings, config: Config | None) -
         if method_of(Path(name)) != "es" or not (Path(name) / "config.yaml").is_file():
             raise ConfigError(f"{name} is no run of ES, so it has no journal to follow; use `distance`")
     logs = {name: log_of(name) for name in targets}
-    models = {name: config_of(log).model for name, log in logs.items()}
-    model_config = models[targets[0]] if config is None else config.model
-    for name, own in models.items():
-        if config is None and Path(own.name).name != Path(model_config.name).name:
+    model_config = config_of(logs[targets[0]]).model if config is None else config.model
+    for name, log in logs.items() if config is None else ():
+        own = config_of(log).model
+        if Path(own.name).name != Path(model_config.name).name:
             raise ConfigError(
                 f"{name} started from {own.name}, and {targets[0]} from {model_config.name}; analyse them separately"
             )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evoalign.analysis.base import BASE
+from evoalign.analysis.base import BASE, error_bars
 from evoalign.analysis.coverage import estimators as of
 from evoalign.analysis.coverage.estimators import TEMPERATURE, All, Problem, Tries, Way
 from evoalign.report.style import COLORS, GRID, canvas, frame, plain, save_both, series
@@ -76,9 +76,8 @@ def _panel(axes: Axes, ways: Mapping[Way, Tries], ks: Sequence[int]) -> None:
         found = [of.estimate(one.solved_NP, k, shared=way.shared) for k in ks]
         style, last = series(index), found[-1]
         axes.plot(list(ks), [e.mean for e in found], label=f"{way.value:g}", markersize=3, linewidth=1.3, **style)
-        if last.low is not None and last.high is not None:
-            x, halves = ks[-1] * APART ** (index + 1), [[last.mean - last.low], [last.high - last.mean]]
-            axes.errorbar([x], [last.mean], yerr=halves, fmt="none", capsize=2, color=style["color"])
+        x, halves = ks[-1] * APART ** (index + 1), error_bars([last])
+        axes.errorbar([x], [last.mean], yerr=halves, fmt="none", capsize=2, color=style["color"])
 
 
 def _bars(tries: All, names: Sequence[str], _: Sequence[int], path: Path) -> list[Path]:

@@ -49,4 +49,4 @@ class Similarity(Analysis[Settings]):
         """
         from evoalign.analysis.similarity.finding import similarity
 
-        return similarity(targets, settings, config)
+        return similarity(targets, config, **vars(settings))

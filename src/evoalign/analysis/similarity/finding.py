@@ -18,7 +18,6 @@ from evoalign.analysis import weights as reading
 from evoalign.analysis.base import Finding
 from evoalign.analysis.similarity import chance, report
 from evoalign.analysis.similarity.chance import Across
-from evoalign.analysis.similarity.command import Settings
 from evoalign.analysis.similarity.kept import GainKept, gains_kept
 from evoalign.analysis.similarity.measures import (
     SIDES,
@@ -41,27 +40,37 @@ from evoalign.report import watching
 from evoalign.rundir.method import method_of
 
 
-def similarity(names: Sequence[str], settings: Settings, config: Config | None) -> Finding:
-    """Measure the changes of all targets and their placebos. Raises EvoalignError."""
-    targets = [locate(name, config, settings.base) for name in names]
+def similarity(
+    names: Sequence[str],
+    config: Config | None,
+    *,
+    base: str | None,
+    placebos: int,
+    spectrum: bool,
+    absolute: Sequence[float],
+    relative: Sequence[float],
+    ranks: Sequence[int],
+) -> Finding:
+    """Measure the changes of all targets and their placebos; see `Settings`. Raises EvoalignError."""
+    targets = [locate(name, config, base) for name in names]
     with TemporaryDirectory(prefix="evoalign-placebos-") as folder:
         columns: dict[int, list[int]] = {}
         all_ = list(targets)
         for k, target in enumerate(targets):
-            seeds = range(k * settings.placebos, (k + 1) * settings.placebos)  # different shuffles for each target
+            seeds = range(k * placebos, (k + 1) * placebos)  # different shuffles for each target
             watching.stage(f"{target.name}, placebos")
             made = chance.placebos_of(target, seeds, Path(folder) / str(k))
             if made:
                 columns[k] = list(range(len(all_), len(all_) + len(made)))
                 all_ += made
         weights = reading.read(all_)
-        found = measure(weights, settings.absolute, settings.relative, spectra=settings.spectrum)
+        found = measure(weights, absolute, relative, spectra=spectrum)
         kept = [
-            gains_kept(weights[k], [weights[i] for i in columns.get(k, ())], settings.ranks)
+            gains_kept(weights[k], [weights[i] for i in columns.get(k, ())], ranks)
             for k in range(len(targets))
-            if settings.ranks
+            if ranks
         ]
-    return _finding(weights[: len(targets)], found, columns, kept, settings)
+    return _finding(weights[: len(targets)], found, columns, kept, {"absolute": absolute, "relative": relative})
 
 
 def _finding(
@@ -69,7 +78,7 @@ def _finding(
     found: Sequence[Measured],
     columns: Mapping[int, Sequence[int]],
     kept: Sequence[Sequence[GainKept]],
-    settings: Settings,
+    limits: Mapping[str, Sequence[float]],
 ) -> Finding:
     targets, first = [one.target for one in weights], weights[0]
     names = [target.name for target in targets]
@@ -90,7 +99,7 @@ def _finding(
     for a, b in combinations([one.group for one in agreements], 2):
         same = any((min(i, j), max(i, j)) in alike for i in a.members for j in b.members)
         across.append(chance.between(a, b, sums[ALL].cosines, columns, same_noise=same))
-    described = [_described(k, target, found, sums, parts, columns, settings) for k, target in enumerate(targets)]
+    described = [_described(k, target, found, sums, parts, columns, limits) for k, target in enumerate(targets)]
     for one, own in zip(described, kept, strict=False):
         gain, *placebos = (asdict(each) for each in own)
         one["gain_kept"] = {**gain, "placebos": placebos}
@@ -170,20 +179,22 @@ def _described(
     sums: Mapping[str, Sums],
     parts: Mapping[str, Collection[str]],
     columns: Mapping[int, Sequence[int]],
-    settings: Settings,
+    limits: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """Return one target's size, sparsity and ranks in each set of tensors, with those of its placebos."""
     whole = sums[ALL]
     where: dict[str, Any] = {}
     for name, own in sums.items():
         inside = [one for one in found if one.spec.name in parts[name]]
-        below, count = [int(n) / own.numbers for n in own.below_KT[k]], len(settings.absolute)
-        limits = {"absolute": (settings.absolute, below[:count]), "relative": (settings.relative, below[count:])}
+        below = [int(n) / own.numbers for n in own.below_KT[k]]
+        count = len(limits["absolute"])
+        shares = {"absolute": below[:count], "relative": below[count:]}
         where[name] = {
             "share_of_numbers": own.numbers / whole.numbers,
             **_size(k, own, whole),
             "at_most": {
-                kind: {f"{limit:g}": share for limit, share in zip(*both, strict=True)} for kind, both in limits.items()
+                kind: {f"{limit:g}": share for limit, share in zip(limits[kind], own_shares, strict=True)}
+                for kind, own_shares in shares.items()
             },
             **_ranks(k, inside),
             "placebos": [{**_size(i, own, whole), **_ranks(i, inside)} for i in columns.get(k, ())],
