@@ -299,7 +299,7 @@ def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_said(runs: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         ModelMixer([runs["lora"], runs["lora"]], None, ASKED)
-    with pytest.raises(ConfigError, match="base alone does not say which model"):
+    with pytest.raises(ConfigError, match="base alone names no model"):
         ModelMixer([BASE], None, ASKED)
     with pytest.raises(ConfigError, match="no validation split"):
         ModelMixer([runs["lora"]], None, EvalSettings(split="validation"))

@@ -182,7 +182,7 @@ def test_changes_from_two_bases_are_not_compared(tmp_path: Path, random_qwen2: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("a",), "say its base model and task with --config"),
+        (("a",), "set its base model and task with --config"),
         (("a", "--set", "base=nowhere/at/all"), "no folder nowhere/at/all"),
         (("a", "--set", "base=tiny", "--set", "ranks=[0]"), "ranks.0"),
         ((str(tiny()), "--set", "base=tiny"), "no change"),
