@@ -126,7 +126,7 @@ def test_groups_without_an_end_or_a_cost_say_so(copy: Copy, tmp_path: Path, monk
     copy("a", reward=rising(2), cost=lambda _: None)
     unfinished = copy("b", method="grpo", reward=rising(2), cost=lambda _: None)
     (unfinished / "results/evaluation.json").unlink()
-    (unfinished / "results/sealed.json").unlink(missing_ok=True)
+    (unfinished / "SHA256SUMS").unlink(missing_ok=True)
     drawn = figures_of(efficiency, monkeypatch)
     found = analysed(tmp_path, Settings(threshold=0.5))
     assert [p.name for p in found.draw(tmp_path)] == ["efficiency_ends.png", "efficiency_ends.svg"]

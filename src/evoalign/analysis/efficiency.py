@@ -120,7 +120,7 @@ class Efficiency(Analysis[Settings]):
         from evoalign.analysis.compare.comparison import WHY
         from evoalign.analysis.compare.groups import check_comparable, grouped, named, usable
         from evoalign.analysis.compare.runs import find, read
-        from evoalign.rewards.fitness import shared_aim
+        from evoalign.rewards.objective import shared_aim
 
         found, left_out = list["Run"](), list[tuple[Path, str]]()
         for path in find(targets):

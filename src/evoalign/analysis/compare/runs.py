@@ -25,8 +25,8 @@ from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import verify
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
-from evoalign.rundir.sealing import is_sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Run:
     """Name of the task, and what it was given as, where that was a Python object."""
     alarm: str | None
     """What the run says of its completions, such as `likely hacked`; None where nothing alarmed, or nobody saw."""
-    sealed: bool
-    """Whether its results have a seal, which fits them."""
+    verified: bool
+    """Whether its results match the checksums of its end."""
     placebo: Known | None
     """Of a run of ES that measured them."""
     questions: str | None
@@ -125,7 +125,7 @@ def _is_readable(path: Path) -> bool:
 
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a file that is missing, damaged or not of a run."""
-    sealed = is_sealed(path)
+    verified = verify(path)
     manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
@@ -153,7 +153,7 @@ def read(path: Path) -> Run:
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result and result.alarms else None,
-        sealed=sealed,
+        verified=verified,
         placebo=_gain(path, config, result),
         questions=_questions(before or after),
         items=_items(after or ()),
