@@ -236,7 +236,7 @@ def test_under_noise_that_changes_nothing_sampled_tries_still_differ(config: Con
         (Settings(k=(0, 1)), "k: 0 does not fit"),
     ],
 )
-def test_what_is_wrong_is_said(settings: Settings, said: str, config: Config) -> None:
+def test_wrong_settings_are_refused(settings: Settings, said: str, config: Config) -> None:
     with pytest.raises(ConfigError, match=said):
         Coverage().run([BASE], settings, config)
 

@@ -24,7 +24,7 @@ def tab() -> Iterator[Visit]:
 
 
 @pytest.mark.slow
-def test_filters_work_and_nothing_that_was_said_runs(tmp_path: Path, tab: Visit) -> None:
+def test_filters_work_and_no_completion_is_executed(tmp_path: Path, tab: Visit) -> None:
     """Four problems: solved by both, by the base alone, by the other alone, by nobody."""
     base, other = np.array([[1, 1, 0, 0]] * 2, dtype=bool), np.array([[1, 0, 1, 0]] * 2, dtype=bool)
     way, texts = Way("temperature", 1.0), [[HOSTILE] * 2] * 4

@@ -51,7 +51,7 @@ def nats(model: Any, window: int, pieces: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_perplexity_and_accuracy_over_checkpoints_beside_placebos(folder: Path) -> None:
+def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path) -> None:
     run = folder / "run"
     settings = replace(SMALL, tasks=(folder / "other.yaml",), text=folder / "text.txt")
     task, text = measure([locate(str(run), None)], settings)
@@ -72,7 +72,7 @@ def test_perplexity_and_accuracy_over_checkpoints_beside_placebos(folder: Path) 
     assert "by 3 placebos" in sentences(text)[0] and "perplexity" in sentences(text)[0]
 
 
-def test_a_broken_model_is_told_from_one_that_did_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_model_is_worse_and_an_equal_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     start = {name: p.detach() for name, p in plain().named_parameters()}
@@ -87,7 +87,7 @@ def test_a_broken_model_is_told_from_one_that_did_not_change(tmp_path: Path, mon
     assert found.numbers["courses"][1]["points"][0]["perplexity"] > found.numbers["courses"][1]["base"]["perplexity"]
 
 
-def test_a_run_that_is_one_placebo_more_is_not_said_to_forget_more_than_noise() -> None:
+def test_one_more_placebo_does_not_forget_more_than_noise() -> None:
     """Placebos differ among each other: an interval of their mean alone lies beside 0 for half of them."""
     random, said = np.random.default_rng(0), 0
     base_E = random.normal(size=40)
@@ -109,7 +109,7 @@ def test_without_a_text_the_test_prompts_are_read(folder: Path) -> None:
     assert "text=FILE" in text and "set placebos=5" in text and "tasks=[other.yaml]" in text
 
 
-def test_a_task_that_was_trained_on_is_said_to_be(folder: Path) -> None:
+def test_the_trained_task_is_marked(folder: Path) -> None:
     own = folder / "own.yaml"
     own.write_text((folder / "run" / "config.yaml").read_text())
     found = Forgetting().run([str(folder / "run")], replace(SMALL, placebos=0, tasks=(own,), examples=2))

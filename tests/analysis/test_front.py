@@ -44,7 +44,7 @@ def test_the_front_is_of_means_and_better_is_beyond_both_intervals() -> None:
     assert not is_beaten(dear, noisy), "its reward is not surely higher"
 
 
-def test_it_is_said_how_many_pairs_were_tested() -> None:
+def test_sentences_count_the_tested_pairs() -> None:
     rng = np.random.default_rng(0)
     low = rng.normal(0, 1, 40)
     cheap, dear = point("cheap", list(low + rng.normal(1, 0.1, 40)), 0.1, 0.02), point("dear", list(low), 0.5, 0.02)

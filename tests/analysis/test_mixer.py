@@ -107,7 +107,7 @@ def test_a_point_of_a_line_is_the_line_of_plain_weights(runs: dict[str, str], tm
     assert found.measures_E["reward"] == theirs.measures_E["reward"][:5]
 
 
-def test_the_float32_mean_beside_a_rounded_checkpoint_is_what_counts(tmp_path: Path) -> None:
+def test_the_float32_mean_replaces_a_rounded_checkpoint(tmp_path: Path) -> None:
     name = str(shutil.copytree(tiny(), tmp_path / "saved"))
     fine = plain().model.norm.weight.detach() * 1.0001
     save_file({"model.norm.weight": fine}, tmp_path / "saved" / "mean-00000.safetensors")
@@ -171,7 +171,7 @@ def test_the_divergence_of_a_target_is_that_of_the_analysis(runs: dict[str, str]
     assert found.draws_P.tolist() == [1.0] * 5 and known.exact > 0.01
 
 
-def test_hacked_is_held_against_the_base_and_the_best_of_the_targets(runs: dict[str, str]) -> None:
+def test_hacked_compares_with_the_base_and_the_best_target(runs: dict[str, str]) -> None:
     """An empty answer is broken by itself; one that is wrong counts where it earns as much as the best target's."""
     name = runs["lora"]
     with ModelMixer([name], None, EvalSettings(examples=8, max_tokens=8)) as mixer:
@@ -245,7 +245,7 @@ def test_experts_are_mixed_and_perturbed_under_their_own_names(family: str, tmp_
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt_neox", "opt", "mpt"])
-def test_parts_are_told_apart_in_every_family(family: str, tmp_path: Path) -> None:
+def test_parts_are_distinguished_in_every_family(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(build(family, tmp_path / family))
@@ -296,7 +296,7 @@ def test_other_shapes_name_the_tensor(tmp_path: Path) -> None:
         ModelMixer([str(deep)], config, ASKED)
 
 
-def test_what_cannot_be_asked_is_said(runs: dict[str, str], tmp_path: Path) -> None:
+def test_wrong_targets_and_settings_are_refused(runs: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         ModelMixer([runs["lora"], runs["lora"]], None, ASKED)
     with pytest.raises(ConfigError, match="base alone names no model"):
@@ -312,7 +312,7 @@ def test_what_cannot_be_asked_is_said(runs: dict[str, str], tmp_path: Path) -> N
         ModelMixer([runs["lora"], str(moved)], None, ASKED)
 
 
-def test_a_run_is_asked_no_row_it_was_trained_on_whatever_config_is_given(tmp_path: Path) -> None:
+def test_no_training_example_is_evaluated_whatever_the_config(tmp_path: Path) -> None:
     """Without test_data the seed parts the rows: that of the run counts, and runs of two seeds are refused."""
     file, small = tmp_path / "rows.json", {"evaluation": {"max_tokens": 4}, "checks": UNCHECKED}
     file.write_text(json.dumps([{"question": f"Is {i} odd?", "answer": "Yes" if i % 2 else "No"} for i in range(20)]))
@@ -354,7 +354,7 @@ def test_runs_of_one_seed_that_parted_their_rows_otherwise_are_refused(tmp_path:
         ModelMixer([str(tmp_path / "few"), str(tmp_path / "many")], None, ASKED)
 
 
-def test_a_run_of_es_without_its_placebo_is_told(
+def test_placebo_hint_names_runs_without_a_placebo(
     runs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, placebo = runs["lora"], str(tmp_path / "placebo")
@@ -373,7 +373,7 @@ def test_a_run_of_es_without_its_placebo_is_told(
         assert any(not torch.equal(found, own[name]) for name, found in tensors(mixer).items())
 
 
-def test_weights_that_are_put_in_are_asked() -> None:
+def test_put_weights_are_evaluated() -> None:
     """They are read anew each time they are put, and what they lack is the base model's."""
     norm = "model.norm.weight"
     with ModelMixer([BASE], from_dict({"model": {"name": "tiny"}}, needs_es=False), ASKED) as mixer:

@@ -67,7 +67,7 @@ def test_noise_below_the_last_bit_changes_nothing_and_wide_noise_does(profiles: 
     assert mlp is not None and mlp.mean != wide.kl.mean
 
 
-def test_a_tied_head_is_said_and_is_the_embeddings(found: Finding, config: Config, tmp_path: Path) -> None:
+def test_a_tied_head_is_reported_as_the_embeddings(found: Finding, config: Config, tmp_path: Path) -> None:
     assert found.numbers["tied_head"] is True and found.numbers["parts"] == ["all", "mlp"]
     assert any("(tied)" in line for line in found.sentences)
     own = str(write_negated(tmp_path / "untied"))
@@ -143,6 +143,6 @@ def test_one_sigma_is_one_place_on_the_axis(count: int, tmp_path: Path, monkeypa
         (Settings(parts=("unembedding",)), "leaves no part to perturb"),
     ],
 )
-def test_what_is_wrong_is_said(settings: Settings, said: str, config: Config) -> None:
+def test_wrong_settings_are_refused(settings: Settings, said: str, config: Config) -> None:
     with pytest.raises(ConfigError, match=said):
         Robustness().run([BASE], settings, config)

@@ -79,7 +79,7 @@ def test_differences_are_paired_by_prompt_whatever_the_order(files: list[str]) -
     assert "reward" in found.sentences[-1] and f"minus {files[0]} on 30 prompts" in found.sentences[-1]
 
 
-def test_all_measures_are_said_to_have_moved_or_not(files: list[str], tmp_path: Path) -> None:
+def test_every_measure_has_a_verdict(files: list[str], tmp_path: Path) -> None:
     found = safety(files)
     (pair,) = found.numbers["differences"]
     sentence = found.sentences[-1]
@@ -124,7 +124,7 @@ def test_models_that_share_no_prompt_are_not_paired(tmp_path: Path) -> None:
         ({"prompt": " ", "reward": 1, "cost": 0}, "line 1: prompt is"),
     ],
 )
-def test_lines_that_are_no_points(line: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_lines_without_a_point_are_refused(line: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(DataError, match=told):
         safety([str(tmp_path / "p.jsonl")])

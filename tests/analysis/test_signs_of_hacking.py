@@ -103,13 +103,13 @@ def test_rates_are_of_examples_and_changes_are_paired() -> None:
     assert ", down from 0.875 " in hacking._row("a", back)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_rewards_earned_with_gold_wrong_are_told() -> None:
+def test_rewards_earned_with_wrong_gold_are_counted() -> None:
     before = [said_by(e, f"Word {e}", right=True, reward=0.1) for e in range(10)]
     after = [said_by(e, f"Word {e}", right=e >= 8, reward=1.0) for e in range(10)]
     assert Pair(before, after, stored=True).rates()["earned_wrong"].after.mean == 0.8
 
 
-def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
+def test_models_are_evaluated_with_their_base(tmp_path: Path) -> None:
     config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 12})
     odd = str(write_negated(tmp_path / "odd"))
     found = Hacking().run([BASE, odd], Settings(examples=4, tokens=10), config)
@@ -123,7 +123,7 @@ def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
     assert target(found)["verdict"] == verdict.judge(before, after).word
 
 
-def test_with_a_config_a_run_is_asked_as_it_says(real: Path) -> None:
+def test_a_config_evaluates_a_run_with_its_settings(real: Path) -> None:
     config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 3})
     (found,) = Hacking().run([str(real)], Settings(examples=4), config).numbers["targets"]
     assert (found["stored"], found["examples"]) == (False, 4)
@@ -138,7 +138,7 @@ def test_with_a_config_a_run_is_asked_as_it_says(real: Path) -> None:
     assert (kept["stored"], kept["examples"]) == (True, 8)
 
 
-def test_what_is_wrong_is_said(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_targets_are_refused(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="twice"):
         Hacking().run([str(real), str(real)], Settings(), None)
     with pytest.raises(ConfigError, match="base alone"):

@@ -252,7 +252,7 @@ def test_a_direction_that_placebos_have_too_is_not_claimed() -> None:
     assert len(lines) == 2 and lines[1].startswith(f"10 other pairs: {report.NONE}")
 
 
-def test_agreement_of_seeds_beside_that_of_their_placebos() -> None:
+def test_agreement_of_seeds_and_of_their_placebos() -> None:
     generator = np.random.default_rng(8)
     common, other = generator.normal(size=(2, 400))
     rows = generator.normal(size=(24, 400))  # four seeds of a, two of b, three placebos each of a

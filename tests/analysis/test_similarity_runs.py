@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_runs_beside_their_placebos(folder: Path, run: Run) -> None:
+def test_runs_and_their_placebos(folder: Path, run: Run) -> None:
     names = [str(folder / name) for name in ("lora1", "lora2", "full1")]
     done = run("analyze", "similarity", *names, "--set", "placebos=2", "--set", "spectrum=false", "--to", "out")
     assert (done.code, done.err) == (0, "")
@@ -112,7 +112,7 @@ def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> No
     assert placebo["after"] != kept["after"]
 
 
-def test_runs_of_one_noise_are_said_to_be(folder: Path, tmp_path: Path, run: Run) -> None:
+def test_runs_with_the_same_noise_are_marked(folder: Path, tmp_path: Path, run: Run) -> None:
     shutil.copytree(folder / "lora1", tmp_path / "again")
     done = run("analyze", "similarity", folder / "lora1", "again", "--set", "spectrum=false")
     assert done.code == 0 and "cosine of the weight changes 1: both drew the same noise" in done.out
@@ -188,7 +188,7 @@ def test_changes_from_two_bases_are_not_compared(tmp_path: Path, random_qwen2: P
         ((str(tiny()), "--set", "base=tiny"), "no change"),
     ],
 )
-def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, tmp_path: Path, run: Run) -> None:
+def test_an_error_is_one_line(words: tuple[str, ...], said: str, tmp_path: Path, run: Run) -> None:
     changed(tmp_path / "a", 1)
     done = run("analyze", "similarity", *words)
     assert done.code == 2 and done.err.startswith("error: ") and said in done.err
