@@ -85,8 +85,8 @@ def _evaluation_config(target: str, task: str | None, files: list[Path], sets: l
     if is_run:
         if any(text.startswith("seed=") for text in sets):
             raise ConfigError(
-                f"--set {next(text for text in sets if text.startswith('seed='))}: a run keeps its training seed, which "
-                "determines its splits; --seeds sets the sampling seeds"
+                f"--set {next(text for text in sets if text.startswith('seed='))}: a run keeps its training seed, "
+                "which determines its splits; --seeds sets the sampling seeds"
             )
         ours = load([own, *files], sets, needs_es=False)
         if task is not None and task != ours.task.name:  # the run's data files belong to another task
