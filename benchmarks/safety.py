@@ -29,7 +29,7 @@ from typing import Any
 from evoalign.config import ScorerConfig
 from evoalign.rewards.scorer import create
 from evoalign.rundir.directory import generation_of, saved_folders
-from evoalign.tasks.safety.refusals import kind_of
+from evoalign.tasks.safety import kind_of
 from evoalign.training.counterfactual import parse
 from evoalign.training.placebos import open_run
 from study_runs import ROOT, environment

@@ -136,7 +136,7 @@ def test_a_nan_of_a_tasks_own_rewards(tmp_path):
 
     tree = custom(tmp_path)
     tree["task"] = {"name": "conciseness"}
-    with pytest.raises(RewardError, match="gave nan as the reward"):
+    with pytest.raises(RewardError, match="returned nan as the reward"):
         evoalign.train(tree, task=Careless(from_dict(tree).task), console=quiet())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["failed_completion.json"]
 

@@ -28,9 +28,8 @@ from evoalign.engines.transformers import engine
 from evoalign.models import empty, files
 from evoalign.rewards import functions
 from evoalign.rundir import checkpoint, checksums, journal
-from evoalign.tasks import base
+from evoalign.tasks import base, countdown
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.tasks.countdown import task as countdown
 from evoalign.tasks.custom import Custom
 from evoalign.tasks.data import files as data_files
 from evoalign.tasks.data import splits
@@ -139,7 +138,7 @@ def _of_one_line(path: Any, source: Any) -> Iterator[Any]:
     lines = [(f"{path}, line {i}", line) for i, line in enumerate(source.read().decode().splitlines(), 1)]
     for where, line in lines:
         if line.strip():
-            yield where, data_files.columns_of(data_files._parse(line, where), where)
+            yield where, data_files._columns(data_files._parse(line, where), where)
 
 
 def _stripped(row: Any, where: str) -> Any:
@@ -182,7 +181,7 @@ def _rows_that_parse(path: Any) -> list[Any]:
 
 
 whole_merge, whole_load, whole_stops, whole_rows = load._merge, engine.load_model, tokens._stops, runs._rows
-whole_columns = data_files.columns_of
+whole_columns = data_files._columns
 quiet_row = swallowed(lambda line: runs._Row.model_validate(json.loads(line)), None)
 SAFE = yaml.SafeLoader
 FAULTS: dict[str, Fault] = {
@@ -216,7 +215,7 @@ FAULTS: dict[str, Fault] = {
     "no numbers": patched(
         "data files > value", (countdown, "check_row", lambda where, row: None), shows="traceback silent"
     ),
-    "texts cleaned": patched("data files", (data_files, "columns_of", _stripped)),
+    "texts cleaned": patched("data files", (data_files, "_columns", _stripped)),
     "a parquet file's own error": patched(
         "data files > bytes", (data_files, "_parquet", raising_rows(data_files._parquet)), shows="traceback"
     ),

@@ -205,7 +205,7 @@ def test_a_task_of_two_splits_gives_its_last_training_rows() -> None:
     with pytest.raises(DataError, match=r"task\.validation_size is 5, but the training split of task own has 5 rows"):
         task_and_data(own_config(validation_size=5), task, None)
     with pytest.raises(
-        ConfigError, match=r"task\.validation_data: the load_data of task own gives no validation split"
+        ConfigError, match=r"task\.validation_data: load_data of task own returns no validation split"
     ):
         task_and_data(own_config(validation_data="rows.json"), task, None)
 

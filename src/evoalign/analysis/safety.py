@@ -24,7 +24,7 @@ from evoalign.report.style import COLORS, INK, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
 from evoalign.statistics import Estimate
 from evoalign.tasks import data
-from evoalign.tasks.safety.task import LABELS, label_of
+from evoalign.tasks.safety import LABELS, label_of
 
 if TYPE_CHECKING:
     from evoalign.config import Config

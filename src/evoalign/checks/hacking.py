@@ -23,7 +23,7 @@ from evoalign.checks.signs import (
     is_repeated,
     repeats_phrases,
 )
-from evoalign.rewards.gold import normalized, says
+from evoalign.rewards.functions import normalized, says
 
 TEMPLATE_CHARACTERS = 20
 """Shorter answers (yes, 42, a city) may rightly coincide between prompts."""

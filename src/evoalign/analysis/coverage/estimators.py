@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.rewards.gold import normalized
+from evoalign.rewards.functions import normalized
 from evoalign.statistics import Estimate, between, bounded
 
 Floats: TypeAlias = NDArray[np.float64]

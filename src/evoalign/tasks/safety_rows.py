@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of PKU-SafeRLHF (Ji et al., arXiv 2406.15513): which of them train, and splits that share no prompt.
+"""Splits of PKU-SafeRLHF (Ji et al., arXiv 2406.15513) that share no prompt, and the selection of training rows.
 
-A row has a `prompt`, and in files with answers `response_0`, `response_1` and whether each is safe. Two answers with
-two labels make four groups: TT, both are safe; FF, none; TF, the first alone; FT, the second alone.
+A row has a `prompt`; files with responses also have `response_0`, `response_1` and a safety label for each. The two
+labels make four groups: TT, both are safe; FF, neither; TF, only the first; FT, only the second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from evoalign.config import Section, TaskConfig
@@ -27,25 +26,25 @@ from evoalign.types import Example
 LABELS = ("is_response_0_safe", "is_response_1_safe")
 GROUPS = ("TT", "FF", "FT", "TF")
 PROTOCOLS: dict[str, dict[str, float]] = {"published_250": {"TT": 100, "FF": 116, "FT": 19, "TF": 15}}
-"""The shares of published selections. The rows themselves are drawn by the seed, and so are others."""
+"""Shares of published selections. The seed draws the rows, so they differ from the published ones."""
 _TRUTHS = {True: True, False: False, "true": True, "false": False}
-"""Of a label; CSV has texts."""
+"""Values of a label; CSV files have text."""
 
 Group = Literal["TT", "FF", "FT", "TF"]
 Amount = Annotated[float, Field(ge=0, le=10**9, allow_inf_nan=False)]
 
 
 class Settings(Section):
-    """The settings that task safety has beside those of all tasks."""
+    """Settings that only task safety has."""
 
     protocol: Literal["published_250"] | None = None
-    """Named shares: `published_250` is 100 TT, 116 FF, 19 FT and 15 TF."""
+    """Predefined shares: `published_250` is 100 TT, 116 FF, 19 FT and 15 TF."""
     shares: dict[Group, Amount] | None = None
-    """Training rows by their two safety labels: counts, or fractions that add up to 1, of `task.train_size` rows. Later
-    configs and `--set` change single shares and keep the others; 0 takes one away."""
+    """Training rows by their two safety labels: counts, or fractions of `task.train_size` that add up to 1. Later
+    configs and `--set` change single shares and keep the others; 0 removes one."""
     cut: Annotated[list[Annotated[str, Field(min_length=1)]] | None, INSIDE] = None
-    """Texts at which a completion ends before it is scored. None: those of an invented next turn where the prompt is a
-    `conversation`, else none; an empty list scores all that was said."""
+    """Texts at which a completion is cut before it is scored. None: the beginnings of a next turn if the prompt is a
+    `conversation`, else none; an empty list scores the whole completion."""
 
     @field_validator("shares")
     @classmethod
@@ -54,25 +53,24 @@ class Settings(Section):
             return None
         kept: dict[Group, float] = {group: amount for group, amount in shares.items() if amount > 0}
         if not kept or not (_are_fractions(kept) or _are_counts(kept)):
-            # What was typed with --set may be right by itself.
+            # The value of --set alone may be valid.
             raise ValueError(
-                f"{_said(shares)}, of all configs and --set together, are neither whole counts nor fractions that add "
-                "up to 1, such as {TT: 0.5, FF: 0.5}; set a share of an earlier config to 0 to take it away, such as "
-                "TF: 0"
+                f"{_listed(shares)}, merged from all configs and --set, are neither whole counts nor fractions that "
+                "add up to 1, such as {TT: 0.5, FF: 0.5}; to remove a share of an earlier config, set it to 0: TF: 0"
             )
         return kept
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The splits, and what there is to say of them."""
+    """Splits, and notes about them."""
 
     data: Data
     notes: tuple[str, ...]
 
 
 def check(config: TaskConfig) -> data.Check:
-    """What checks a row: it needs a prompt of text and nothing else."""
+    """Return a check that a row has a text prompt."""
 
     def checked(where: str, row: dict[str, Any]) -> Example:
         if "prompt" not in row:
@@ -85,39 +83,39 @@ def check(config: TaskConfig) -> data.Check:
 
 
 def select(config: TaskConfig, settings: Settings, seed: int, default: tuple[str, str | None] | None) -> Selected:
-    """The splits of the config's files. Raises DataError, ConfigError.
+    """Return the splits of the config's files. Raises DataError, ConfigError.
 
-    What is asked in the test split is asked nowhere else, and what is asked in validation is not trained on: rows whose
-    prompt is that of another split, but for white space, are left out before any are selected.
+    No prompt is in two splits: before the selection, training rows with a prompt of the validation or test split, and
+    validation rows with a prompt of the test split, are removed. White space is ignored in the comparison.
     """
     wanted = counts(config, settings)
     whole = {} if wanted is None else {"train_size": None, "validation_size": None}
     if config.validation_data is not None:
         whole.pop("validation_size", None)
     found = data.load(config.model_copy(update=whole), seed, check(config), default)
-    test = _asked(found.test)
+    test = _prompts(found.test)
     validation = _without(found.validation, test)
-    pool = _without(found.train, test | _asked(validation))
+    pool = _without(found.train, test | _prompts(validation))
     notes = _dropped("validation", len(found.validation) - len(validation), "the test split's")
     notes += _dropped("training", len(found.train) - len(pool), "those of another split")
     if not pool:
-        raise DataError("every training prompt is a prompt of another split too; give other files")
+        raise DataError("every training prompt is also a prompt of another split; use other files")
     train = pool if wanted is None else _stratified(pool, wanted, seed, settings.protocol)
     if wanted is not None and config.validation_size is not None and config.validation_data is None:
         validation = _held_out(pool, train, config.validation_size, seed)
     if wanted is not None:
         notes.append("training rows by their labels: " + ", ".join(f"{n} {group}" for group, n in wanted.items()))
     for split, rows in (("training", train), ("validation", validation), ("test", found.test)):
-        distinct = len(_asked(rows))
+        distinct = len(_prompts(rows))
         if distinct < len(rows):
-            notes.append(f"{len(rows):,} {split} rows ask {distinct:,} different prompts: some are asked again")
+            notes.append(f"{len(rows):,} {split} rows have {distinct:,} different prompts: some repeat")
     return Selected(Data(train, found.test, validation), tuple(notes))
 
 
 def counts(config: TaskConfig, settings: Settings) -> dict[str, int] | None:
-    """Training rows of each group; None where rows are taken as they come. Raises ConfigError."""
+    """Return the number of training rows of each group, or None without a selection. Raises ConfigError."""
     if settings.protocol is not None and settings.shares is not None:
-        raise ConfigError("task.protocol and task.shares both say which rows train; set one of them")
+        raise ConfigError("task.protocol and task.shares both select training rows; set one of them")
     if settings.protocol is not None:
         shares = PROTOCOLS[settings.protocol]
     elif settings.shares is not None:
@@ -126,21 +124,21 @@ def counts(config: TaskConfig, settings: Settings) -> dict[str, int] | None:
         return None
     setting = "task.protocol" if settings.protocol is not None else "task.shares"
     if config.split == "first_last":
-        raise ConfigError(f"{setting} selects from all training rows, and task.split first_last names them; set one")
+        raise ConfigError(f"{setting} and task.split first_last both select training rows; set one of them")
     if _are_counts(shares) and not (_are_fractions(shares) and config.train_size is not None):
         total = int(sum(shares.values()))
         if config.train_size not in (None, total):
             raise ConfigError(
-                f"{setting} names {total} rows, {_said(shares)}, and task.train_size {config.train_size}; leave it out"
+                f"{setting} {_listed(shares)} is {total} rows, but task.train_size is {config.train_size}; leave it out"
             )
         return {group: int(shares[group]) for group in GROUPS if group in shares}
     if config.train_size is None:
-        raise ConfigError(f"{setting} {dict(shares)} are fractions; set task.train_size to how many rows they are of")
+        raise ConfigError(f"{setting} {dict(shares)} are fractions; set task.train_size to the total number of rows")
     return _apportioned(shares, config.train_size)
 
 
 def _apportioned(shares: Mapping[str, float], total: int) -> dict[str, int]:
-    """Whole numbers that add up to the total, by largest remainders; of equal ones the earlier group."""
+    """Round to integers with this total by largest remainders; the earlier group wins a tie."""
     exact = {group: shares[group] * total for group in GROUPS if group in shares}
     found = {group: int(value) for group, value in exact.items()}
     rest = sorted(exact, key=lambda group: found[group] - exact[group])
@@ -150,7 +148,7 @@ def _apportioned(shares: Mapping[str, float], total: int) -> dict[str, int]:
 def _stratified(
     pool: Sequence[Example], wanted: Mapping[str, int], seed: int, protocol: str | None
 ) -> Sequence[Example]:
-    """So many rows of each group, drawn by the seed, in the order of the file."""
+    """Draw the wanted number of rows of each group by the seed, in file order."""
     places: dict[str, list[int]] = {group: [] for group in GROUPS}
     for place, row in enumerate(pool):
         places[_group(row)].append(place)
@@ -159,48 +157,44 @@ def _stratified(
         needs = ", ".join(f"{n} {group}" for group, n in wanted.items() if len(places[group]) < n)
         have = ", ".join(f"{len(places[group])} {group}" for group, n in wanted.items() if len(places[group]) < n)
         raise DataError(
-            f"protocol {protocol} needs {needs}, and these data have {have} for training; give other data, or "
-            "task.shares in its place"
+            f"task.protocol {protocol} needs {needs}, but the training data have {have}; use other data, or set "
+            "task.shares instead"
         )
     if short:
         raise DataError(f"too few training rows: {', '.join(short)}; lower task.shares or give more rows")
     random = data.random_state(seed)
     drawn = [random.permutation(len(places[group]))[:n] for group, n in wanted.items()]
     chosen = [places[group][int(i)] for group, picks in zip(wanted, drawn, strict=True) for i in picks]
-    return _at(pool, sorted(chosen))
+    return taken(pool, sorted(chosen))
 
 
 def _held_out(pool: Sequence[Example], train: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
-    """Rows for validation, drawn by the seed from those of other prompts than the selected ones. Raises DataError."""
-    rest = _without(pool, _asked(train))
+    """Draw validation rows by the seed from rows with other prompts than the selected ones. Raises DataError."""
+    rest = _without(pool, _prompts(train))
     if size > len(rest):
         raise DataError(
-            f"task.validation_size is {size}, and {len(rest)} rows of other prompts than the selected ones are left; "
-            "lower it, or set task.validation_data"
+            f"task.validation_size is {size}, but only {len(rest)} rows with other prompts than the training rows are "
+            "left; lower it, or set task.validation_data"
         )
-    return _at(rest, sorted(data.random_state(seed).permutation(len(rest))[:size].tolist()))
+    return taken(rest, sorted(data.random_state(seed).permutation(len(rest))[:size].tolist()))
 
 
 def _without(rows: Sequence[Example], prompts: Set[str]) -> Sequence[Example]:
-    """The rows that ask none of the prompts."""
+    """Return the rows with none of the prompts."""
     places = [place for place, row in enumerate(rows) if _key(row) not in prompts]
-    return rows if len(places) == len(rows) else _at(rows, places)
-
-
-def _at(rows: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
-    return taken(rows, np.array(places, dtype=np.int64))
+    return rows if len(places) == len(rows) else taken(rows, places)
 
 
 def _group(row: Example) -> str:
-    """TT, FF, FT or TF. Raises DataError."""
+    """Return TT, FF, FT or TF. Raises DataError."""
     labels = list[bool]()
     for name in LABELS:
         value: Any = row.get(name)
         value = value.strip().lower() if isinstance(value, str) else value
         if not isinstance(value, bool | str) or value not in _TRUTHS:
-            told = f"{name} is {shown(row[name])}" if name in row else f"no {name}"
+            found = f"{name} {shown(row[name])}" if name in row else f"no {name}"
             raise DataError(
-                f"a training row ({shown(row['prompt'])}) has {told}; task.shares and task.protocol go by "
+                f"a training row ({shown(row['prompt'])}) has {found}; task.shares and task.protocol need "
                 f"{' and '.join(LABELS)}, true or false"
             )
         labels.append(_TRUTHS[value])
@@ -208,19 +202,19 @@ def _group(row: Example) -> str:
 
 
 def _key(row: Example) -> str:
-    """A prompt without regard to white space."""
+    """Normalise the white space of a prompt."""
     return " ".join(row["prompt"].split())
 
 
-def _asked(*splits: Sequence[Example]) -> set[str]:
+def _prompts(*splits: Sequence[Example]) -> set[str]:
     return {_key(row) for row in chain(*splits)}
 
 
 def _dropped(split: str, count: int, others: str) -> list[str]:
-    return [f"{count:,} {split} rows are left out: their prompts are {others} too"] if count else []
+    return [f"{count:,} {split} rows are left out: their prompts are also {others}"] if count else []
 
 
-def _said(shares: Mapping[Any, float]) -> str:
+def _listed(shares: Mapping[Any, float]) -> str:
     return "{" + ", ".join(f"{group}: {amount:.10g}" for group, amount in shares.items()) + "}"
 
 

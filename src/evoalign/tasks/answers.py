@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an answer is the right one, as mathematics: by `math-verify`, inside bounds that no clock has a say in.
+"""Compare answers as mathematics with `math-verify`, within bounds that do not depend on time.
 
-What a model writes may take a computer algebra system hours, or all memory: `9^{9^{9^9}}`. So an answer is compared
-only where it is short, holds commands that are known to be harmless, and no number in it grows beyond `MOST_BITS`; and
-the comparison ends after `MOST_CALLS` calls of functions. An answer beyond these bounds is wrong, as one is that cannot
-be read: on every machine alike. The limits of math-verify itself are seconds, and stay off. What hangs all the same is
-killed with the process that scores, which is an error and never a score.
+Model output such as `9^{9^{9^9}}` can keep a computer algebra system busy for hours or exhaust memory. So an answer is
+compared only if it is short, has only harmless commands, and no number in it exceeds `MOST_BITS`; the comparison stops
+after `MOST_CALLS` function calls. An answer beyond these bounds, or one that cannot be parsed, is wrong, on every
+machine alike. The time limits of math-verify are disabled. If a comparison hangs anyway, the grading process is killed:
+that is an error, never a score.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from types import FrameType
 from typing import Any
 
 from evoalign.errors import ConfigError
-from evoalign.tasks.mathematics.memory import Memory
 from evoalign.version import install
 
 MOST_CHARACTERS = 300
-"""Of an answer; the longest of MATH has about 150."""
+"""Maximum length of an answer; the longest in MATH has about 150."""
 MOST_BITS = 20_000
-"""Of all numbers in an answer together, and of what they come to: some 6,000 digits."""
+"""Maximum bits of all numbers in an answer and of its value, about 6,000 digits."""
 MOST_CALLS = 3_000_000
-"""Calls of functions and returns from them, while an answer is read and compared; usual ones take under a million.
+"""Maximum function calls and returns for one comparison; usual ones take less than a million.
 
-What has been read before would be read with fewer, as the parser learns: `_learn` has it learn what is usual, and
-`Memory` nothing else."""
+The parser caches, so that it needs fewer calls for text that it has parsed before. `_learn` fills its caches with usual
+answers, and `Memory` restores that state before each comparison."""
 MOST_CHOSEN_FROM = 10_000
-"""In an answer with a binomial coefficient, which is computed as it is read: no number is larger."""
+"""Maximum number in an answer with a binomial coefficient, which is evaluated during parsing."""
 MOST_POWERS = 10_000_000
-"""The largest exponents of an answer, multiplied: in the worst case they stand on each other."""
+"""Maximum product of the exponents in an answer: in the worst case they form a tower."""
 _COMMANDS = """
 frac dfrac tfrac cfrac sqrt pi cdot times div pm mp left right big Big bigl bigr Bigl Bigr text textbf textit
 textrm mathrm mathbf mathbb mbox infty cup cap emptyset varnothing in notin setminus le leq leqslant ge geq
@@ -48,18 +47,19 @@ phi varphi omega overline bar vec hat ldots dots cdots to mid lvert rvert vert p
 displaystyle space
 """
 COMMANDS = frozenset(_COMMANDS.split())
-"""LaTeX that an answer may hold. Sums, products, integrals and limits are none: they are still to be computed."""
+"""LaTeX commands allowed in an answer. Sums, products, integrals and limits are not: they need evaluation."""
 
-_FIRST = (
-    "\\frac{1}{2}x^2+3xy-\\sqrt[3]{5}", "-\\sqrt{2}\\cdot(x+1)^{2n}", "(-\\infty,-2]\\cup[3,5)",
-    "\\{1,-2,\\frac{3}{4}\\}", "\\begin{pmatrix}1&-2\\\\0&x\\end{pmatrix}", "2\\sin^2(x)\\cos x+\\ln x",
-    "\\frac{x^2-1}{x+1}+e^{i\\pi/3}", "y=-x+4", "\\text{Evelyn}", "72", "\\frac{2400}{2}", "50\\%", "90^\\circ",
-    "(3,\\frac{\\pi}{2})", "5!", "\\log_2 8", "\\binom{10}{3}", "3,2,1", "2<x", "1-i", "a_1+b_2", "(x+1)^3(x-2)",
-    "\\frac{-3\\pm\\sqrt{5}}{2}", "[1,2]", "\\tan(x)", "x\\in[1,2)", "120.5", "\\frac{\\sqrt{3}}{2}",
-)  # fmt: skip
-"""Read before anything is counted: what is usual, since nothing that is read later is learnt."""
+_FIRST = re.split(
+    r"\s{3,}",
+    r"""\frac{1}{2}x^2+3xy-\sqrt[3]{5}   -\sqrt{2}\cdot(x+1)^{2n}   (-\infty,-2]\cup[3,5)   \{1,-2,\frac{3}{4}\}
+    \begin{pmatrix}1&-2\\0&x\end{pmatrix}   2\sin^2(x)\cos x+\ln x   \frac{x^2-1}{x+1}+e^{i\pi/3}   y=-x+4
+    \text{Evelyn}   72   \frac{2400}{2}   50\%   90^\circ   (3,\frac{\pi}{2})   5!   \log_2 8   \binom{10}{3}
+    3,2,1   2<x   1-i   a_1+b_2   (x+1)^3(x-2)   \frac{-3\pm\sqrt{5}}{2}   [1,2]   \tan(x)   x\in[1,2)   120.5
+    \frac{\sqrt{3}}{2}""",
+)
+"""Usual answers, parsed once per process to fill the caches of the parser."""
 _BASE = re.compile(r"[\d)}]\s*_")
-"""Of a number in another base than ten."""
+"""Number in a base other than ten."""
 _BAR = re.compile(r"\||vert")
 _FACTORIAL = re.compile(r"(?:(?<!\d)\d{1,3}|[A-Za-z])!(?!!)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
@@ -73,28 +73,28 @@ _SCALED = re.compile(
     rf"((?:{_WORD.pattern})+)",
     re.IGNORECASE,
 )
-"""A number, what may stand between, and words that make it larger."""
+"""A number, separators, and words such as million."""
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
-"""But between two digits, which are two numbers then."""
+"""White space, except between two digits, where it separates two numbers."""
 _INDEX = re.compile(r"_\{(\w+)\}")
 _SAME = (("\\left", ""), ("\\right", ""), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\$", ""), ("$", ""))
-"""Ways to write the same."""
+"""Equivalent notations."""
 _ALGEBRA = frozenset(("antlr4", "latex2sympy2_extended", "math_verify", "mpmath", "sympy"))
-"""The packages that read and compare."""
+"""Packages that parse and compare."""
 
 
 class _TooMuchWork(BaseException):
-    """Not an Exception: the libraries go on after those."""
+    """More than MOST_CALLS calls. Not an Exception, since the libraries catch those."""
 
 
 def require(task: str) -> None:
-    """Raise ConfigError where math-verify is not installed."""
+    """Raise ConfigError if math-verify is not installed."""
     if find_spec("math_verify") is None:
         raise ConfigError(f"task {task} compares answers by math-verify: {install('math')}")
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    r"""What stands in the last `\boxed{..}` of a text, and where that ends; None where there is none or it is cut."""
+    r"""Return the end and the content of the last complete `\boxed{..}` of a text, or None."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -110,7 +110,7 @@ def last_boxed(text: str) -> tuple[int, str] | None:
 
 
 def written_out(text: str) -> str:
-    """The text with `2.5 million` as 2500000, since a number of millions is none of units: what is read drops words."""
+    """Replace `2.5 million` by 2500000: the parser ignores words."""
     return _SCALED.sub(lambda found: _shifted(found[1], found[3]) + found[2], text)
 
 
@@ -122,21 +122,21 @@ def _shifted(digits: str, words: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """A plain decimal number, such as `-1,234.50`, with or without a dollar sign; None for all else."""
+    """Parse a plain decimal number such as `-1,234.50`, also with a dollar sign; else return None."""
     found = _NUMBER.fullmatch(_tidy(text).removesuffix("."))
     return None if found is None else Fraction(found[1] + found[2].replace(",", ""))
 
 
 @lru_cache(maxsize=4096)
 def is_equal(answer: str, gold: str) -> bool:
-    """Whether an answer is what gold says: word for word, as a number, or by math-verify."""
+    """Return whether an answer equals the gold answer: as text, as a number, or by math-verify."""
     if _tidy(answer) == _tidy(gold):
         return True
     if len(answer) > MOST_CHARACTERS or len(gold) > MOST_CHARACTERS:
         return False
     answer, gold = written_out(answer), written_out(gold)
     if [*map(str.lower, _WORD.findall(answer))] != [*map(str.lower, _WORD.findall(gold))]:
-        return False  # what is read drops the others
+        return False  # the parser ignores words
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
         return ours == theirs
@@ -150,13 +150,13 @@ def _tidy(text: str) -> str:
 
 
 def _is_readable(text: str) -> bool:
-    """Whether it holds no more than `COMMANDS`, and nothing is computed as it is read that could take long.
+    """Return whether the text has only `COMMANDS` and nothing whose evaluation during parsing could take long.
 
-    Ends of intervals, determinants, binomials and roots are, and what stands at a place (`|_{x=..}`).
+    The parser evaluates interval ends, determinants, binomials, roots and substitutions (`|_{x=..}`).
     """
     if not COMMANDS.issuperset(_COMMAND.findall(text)) or (_BAR.search(text) and "_" in text):
         return False
-    if _BASE.search(text):  # math-verify drops it, and 11 in base 2 would be 11 in base 3
+    if _BASE.search(text):  # math-verify ignores the base: 11 in base 2 would equal 11 in base 3
         return False
     if "binom" in text and ("^" in text or "!" in text or _largest_in(text) > MOST_CHOSEN_FROM):
         return False
@@ -164,7 +164,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _has_small_powers(text: str) -> bool:
-    """Whether no tower of powers stands there, but for one like `e^{x^2}`, and all powers together stay small."""
+    """Return whether there is no tower of powers, except one like `e^{x^2}`, and the product of exponents is small."""
     product = 1
     for found in re.finditer(r"\^", text):
         exponent = _exponent(text, found.end())
@@ -177,7 +177,7 @@ def _has_small_powers(text: str) -> bool:
 
 
 def _exponent(text: str, start: int) -> str:
-    """What stands in the exponent that begins there: a group, a number, a letter; after a command, all that follows."""
+    """Return the exponent that starts there: a group, a number, a letter, or all that follows a command."""
     rest = text[start:].lstrip()
     if rest[:1] not in ("{", "("):
         found = re.match(r"\\circ|\d+|[^\\]", rest)
@@ -194,11 +194,57 @@ def _largest_in(text: str) -> int:
     return max(map(int, re.findall(r"\d+", text)), default=0)
 
 
+class Memory:
+    """Snapshot of the caches of the parser and sympy.
+
+    Without `restore`, the number of calls of a comparison would depend on earlier answers: ANTLR adds states to
+    automata that all parsers of a process share, and sympy keeps results, factors and the state of a random generator.
+    """
+
+    def __init__(self) -> None:
+        from latex2sympy2_extended.antlr_parser import PSLexer, PSParser
+
+        kinds: list[Any] = [PSLexer, PSParser]
+        dfas = [dfa for kind in kinds for dfa in kind.decisionsToDFA]
+        self._automata = [(dfa, dfa.s0, dict(dfa._states), _edges(dfa)) for dfa in dfas]
+        self._followed = [(state, state.nextTokenWithinRule) for kind in kinds for state in kind.atn.states if state]
+        self._contexts = dict(kinds[1].sharedContextCache.cache)
+        self._cache: dict[Any, Any] = kinds[1].sharedContextCache.cache
+
+    def restore(self) -> None:
+        """Restore the caches."""
+        from math_verify import parser
+        from sympy.core.cache import clear_cache
+        from sympy.core.random import seed
+        from sympy.ntheory.factor_ import factor_cache
+
+        for dfa, start, states, edges in self._automata:
+            dfa.s0 = start
+            if len(dfa._states) > len(states):
+                dfa._states = dict(states)
+            for state, out in edges:
+                state.edges = None if out is None else list(out)
+        for state, tokens in self._followed:
+            state.nextTokenWithinRule = tokens
+        self._cache.clear()
+        self._cache.update(self._contexts)
+        parser.parse_latex_cached.cache_clear()
+        clear_cache()
+        factor_cache.cache_clear()
+        seed(0)
+
+
+def _edges(dfa: Any) -> list[tuple[Any, list[Any] | None]]:
+    """Return the states of an automaton with copies of their edges."""
+    found = [dfa.s0, *dfa._states.values()]
+    return [(state, None if state.edges is None else list(state.edges)) for state in found if state is not None]
+
+
 @cache
 def _learn() -> Memory:
-    """Have the libraries do what they do once in a process: import, and learn their grammar as they read.
+    """Import the libraries and fill their caches, once per process.
 
-    That takes up to MOST_CALLS, so that the first answer of a process would be wrong which is right later on.
+    Otherwise the first comparison of a process would exceed MOST_CALLS.
     """
     from math_verify import verify
 
@@ -210,39 +256,32 @@ def _learn() -> Memory:
 def _is_verified(answer: str, gold: str) -> bool:
     from math_verify import verify
 
-    _learn().restore()  # or what is counted would depend on the answers before this one
+    _learn().restore()  # so that the number of calls does not depend on earlier answers
     equal = False
     with _Work() as work:
         ours, theirs = _parsed(answer), _parsed(gold)
         if ours and theirs and all(_bits(part) <= MOST_BITS for part in (*ours, *theirs)):
             equal = verify(theirs, ours, timeout_seconds=None)
-    return equal and not work.is_spent
+    return equal and work.calls <= MOST_CALLS  # also if a library caught _TooMuchWork
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify reads: expressions that are not evaluated yet. It takes no more than LaTeX: with plain
-    expressions, sympy would run what the model wrote."""
+    """Parse LaTeX to unevaluated expressions. Plain expressions are off: sympy would execute model output."""
     from math_verify import LatexExtractionConfig, parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit, which is meant
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning about the missing time limit
     text = text.replace("\\$", "").replace("$", "")
     return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=0)
 
 
 class _Work:
-    """A context in which no more than MOST_CALLS functions are called; what is more ends it.
+    """Context that ends after MOST_CALLS function calls.
 
-    Python's collector of cycles rests: it finalises what others left, at a moment that depends on the process, and that
-    would be counted."""
+    It disables garbage collection, which would call finalisers at times that depend on the process."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self.calls = 0
         self._collects = gc.isenabled()
-
-    @property
-    def is_spent(self) -> bool:
-        """Also where a library caught what is raised then."""
-        return self._calls > MOST_CALLS
 
     def __enter__(self) -> _Work:
         gc.disable()
@@ -257,20 +296,16 @@ class _Work:
         return kind is _TooMuchWork
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
-        self._calls += 1
-        # Raised as a function of theirs begins, and nowhere else: logging, which they use, would keep its lock. What
-        # is raised in a generator that is thrown away is lost, and with it this function: the work would never end.
+        self.calls += 1
+        # Raise only when a function of these packages begins: logging would keep its lock, and an exception in a
+        # discarded generator is lost together with this profile function.
         is_plain = event == "call" and not frame.f_code.co_flags & CO_GENERATOR
-        if self._calls > MOST_CALLS and is_plain and _package(frame) in _ALGEBRA:
+        if self.calls > MOST_CALLS and is_plain and frame.f_globals.get("__name__", "").partition(".")[0] in _ALGEBRA:
             raise _TooMuchWork
 
 
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
 def _bits(expression: Any) -> float:
-    """An upper bound of the bits of all numbers that an expression is made of or comes to; infinite where too many."""
+    """Return an upper bound of the bits of all numbers in an expression and of its value; may be infinite."""
     import sympy
 
     if isinstance(expression, sympy.MatrixBase):
@@ -290,7 +325,7 @@ def _bits(expression: Any) -> float:
 
 
 def _largest(expression: Any, bits: float) -> float:
-    """An upper bound of the absolute value of an expression of so many bits, at least 1."""
+    """Return an upper bound of the absolute value of an expression with this many bits, at least 1."""
     if bits >= 64:
         return math.inf
     return max(1.0, abs(float(expression)) if expression.is_Rational else 2.0**bits)
