@@ -127,7 +127,8 @@ def told(found: Row) -> str:
 
 def again() -> tuple[int, int]:
     """How many texts of the tiny model come out the same, of how many."""
-    from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation
+    from evoalign.analysis.base import BASE
+    from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
     from evoalign.config import from_dict
 
     labelled = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
@@ -135,9 +136,9 @@ def again() -> tuple[int, int]:
     same = 0
     for task, sigma, temperature, tokens in TINY:
         config = from_dict({"model": {"name": "tiny", "dtype": "float32"}, "task": {"name": task}}, needs_es=False)
-        asked = Asked(examples=8, max_tokens=tokens, temperature=temperature)
-        with Lab([BASE], config, asked) as lab:
-            said = lab.answer({BASE: 1.0}, Perturbation(sigma, 0) if sigma else None).completions
+        asked = EvalSettings(examples=8, max_tokens=tokens, temperature=temperature)
+        with ModelMixer([BASE], config, asked) as mixer:
+            said = mixer.evaluate({BASE: 1.0}, Perturbation(sigma, 0) if sigma else None).completions
         run = f"tiny {task}, sigma {sigma:g}, temperature {temperature:g}, {tokens} tokens"
         same += sum(texts[run, one.prompt] == one.text for one in said)
     return same, len(texts)

@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation
+from evoalign.analysis.base import BASE
+from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
 from evoalign.config import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,8 +138,8 @@ def asked(way: Way, half: str, own: Path, folder: Path) -> list[Row]:
         },
         needs_es=False,
     )  # fmt: skip
-    with Lab([BASE], config, Asked()) as lab:
-        said = lab.answer({BASE: 1.0}, Perturbation(way.sigma, trial) if way.sigma else None).completions
+    with ModelMixer([BASE], config, EvalSettings()) as mixer:
+        said = mixer.evaluate({BASE: 1.0}, Perturbation(way.sigma, trial) if way.sigma else None).completions
     return [
         {"source": "strained", "run": f"{way.name}, {half}", "half": half, "side": "after", "index": one.example,
          "prompt": one.prompt, "target": one.target, "text": one.text, "finish_reason": one.finish_reason,

@@ -18,10 +18,9 @@ import numpy as np
 from scipy import stats
 
 from evoalign import statistics
-from evoalign.analysis.efficiency.measures import robust_ratio
-from evoalign.analysis.estimates import bounded, told
+from evoalign.analysis.efficiency import robust_ratio
 from evoalign.report.style import COLORS, GRID, LINES, canvas, frame, plain, save
-from evoalign.statistics import Estimate
+from evoalign.statistics import Estimate, bounded
 from landscape_rows import EXAMPLES, KINDS, ROWS
 
 PAGE = ROWS.parents[2] / "docs" / "results" / "landscape.md"
@@ -335,7 +334,6 @@ def unclaimed_paths(study: Study) -> Iterator[Claim]:
             ),
             ("the same, placebos", lambda row: np.mean([slope(one, row["steps"]) for one in row["distances"][1:]])),
             ("share of the squared distance that is signal, ES", lambda row: row["signal_share"]["mean"]),
-            ("cosine of a step with the next, ES less placebos", lambda row: row["next_step"]["mean"]),
         ):
             yield Claim("", words, statistics.mean([float(number(row)) for row in rows]))
     for model in ("es", "grpo"):
@@ -358,7 +356,7 @@ def table(study: Study) -> Iterator[str]:
     for part in (*PARTS, unclaimed_ends, unclaimed_paths):
         for one in part(study):
             verdict = f": {one.verdict}" if one.verdict else ""
-            found = told(one.found) if np.isfinite(one.found.mean) else one.found.why
+            found = f"{one.found}" if np.isfinite(one.found.mean) else one.found.why
             yield f"| {one.claim} | {one.number} | {one.found.n} | {found}{verdict} |"
 
 

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign.analysis.connectivity.barrier import barrier
-from evoalign.analysis.lab import BASE, Asked, Lab, Perturbation
+from evoalign.analysis import find
+from evoalign.analysis.base import BASE
+from evoalign.analysis.connectivity import barrier
+from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
 from evoalign.config import Config, load
 from evoalign.training.replay import replay
 from landscape import COMMON, SEEDS, STUDIES, run_of
@@ -69,47 +70,47 @@ def targets(folder: Path, seed: int) -> dict[str, str]:
 
 def numbers(analysis: str, names: list[str], config: Config | None, **settings: Any) -> dict[str, Any]:
     """What an analysis writes as JSON."""
-    found = import_module(f"evoalign.analysis.{analysis}.command")
-    return found.Command().run(names, found.Settings(**settings), config).numbers
+    found = find(analysis)
+    return found.run(names, found.settings(**settings), config).numbers
 
 
-def lab_of(study: str, folder: Path, seed: int) -> tuple[Lab, dict[str, str]]:
+def lab_of(study: str, folder: Path, seed: int) -> tuple[ModelMixer, dict[str, str]]:
     """All models of a seed, and those of the next one, by name."""
     own, following = targets(folder, seed), targets(folder, (seed + 1) % len(SEEDS[study]))
     names = {BASE: BASE, **own, **{f"next {kind}": name for kind, name in following.items()}}
-    return Lab(list(names.values()), config_of(folder), Asked(examples=EXAMPLES[study])), names
+    return ModelMixer(list(names.values()), config_of(folder), EvalSettings(examples=EXAMPLES[study])), names
 
 
-def _line(lab: Lab, names: dict[str, str], a: str, b: str) -> Row:
+def _line(mixer: ModelMixer, names: dict[str, str], a: str, b: str) -> Row:
     mixes = [{names[a]: 1 - float(alpha), names[b]: float(alpha)} for alpha in ALPHAS_A]
-    rewards_AE = np.stack([lab.rewards(lab.answer(mix)) for mix in mixes])
+    rewards_AE = np.stack([mixer.rewards(mixer.evaluate(mix)) for mix in mixes])
     found = asdict(barrier(ALPHAS_A, rewards_AE[None]))
     return {"what": "line", "a": a, "b": b, "rewards": rewards_AE.mean(1).tolist(), **found}
 
 
 def from_base(study: str, folder: Path, seed: int) -> Iterator[Row]:
     """Lines from the base model."""
-    lab, names = lab_of(study, folder, seed)
-    with lab:
-        yield from (_line(lab, names, BASE, kind) for kind in KINDS)
+    mixer, names = lab_of(study, folder, seed)
+    with mixer:
+        yield from (_line(mixer, names, BASE, kind) for kind in KINDS)
 
 
 def between(study: str, folder: Path, seed: int) -> Iterator[Row]:
     """Lines between ES and GRPO, and to the next seed of a method; of two seeds that line is one."""
-    lab, names = lab_of(study, folder, seed)
+    mixer, names = lab_of(study, folder, seed)
     pairs = [("es", "grpo")]
     if len(SEEDS[study]) > 2 or seed == 0:
         pairs += [(kind, f"next {kind}") for kind in KINDS]
-    with lab:
-        yield from (_line(lab, names, a, b) for a, b in pairs)
+    with mixer:
+        yield from (_line(mixer, names, a, b) for a, b in pairs)
 
 
 def noise(study: str, folder: Path, seed: int) -> Iterator[Row]:
     """Reward under noise on the weights, each model under the same draws."""
-    lab, names = lab_of(study, folder, seed)
-    with lab:
+    mixer, names = lab_of(study, folder, seed)
+    with mixer:
         for model in (BASE, *KINDS):
-            yield from _noisy(lab, names[model], model, ["all"] if lab.tied else ["all", "unembedding"], SIGMAS)
+            yield from _noisy(mixer, names[model], model, ["all"] if mixer.tied else ["all", "unembedding"], SIGMAS)
 
 
 def hacked(study: str, folder: Path, seed: int) -> Iterator[Row]:
@@ -117,20 +118,20 @@ def hacked(study: str, folder: Path, seed: int) -> Iterator[Row]:
     if study != "conciseness":
         return
     names = {method: str(run_of(folder, method, seed)) for method in ("es", "es_eta4", "es_wide")}
-    with Lab([BASE, *names.values()], config_of(folder), Asked(examples=EXAMPLES[study])) as lab:
+    with ModelMixer([BASE, *names.values()], config_of(folder), EvalSettings(examples=EXAMPLES[study])) as mixer:
         for method in ("es_eta4", "es_wide"):
-            yield from _noisy(lab, names[method], method, ["all"], SIGMAS)
+            yield from _noisy(mixer, names[method], method, ["all"], SIGMAS)
 
 
-def _noisy(lab: Lab, name: str, model: str, parts: list[str], sigmas: Sequence[float]) -> Iterator[Row]:
-    still = lab.answer({name: 1.0})
-    share = float(lab.hacked(still).mean())
+def _noisy(mixer: ModelMixer, name: str, model: str, parts: list[str], sigmas: Sequence[float]) -> Iterator[Row]:
+    still = mixer.evaluate({name: 1.0})
+    share = float(mixer.hacked(still).mean())
     for part, sigma in product(parts, sigmas):
         draws = [Perturbation(sigma, trial, part) for trial in range(TRIALS)]
-        noisy = [float(lab.rewards(lab.answer({name: 1.0}, draw)).mean()) for draw in draws]
+        noisy = [float(mixer.rewards(mixer.evaluate({name: 1.0}, draw)).mean()) for draw in draws]
         yield {
             "what": "noise", "model": model, "part": part, "sigma": sigma, "rewards": noisy,
-            "reward": float(lab.rewards(still).mean()), "hacked": share,
+            "reward": float(mixer.rewards(still).mean()), "hacked": share,
         }  # fmt: skip
 
 
@@ -147,8 +148,8 @@ def texts(study: str, folder: Path, seed: int) -> Iterator[Row]:
     placebos = {method: str(placebo_of(folder, seed, method)) for method in runs if method != "grpo"}
     config = config_of(folder)
     found = numbers("hacking", list(placebos.values()), config)["targets"]
-    with Lab([BASE, *placebos.values()], config, Asked()) as lab:
-        earned = {name: float(lab.rewards(lab.answer({name: 1.0})).mean()) for name in lab.names}
+    with ModelMixer([BASE, *placebos.values()], config, EvalSettings()) as mixer:
+        earned = {name: float(mixer.rewards(mixer.evaluate({name: 1.0})).mean()) for name in mixer.names}
     for (method, name), target in zip(placebos.items(), found, strict=True):
         rewards = {"before": earned[BASE], "after": earned[name]}
         yield {"what": "end", "model": f"placebo of {method}", "rewards": rewards, **_kept(target)}
@@ -161,14 +162,13 @@ def _kept(target: Row) -> Row:
 
 
 def paths(study: str, folder: Path, seed: int) -> Iterator[Row]:
-    """How far, in weights and in nats; whether steps are aligned; what the other task and held-out text lost."""
+    """Distances in weights and in nats, the reward in training, and changes on the other task and held-out text."""
     own = targets(folder, seed)
     if study != "smollm2":
-        (path,) = numbers("trajectory", [own["es"]], None, members=0)["paths"]
-        aligned = {name: path[name]["excess"] for name in ("next_step", "other_steps")}
+        (path,) = numbers("trajectory", [own["es"]], None)["paths"]
         distances = [path["distance"], *(placebo["distance"] for placebo in path["placebos"][:3])]
         yield {
-            "what": "path", "model": "es", "signal_share": path["signal_share"], **aligned,
+            "what": "path", "model": "es", "signal_share": path["signal_share"],
             "steps": path["steps"], "distances": distances, "expected": path["expected_distance"],
         }  # fmt: skip
     for method in ("es", "grpo"):
@@ -239,7 +239,7 @@ def cosines(study: str, folder: Path) -> Iterator[Row]:
 
 
 def efficiency(study: str, folder: Path) -> Iterator[Row]:
-    """Times to half of the gain, and the ratio of the variances between seeds."""
+    """The threshold, and the ratio of the variances between seeds."""
     runs = [str(run_of(folder, method, seed)) for method in ("es", "grpo") for seed in SEEDS[study]]
     found = numbers("efficiency", runs, None)
     for pair in found["pairs"]:

@@ -99,11 +99,11 @@ def write_zeros(file: Path, tensors: dict[str, list[int]]) -> None:
 
 def work(folder: Path, *, spectrum: bool) -> None:
     """What is measured: the analysis as a command runs it."""
-    from evoalign.analysis.similarity.command import Command, Settings
+    from evoalign.analysis.similarity.command import Settings, Similarity
 
     start = time.perf_counter()
     settings = Settings(base=str(folder / "base"), spectrum=spectrum)
-    numbers = Command().run([str(folder / "a"), str(folder / "b")], settings).numbers
+    numbers = Similarity().run([str(folder / "a"), str(folder / "b")], settings).numbers
     cosine = numbers["pairs"][0]["cosines"]["all"]
     parts = {name: one["participation_rank"] for name, one in numbers["targets"][0]["where"].items()}
     noise = {name: one["participation_rank_of_noise"] for name, one in numbers["targets"][0]["where"].items()}

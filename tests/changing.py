@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evoalign.analysis import weights
-from evoalign.analysis.similarity.compute import Measured, measure
+from evoalign.analysis.similarity.measures import Measured, measure
 from evoalign.analysis.targets import locate
 from evoalign.models import tiny
 

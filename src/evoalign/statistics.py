@@ -7,8 +7,9 @@ values; `benchmarks/README.md` has the table. Array suffixes: S seeds (or placeb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,17 @@ class Estimate:
     high: float | None = None
     why: str | None = None
     items: int | None = None
+
+    def __format__(self, spec: str) -> str:
+        """Format the mean with its interval, or with the reason why it has none. The default `spec` is `.3g`."""
+        spec = spec or ".3g"
+        if self.low is None or self.high is None:
+            return f"{self.mean:{spec}} ({self.why})"
+        return f"{self.mean:{spec}} (95 %: {self.low:{spec}} to {self.high:{spec}})"
+
+    def tree(self) -> dict[str, Any]:
+        """Return the fields for JSON, which has no NaN: such a mean is None."""
+        return {**asdict(self), "mean": self.mean if math.isfinite(self.mean) else None}
 
 
 def is_sure(found: Estimate) -> bool:
@@ -188,6 +200,12 @@ def bounded(found: Estimate, low: float = 0.0, high: float = 1.0) -> Estimate:
     if found.low is None or found.high is None:
         return found
     return replace(found, low=max(low, found.low), high=min(high, found.high))
+
+
+def share(marked: ArrayLike) -> Estimate:
+    """Estimate the mean of per-example shares [N]; it has an interval also where all of them are 0 or all 1."""
+    marked_N = np.asarray(marked, dtype=np.float64)
+    return bounded(paired(np.zeros(len(marked_N)), marked_N, shares=True))
 
 
 def between(values: Floats, low: float, high: float) -> Estimate:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_lab import of_task, plain
+from test_mixer import of_task, plain
 
-from calling import Run, caller
 from evoalign import statistics, tokens
-from evoalign.analysis.coverage import compute, estimators, words
-from evoalign.analysis.coverage import page as pages
-from evoalign.analysis.coverage.command import Settings
-from evoalign.analysis.coverage.compute import Coverage, Problem, Tries, Way, coverage
-from evoalign.analysis.lab import BASE, Lab, Perturbation
+from evoalign.analysis import Finding
+from evoalign.analysis.base import BASE
+from evoalign.analysis.coverage import estimators, figures
+from evoalign.analysis.coverage.command import Coverage, Settings, against_base, beyond, compared, contest, measure
+from evoalign.analysis.coverage.estimators import Problem, Tries, Way
+from evoalign.analysis.mixer import EvalSettings, ModelMixer, Perturbation
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.models import tiny
@@ -141,8 +141,16 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(config: Config, twin: str) -> Coverage:
-    return coverage([twin], SMALL, config)
+def found(config: Config, twin: str) -> Finding:
+    return Coverage().run([twin], SMALL, config)
+
+
+def tries_of(name: str, settings: Settings, config: Config) -> dict[Way, Tries]:
+    ways = [*(Way("temperature", v) for v in settings.temperature), *(Way("sigma", v) for v in settings.sigma)]
+    with ModelMixer(
+        list(dict.fromkeys([BASE, name])), config, EvalSettings(settings.examples, max_tokens=settings.tokens)
+    ) as mixer:
+        return {way: measure(mixer, name, way, settings, lambda one: bool(one.right)) for way in ways}
 
 
 def test_a_planted_chance_is_found(tmp_path: Path) -> None:
@@ -165,10 +173,10 @@ def test_a_planted_chance_is_found(tmp_path: Path) -> None:
     vocabulary = model.get_output_embeddings().weight.shape[0]
     chance = float(np.mean(["e" in coder.decode([i]) for i in range(vocabulary)]))
     settings = Settings(temperature=(0.3, 1.0), sigma=(), samples=64, examples=20, tokens=1)
-    with pytest.raises(ConfigError, match="task custom tells neither right answers nor a largest reward"):
-        coverage([str(tmp_path / "blind")], settings, own)
-    found = coverage([str(tmp_path / "blind")], replace(settings, solved=1.0), own)
-    assert found.rule == "a reward of 1 or more" and 0.02 < chance < 0.5
+    with pytest.raises(ConfigError, match="task custom has neither gold answers nor a largest reward"):
+        Coverage().run([str(tmp_path / "blind")], settings, own)
+    found = Coverage().run([str(tmp_path / "blind")], replace(settings, solved=1.0), own)
+    assert found.numbers["solved_is"] == "a reward of 1 or more" and 0.02 < chance < 0.5
     (_, target) = found.numbers["targets"]
     for way in target["ways"]:
         for row in way["pass"]:
@@ -178,26 +186,28 @@ def test_a_planted_chance_is_found(tmp_path: Path) -> None:
     assert rates[0] == pytest.approx((chance * (1 - chance) / (64 * 20)) ** 0.5, rel=0.2)
 
 
-def test_twins_solve_the_same_and_the_base_is_asked_though_nobody_named_it(found: Coverage, twin: str) -> None:
-    assert list(found.tries) == [BASE, twin] and found.rule == "right by gold"
-    for way, one in found.tries[BASE].items():
-        assert (one.solved_NP == found.tries[twin][way].solved_NP).all()
-        assert one.texts_PN == found.tries[twin][way].texts_PN and any(len({*texts}) > 1 for texts in one.texts_PN)
-    assert all(row["a_only"] == row["b_only"] == 0 for row in found.numbers["overlap"])
-    assert all(change["mean"] == 0 for row in found.numbers["against_base"] for change in row["pass"])
-    assert [
-        line for line in found.sentences if line.startswith(f"{twin} and base: all 12 of 12 comparisons are not sure.")
-    ]
+def test_twins_solve_the_same_and_the_base_is_evaluated_unnamed(found: Finding, config: Config, twin: str) -> None:
+    numbers = found.numbers
+    assert [row["target"] for row in numbers["targets"]] == [BASE, twin] and numbers["solved_is"] == "right by gold"
+    assert numbers["targets"][0]["ways"] == numbers["targets"][1]["ways"]
+    assert all(
+        len({*row["solved"]}) == 2 and len({*map(str, row["solved"].values())}) == 1 for row in numbers["problems"]
+    )
+    assert all(row["a_only"] == row["b_only"] == 0 for row in numbers["overlap"])
+    assert all(change["mean"] == 0 for row in numbers["against_base"] for change in row["pass"])
+    assert any(line.startswith("0 of 12 differences from the base") for line in found.sentences)
+    own = tries_of(twin, SMALL, config)
+    assert all(any(len({*texts}) > 1 for texts in one.texts_PN) for one in own.values())
 
 
-def test_tries_are_what_the_lab_answers(found: Coverage, config: Config) -> None:
-    with Lab([BASE], config, compute.Asked(examples=4, max_tokens=24)) as lab:
+def test_tries_are_those_of_the_mixer(config: Config) -> None:
+    with ModelMixer([BASE], config, EvalSettings(examples=4, max_tokens=24)) as mixer:
         greedy = config.evaluation.model_copy(update={"max_tokens": 24, "temperature": 0.0, "samples": 1, "seeds": [2]})
-        noisy = lab.answer({BASE: 1.0}, Perturbation(0.004, 2), greedy)
+        noisy = mixer.evaluate({BASE: 1.0}, Perturbation(0.004, 2), greedy)
         warm = greedy.model_copy(update={"temperature": 0.7, "samples": 4, "seeds": [0]})
-        sampled = lab.answer({BASE: 1.0}, None, warm)
-        assert len(lab.answer({BASE: 1.0}).completions) == 4 * 3, "what is asked otherwise is not remembered"
-    tries = found.tries[BASE]
+        sampled = mixer.evaluate({BASE: 1.0}, None, warm)
+        assert len(mixer.evaluate({BASE: 1.0}).completions) == 4 * 3, "what is asked otherwise is not remembered"
+    tries = tries_of(BASE, SMALL, config)
     assert [texts[2] for texts in tries[Way("sigma", 0.004)].texts_PN] == [s.text for s in noisy.completions]
     said = [text for texts in tries[Way("temperature", 0.7)].texts_PN for text in texts]
     assert said == [s.text for s in sampled.completions]
@@ -207,28 +217,28 @@ def test_tries_are_what_the_lab_answers(found: Coverage, config: Config) -> None
 
 def test_under_noise_that_changes_nothing_sampled_tries_still_differ(config: Config) -> None:
     settings = replace(SMALL, temperature=(), sigma=(1e-10,), examples=2)
-    texts = {heat: _texts(coverage([BASE], replace(settings, noisy_temperature=heat), config)) for heat in (0.0, 1.0)}
-    assert all(len({*said}) == 1 for said in texts[0.0]) and any(len({*said}) > 1 for said in texts[1.0])
-
-
-def _texts(found: Coverage) -> list[list[str]]:
-    return [list(texts) for one in found.tries[BASE].values() for texts in one.texts_PN]
+    cold, warm = (
+        [{*texts} for one in tries_of(BASE, replace(settings, noisy_temperature=heat), config).values()
+         for texts in one.texts_PN]
+        for heat in (0.0, 1.0)
+    )  # fmt: skip
+    assert all(len(texts) == 1 for texts in cold) and any(len(texts) > 1 for texts in warm)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(temperature=(0.0,)), "temperature: 0 does not vary"),
+        (Settings(temperature=(0.0,)), "temperature: 0"),
         (Settings(sigma=(0.1, 0.1)), "twice"),
         (Settings(temperature=(), sigma=()), "both empty"),
-        (Settings(samples=3), "samples: 3 cannot be halved"),
-        (Settings(k=(64,)), r"k: \[64\] cannot be told of 32 samples"),
-        (Settings(k=(0, 1)), "k: 0 cannot"),
+        (Settings(samples=3), "samples: 3"),
+        (Settings(k=(64,)), r"k: \[64\] does not fit 32 samples"),
+        (Settings(k=(0, 1)), "k: 0 does not fit"),
     ],
 )
-def test_what_is_wrong_is_said(settings: Settings, said: str, config: Config) -> None:
+def test_wrong_settings_are_refused(settings: Settings, said: str, config: Config) -> None:
     with pytest.raises(ConfigError, match=said):
-        coverage([BASE], settings, config)
+        Coverage().run([BASE], settings, config)
 
 
 # --- words ---
@@ -245,26 +255,19 @@ def planted(shares: dict[str, tuple[list[float], list[float]]], n: int = 16) -> 
     }
 
 
-def test_sentences_follow_the_intervals() -> None:
+def test_only_significant_differences_are_reported() -> None:
     easy, hard = [0.9] * 30, [0.02] * 30
     tries = planted({BASE: (hard, hard), "gains": (easy, hard), "same": (hard, hard)})
-    contest = compute._contest(tries, "gains", 16)  # pyright: ignore
-    assert contest["low"] > 0 and contest["chosen"] == {"temperature": [1.0, 1.0], "sigma": [0.01, 0.01]}
-    (line,) = words._contests([contest], 16)  # pyright: ignore
-    assert "gains: at pass@16 from equally many tries" in line and "sampling solves more than weight noise" in line
-    (line,) = words._contests([compute._contest(tries, "same", 16)], 16)  # pyright: ignore
-    assert "is not sure" in line
-    rows = [compute._against(tries, name, HEAT, [1, 16]) for name in ("gains", "same")]  # pyright: ignore
-    said = words._beside_base({"against_base": rows, "k": [1, 16]})  # pyright: ignore
-    assert (
-        "gains and base: at temperature 1 pass@1 differs by +0.8" in said[1]
-        and "solves more of what the base" in said[1]
-    )
-    assert said[2] == "same and base: all 4 of 4 comparisons are not sure."
-    assert "of pass@1 and pass@16, and of what the base solves and does not solve" in said[0]
+    won, equal = (contest(tries, name, 16) for name in ("gains", "same"))
+    assert won["low"] > 0 and won["chosen"] == {"temperature": [1.0, 1.0], "sigma": [0.01, 0.01]}
+    assert equal["low"] < 0 < equal["high"]
+    rows = [against_base(tries, name, HEAT, [1, 16]) for name in ("gains", "same")]
+    lines = compared(rows, [1, 16])
+    assert lines[0].startswith("gains and base, temperature 1: pass@1 differs by +0.8")
+    assert any("solves more new problems than other tries of the base" in line for line in lines)
+    assert not any(line.startswith("same") for line in lines) and lines[-1].startswith("4 of 8 differences")
     lost = planted({BASE: (easy, easy), "lost": (hard, easy)})
-    (_, line) = words._beside_base({"against_base": [compute._against(lost, "lost", HEAT, [16])], "k": [16]})  # pyright: ignore
-    assert "solves less of what the base solves than other tries of the base do" in line
+    assert any("solves less" in line for line in compared([against_base(lost, "lost", HEAT, [16])], [16]))
 
 
 def test_luck_between_two_sets_of_tries_is_no_shrinkage() -> None:
@@ -272,7 +275,7 @@ def test_luck_between_two_sets_of_tries_is_no_shrinkage() -> None:
     rare, sure = np.linspace(0.0, 0.2, 40), 0
     for seed in range(200):
         base, own = tried([*rare], 8, 2 * seed), tried([*rare], 8, 2 * seed + 1)
-        found = compute._beyond(estimators.support(base, own).shrunk_P, estimators.support(base, base).shrunk_P)  # pyright: ignore
+        found = beyond(estimators.support(base, own).shrunk_P, estimators.support(base, base).shrunk_P)
         sure += statistics.is_sure(found)
         assert estimators.support(base, base).shrunk_P.mean() > 0, "chance alone shows some"
     assert sure <= 20
@@ -286,30 +289,12 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> \u202e
 def test_the_page_shows_hostile_text_as_text() -> None:
     solved = np.array([[True, False], [False, False]])
     tries = {HOSTILE: {HEAT: Tries(solved, [[HOSTILE, "no"], ["", HOSTILE]])}}
-    html = pages.page(tries, [Problem(HOSTILE, HOSTILE), Problem("two", None)], "right by gold", [HOSTILE])
+    html = figures.page(tries, [Problem(HOSTILE, HOSTILE), Problem("two", None)], "right by gold", [HOSTILE])
     assert html.count("<script") == html.count("</script>") == 1 and "<img" not in html
     assert not re.search(r"[\u202e\u2028]", html) and "\\u202eevil\\u2028next\nline" in html
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
     assert policy is not None and policy[1].startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy[1] and not re.search(r"\bstyle=|\bon\w+=[\"']|https?://", html)
     script = re.search(r"<script>(.*)</script>", html, re.DOTALL)
-    assert script is not None and pages._hash(script[1]) in policy[1], "the hash is that of the script as it stands"  # pyright: ignore
+    assert script is not None and figures._hash(script[1]) in policy[1], "the hash is that of the script as it stands"  # pyright: ignore
     assert '<tr data-solved="0">' in html and '<tr data-solved="">' in html and '<td class="c2">1</td>' in html
-
-
-def test_the_command_writes_numbers_figures_and_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], twin: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run: Run = caller(monkeypatch, capsys, 200)
-    (tmp_path / "c.yaml").write_text("model: {name: tiny}\ntask: {name: countdown}\n")
-    wanted = ["temperature=[1]", "sigma=[0.01]", "samples=2", "examples=3", "tokens=4", "noisy_temperature=0.5"]
-    sets = [word for setting in wanted for word in ("--set", setting)]
-    done = run("analyze", "coverage", twin, "-c", "c.yaml", *sets, "--to", "out")
-    assert (done.code, done.err) == (0, "") and "base, temperature 1: pass@1 " in done.out
-    numbers = json.loads(Path("out/coverage.json").read_text())["numbers"]
-    assert numbers["k"] == [1, 2] and numbers["solved_is"] == "right by gold" and len(numbers["problems"]) == 3
-    for name in ("coverage", "coverage_support"):
-        assert Path(f"out/{name}.png").is_file() and Path(f"out/{name}.svg").is_file()
-    assert Path("out/coverage.html").read_text().count("<tr data-solved") == 3
-    assert "  --set samples=32" in run("analyze", "coverage").out.splitlines()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from browsing import Visit, chromium
-from evoalign.analysis.coverage.compute import Problem, Tries, Way
-from evoalign.analysis.coverage.page import page
+from evoalign.analysis.coverage.estimators import Problem, Tries, Way
+from evoalign.analysis.coverage.figures import page
 
 HOSTILE = "</pre></script><script>document.title='run'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 
@@ -24,7 +24,7 @@ def tab() -> Iterator[Visit]:
 
 
 @pytest.mark.slow
-def test_filters_work_and_nothing_that_was_said_runs(tmp_path: Path, tab: Visit) -> None:
+def test_filters_work_and_no_completion_is_executed(tmp_path: Path, tab: Visit) -> None:
     """Four problems: solved by both, by the base alone, by the other alone, by nobody."""
     base, other = np.array([[1, 1, 0, 0]] * 2, dtype=bool), np.array([[1, 0, 1, 0]] * 2, dtype=bool)
     way, texts = Way("temperature", 1.0), [[HOSTILE] * 2] * 4
@@ -48,5 +48,5 @@ def test_filters_work_and_nothing_that_was_said_runs(tmp_path: Path, tab: Visit)
     assert shown(by="none") == [3] and shown(by="any", text="NUMBER 2") == [2]
     opened.click("tbody tr:nth-child(3) summary")
     assert opened.inner_text("tbody tr:nth-child(3) pre >> nth=0") == f"{HOSTILE} number 2"
-    assert (opened.title(), opened.locator("img").count()) == ("Who solves which problem", 0)
+    assert (opened.title(), opened.locator("img").count()) == ("Solved problems", 0)
     assert (tab.errors, len(tab.asked)) == ([], 1)

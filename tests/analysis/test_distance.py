@@ -201,7 +201,7 @@ def test_a_base_whose_names_lack_their_first_part(tmp_path: Path) -> None:
     assert distance_of(model, make_config(renamed(tmp_path / "base"), "full")).l2 == pytest.approx(2)
 
 
-def test_what_is_no_model_of_this_base_is_told(tmp_path: Path, random_qwen2: Path) -> None:
+def test_models_of_another_base_are_refused(tmp_path: Path, random_qwen2: Path) -> None:
     config = make_config("tiny", "full")
     with pytest.raises(ModelError, match="no checkpoint of model tiny"):
         distance_of(tmp_path, config)

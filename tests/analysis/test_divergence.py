@@ -289,7 +289,7 @@ def test_draws_are_the_means_own_at_temperature_1_and_the_same_each_time() -> No
         assert any(s.token_ids[-1] in mean.tokens.stop_ids for s in first), "the stop token counts"
 
 
-def test_prompts_are_asked_again_until_there_are_tokens_enough() -> None:
+def test_prompts_are_sampled_again_until_there_are_enough_tokens() -> None:
     config = config_of("lora", evaluation={"max_tokens": 9}, checks={"kl_prompts": 3, "kl_tokens": 150})
     task = tasks.create(config.task)
     examples = task.load_data(config.seed).test
@@ -306,7 +306,7 @@ def test_prompts_are_asked_again_until_there_are_tokens_enough() -> None:
     assert len({s.token_ids for s in found}) > 3, "each time by another seed"
 
 
-def test_a_mean_that_answers_with_nothing_is_not_asked_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_of_empty_completions_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("lora", checks={"kl_prompts": 2, "kl_tokens": 1})
     task = tasks.create(config.task)
     asked: list[int] = []
@@ -429,7 +429,7 @@ def test_an_adapter_that_is_not_there_is_no_zero(monkeypatch: pytest.MonkeyPatch
             Reference.of(mean).divergence(mean, SAMPLES)
 
 
-def test_a_tensor_beside_the_model_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evolved_tensor_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(served(config_of("full"))) as mean:
         monkeypatch.setattr(mean.engine, "state", lambda: iter([("soft_prompt", torch.zeros(3))]))
         with pytest.raises(ModelError, match="the model has no soft_prompt"):
@@ -455,7 +455,7 @@ def test_a_space_of_ones_own_is_measured_by_its_adapter(monkeypatch: pytest.Monk
         np.testing.assert_allclose(values(found), expected(twice, plain(), SAMPLES), rtol=2e-3, atol=1e-6)
 
 
-def test_no_tokens_and_no_numbers_are_told(reference: Reference) -> None:
+def test_no_tokens_and_nan_logits_are_refused(reference: Reference) -> None:
     with pytest.raises(EvoalignError, match="no token was generated"):
         reference.divergence(plain(), [])
     with pytest.raises(EvoalignError, match="is not a number"):

@@ -14,7 +14,7 @@ import pytest
 import evoalign
 from calling import Run, caller
 from evoalign import statistics
-from evoalign.analysis.evaluations import Judged, each, expand, seed_means
+from evoalign.analysis.evaluations import TargetEvaluation, evaluate_each, expand, seed_means
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Evaluation, Scored
@@ -28,7 +28,9 @@ def tree(seed: int, **sections: Any) -> dict[str, Any]:
     return {**base, "checks": {"control_every": 0, "canary_every": 0}, "seed": seed, **sections}
 
 
-def judged(seed: int, rewards_E: list[float], prompt: str = "p", generation: int = 1, **sections: Any) -> Judged:
+def judged(
+    seed: int, rewards_E: list[float], prompt: str = "p", generation: int = 1, **sections: Any
+) -> TargetEvaluation:
     """A run that earned `rewards_E`, one completion an example, each whole or empty by its sign."""
     empty_E = [float(r < 0) for r in rewards_E]
     measures_E = {"reward": tuple(rewards_E), "empty_share": tuple(empty_E)}
@@ -36,7 +38,7 @@ def judged(seed: int, rewards_E: list[float], prompt: str = "p", generation: int
     measures = {name: float(np.mean(values)) for name, values in measures_E.items()}
     config = from_dict(tree(seed, **sections))
     evaluation = Evaluation(measures, measures_E, said)
-    return Judged(f"runs/{seed}", "test", "tiny", config, config.evaluation, "es", generation, evaluation)
+    return TargetEvaluation(f"runs/{seed}", "test", "tiny", config, config.evaluation, "es", generation, evaluation)
 
 
 SEEDS = {0: [1.0, 2.0, 4.0, -1.0], 1: [2.0, 2.0, 6.0, 0.0], 2: [0.0, 3.0, 5.0, 1.0]}
@@ -63,23 +65,23 @@ def test_runs_of_other_settings_or_of_another_length_are_no_seeds_of_each_other(
     runs = [judged(0, SEEDS[0]), judged(1, SEEDS[1]), judged(2, SEEDS[2], **wide), judged(3, SEEDS[2], generation=7)]
     assert [[run.config.seed for run in mean.runs] for mean in seed_means(runs)] == [[0, 1]]
     twice = seed_means([judged(0, SEEDS[0]), judged(0, SEEDS[1]), judged(1, SEEDS[2])])[0].measures["reward"]
-    assert twice.low is None and twice.why is not None and "0, 0, 1: one stands twice" in twice.why
+    assert twice.low is None and twice.why is not None and "0, 0, 1: a seed occurs twice" in twice.why
 
 
 def test_what_cannot_be_judged_is_named_and_the_others_are_done() -> None:
-    def judge(target: str) -> Judged:
+    def judge(target: str) -> TargetEvaluation:
         if target == "bad":
             raise DataError("it is damaged")
         return judged(int(target), SEEDS[int(target)])
 
-    told: list[Judged] = []
-    found = each(["0", "bad", "1"], judge, told.append)
+    told: list[TargetEvaluation] = []
+    found = evaluate_each(["0", "bad", "1"], judge, told.append)
     assert found.failed == {"bad": "it is damaged"} and [t.config.seed for t in told] == [0, 1]
     assert len(found.means) == 1 and set(found.tree()) == {"targets", "means", "failed"}
     with pytest.raises(DataError, match="it is damaged"):  # the only one: its own error
-        each(["bad"], judge)
+        evaluate_each(["bad"], judge)
     with pytest.raises(ConfigError, match=r"^it is damaged$"):
-        each(["bad", "bad"], judge)
+        evaluate_each(["bad", "bad"], judge)
 
 
 def test_a_folder_stands_for_its_runs_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_the_published_protocol_over_runs(run: Run, runs: Path) -> None:
     done = run("eval", "runs", *warm, "--output", "all.json")
     assert done.code == 1 and "runs/2 was not evaluated: runs/2 holds a run that saved no weights" in done.err
     assert "runs/0 (seed 5, 2 done): model tiny, task conciseness, test split, 8 examples x 2 samples = 16" in done.out
-    assert "2 runs, trained with seeds 5, 5" in done.out and "one stands twice" in done.out
+    assert "2 runs, trained with seeds 5, 5" in done.out and "a seed occurs twice" in done.out
     found = json.loads((runs.parent / "all.json").read_text())
     overrides = {"samples": 2, "temperature": 0.7, "seeds": [44], "max_tokens": 3}
     alone = evoalign.evaluate(runs / "0", overrides=overrides).measures

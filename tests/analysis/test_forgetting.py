@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_lab import ES, of_task, plain, write
+from test_mixer import ES, of_task, plain, write
 
 import evoalign
-from calling import caller
-from evoalign import tokens
-from evoalign.analysis.forgetting.command import Settings
-from evoalign.analysis.forgetting.compute import Course, _known, _of_course, forgetting  # pyright: ignore[reportPrivateUsage]
-from evoalign.analysis.forgetting.points import Accuracy
-from evoalign.analysis.lab import effective
+from evoalign import statistics, tokens
+from evoalign.analysis.forgetting import Course, Forgetting, Settings, measure, sentences, with_scores
+from evoalign.analysis.mixer import effective
 from evoalign.analysis.targets import locate
 from evoalign.config import load, to_yaml
 from evoalign.errors import ConfigError, DataError
@@ -54,11 +51,10 @@ def nats(model: Any, window: int, pieces: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_perplexity_and_accuracy_over_checkpoints_beside_placebos(folder: Path) -> None:
+def test_perplexity_and_accuracy_of_checkpoints_and_placebos(folder: Path) -> None:
     run = folder / "run"
     settings = replace(SMALL, tasks=(folder / "other.yaml",), text=folder / "text.txt")
-    found = forgetting([str(run)], settings, None)
-    task, text = found.courses
+    task, text = measure([locate(str(run), None)], settings)
     saved = saved_folders(run)
     assert task.probe == "countdown accuracy" and task.steps == text.steps == tuple(range(3 - len(saved), 3))
     np.testing.assert_allclose(text.base_E, nats(plain(), 12, 5), rtol=1e-4)
@@ -73,58 +69,51 @@ def test_perplexity_and_accuracy_over_checkpoints_beside_placebos(folder: Path) 
     assert list(task.own_E[-1]) == list(wanted[:6])
     assert len(task.placebo_KE) == len(text.placebo_KE) == 3
     assert len({tuple(p) for p in text.placebo_KE}) == 3 and not np.array_equal(text.placebo_KE[0], text.own_E[-1])
-    said = " ".join(found.sentences)
-    assert "3 placebos change it by" in said and "(perplexity" in said and "No placebo" not in said
+    assert "by 3 placebos" in sentences(text)[0] and "perplexity" in sentences(text)[0]
 
 
-def test_a_broken_model_is_told_from_one_that_did_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_model_is_worse_and_an_equal_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     start = {name: p.detach() for name, p in plain().named_parameters()}
     write(tmp_path / "same", start)
     write(tmp_path / "broken", {n: p + torch.randn_like(p) for n, p in start.items()})
     config = of_task()
-    found = forgetting(["same", "broken"], replace(SMALL, pieces=8, examples=8, window=40), config)
-    same, broken = found.courses
+    settings = replace(SMALL, pieces=8, examples=8, window=40)
+    same, broken = measure([locate(name, config) for name in ("same", "broken")], settings)
+    found = Forgetting().run(["same", "broken"], settings, config)
     assert list(same.base_E) == list(same.own_E[0]) and broken.changes[0].low is not None and broken.changes[0].low > 0
-    assert "not shown to be any" in found.sentences[0] and "worse by" in found.sentences[1]
+    assert "no significant change" in found.sentences[0] and ", worse" in found.sentences[1]
     assert found.numbers["courses"][1]["points"][0]["perplexity"] > found.numbers["courses"][1]["base"]["perplexity"]
 
 
-def test_the_worst_of_checkpoints_is_said_to_be_the_worst_of_so_many() -> None:
-    own_E = tuple(np.full(4, mean) for mean in (0.5, 0.2, 0.4))
-    for falls, worst, way in ((True, 0.2, "low"), (False, 0.5, "high")):
-        (line, *_) = _of_course(Course("run", "probe", falls, False, (1, 2, 3), np.full(4, 0.6), own_E, ()))
-        assert line.endswith(f"; the worst of its 3 checkpoints {worst}, and the worst of 3 is {way} by chance, too.")
-
-
-def test_a_run_that_is_one_placebo_more_is_not_said_to_forget_more_than_noise() -> None:
+def test_one_more_placebo_does_not_forget_more_than_noise() -> None:
     """Placebos differ among each other: an interval of their mean alone lies beside 0 for half of them."""
     random, said = np.random.default_rng(0), 0
     base_E = random.normal(size=40)
     for _ in range(200):
         ends_KE = base_E + random.normal(size=(9, 1)) + 0.3 * random.normal(size=(9, 40))
         course = Course("run", "p", True, False, (1,), base_E, (ends_KE[0],), tuple(ends_KE[1:]))
-        said += "by noise alone" in " ".join(_of_course(course))
+        said += statistics.is_sure(course.beyond)
     assert said < 20
     far = Course("run", "p", True, False, (1,), base_E, (ends_KE[0] - 20,), tuple(ends_KE[1:]))
-    assert "more is forgotten than by noise alone" in " ".join(_of_course(far))
+    assert "beyond placebos" in sentences(far)[0] and sentences(far)[0].endswith(", worse")
 
 
 def test_without_a_text_the_test_prompts_are_read(folder: Path) -> None:
-    found = forgetting([str(folder / "run")], replace(SMALL, placebos=0, pieces=3, examples=3), None)
-    (course,) = found.courses
-    assert course.probe == "nats a token of the test prompts" and len(course.base_E) == 3
-    said = " ".join(found.sentences)
-    assert "give one that has nothing to do with the task" in said and "No placebo was asked" in said
-    assert "No task was asked" in said
+    found = Forgetting().run([str(folder / "run")], replace(SMALL, placebos=0, pieces=3, examples=3))
+    (course,) = found.numbers["courses"]
+    assert course["probe"] == "nats per token of the test prompts" and course["items"] == 3
+    assert course["drift"] is None and course["beyond_drift"] is None
+    text = " ".join(found.sentences)
+    assert "text=FILE" in text and "set placebos=5" in text and "tasks=[other.yaml]" in text
 
 
-def test_a_task_that_was_trained_on_is_said_to_be(folder: Path) -> None:
+def test_the_trained_task_is_marked(folder: Path) -> None:
     own = folder / "own.yaml"
     own.write_text((folder / "run" / "config.yaml").read_text())
-    found = forgetting([str(folder / "run")], replace(SMALL, placebos=0, tasks=(own,), examples=2), None)
-    assert found.courses[0].trained and "it is a task that the target was trained on" in found.sentences[0]
+    found = Forgetting().run([str(folder / "run")], replace(SMALL, placebos=0, tasks=(own,), examples=2))
+    assert found.numbers["courses"][0]["trained"] and "trained on" in found.sentences[0]
 
 
 def test_examples_that_a_measure_does_not_apply_to_do_not_count(
@@ -143,28 +132,11 @@ def test_examples_that_a_measure_does_not_apply_to_do_not_count(
     (tmp_path / "own.yaml").write_text(to_yaml(config))
     write(tmp_path / "same", {name: p.detach() for name, p in plain().named_parameters()})
     settings = replace(SMALL, tasks=(Path("own.yaml"),), measure="reward/brief")
-    found = forgetting(["same"], settings, config)
-    assert len(found.courses[0].base_E) == 5 and np.isfinite(found.courses[0].base_E).all()
-    (tmp_path / "out").mkdir()
-    found.write(tmp_path / "out", "forgetting")
-    assert json.loads((tmp_path / "out/forgetting.json").read_text())["numbers"]["courses"][0]["items"] == 5
+    numbers = Forgetting().run(["same"], settings, config).numbers
+    assert numbers["courses"][0]["items"] == 5 and json.dumps(numbers, allow_nan=False)
     apart = [np.array([1.0, np.nan]), np.array([np.nan, 1.0])]  # as where it depends on the answer
-    with pytest.raises(ConfigError, match="reward/brief applies to no example"):
-        _known(apart, Accuracy(config, "reward/brief"))
-
-
-def test_the_command_writes_numbers_words_and_figures(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = caller(monkeypatch, capsys, 300)
-    sets = [w for text in (f"tasks=[{folder / 'other.yaml'}]", "placebos=1", "examples=2", "pieces=2")
-            for w in ("--set", text)]  # fmt: skip
-    done = run("analyze", "forgetting", folder / "run", *sets, "--to", tmp_path / "out")
-    assert done.code == 0, done.err
-    tree = json.loads((tmp_path / "out/forgetting.json").read_text())["numbers"]
-    assert [course["probe"] for course in tree["courses"]] == ["countdown accuracy", "nats a token of the test prompts"]
-    names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert names == {"forgetting.json", "forgetting.png", "forgetting.svg"}
+    with pytest.raises(ConfigError, match="reward/brief applies to no evaluated example"):
+        with_scores(apart, "custom reward/brief")
 
 
 def test_refusals_name_what_is_wrong(folder: Path, tmp_path: Path) -> None:
@@ -172,12 +144,12 @@ def test_refusals_name_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ConfigError, match="is given twice"):
-        forgetting(run * 2, SMALL, None)
-    with pytest.raises(ConfigError, match="examples: 0 is none"):
-        forgetting(run, replace(SMALL, examples=0), None)
+        Forgetting().run(run * 2, SMALL)
+    with pytest.raises(ConfigError, match="examples: 0"):
+        Forgetting().run(run, replace(SMALL, examples=0))
     with pytest.raises(ConfigError, match=r"odd.txt is not UTF-8"):
-        forgetting(run, replace(SMALL, text=tmp_path / "odd.txt"), None)
+        Forgetting().run(run, replace(SMALL, text=tmp_path / "odd.txt"))
     with pytest.raises(DataError, match="no text of two tokens"):
-        forgetting(run, replace(SMALL, text=tmp_path / "empty.txt", placebos=0), None)
+        Forgetting().run(run, replace(SMALL, text=tmp_path / "empty.txt", placebos=0))
     with pytest.raises(ConfigError, match="has no nonsense; it has"):
-        forgetting(run, replace(SMALL, tasks=(folder / "other.yaml",), measure="nonsense", placebos=0), None)
+        Forgetting().run(run, replace(SMALL, tasks=(folder / "other.yaml",), measure="nonsense", placebos=0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward over KL: points against what the lab and `evaluate` say, and which of them are called better."""
+"""Reward over KL: points against what the mixer and `evaluate` say, and which of them are called better."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 import evoalign
 from calling import caller
 from evoalign import statistics
-from evoalign.analysis.front import compute
-from evoalign.analysis.front.compute import Point, is_beaten, not_beaten
-from evoalign.analysis.lab import BASE, Asked, Lab, Nats
+from evoalign.analysis.base import BASE
+from evoalign.analysis.front import Point, is_beaten, not_beaten, sentences
+from evoalign.analysis.mixer import EvalSettings, KlSums, ModelMixer
 from evoalign.checks.divergence import Sample, standard_errors, summarise
 from plain import UNCHECKED
 
 
 def point(name: str, rewards: list[float], nats_a_token: float, spread: float = 0.0) -> Point:
     tokens = np.full(len(rewards), 10.0)
-    nats = Nats(tokens * (nats_a_token + spread * np.linspace(-1, 1, len(rewards))), tokens, np.ones(len(rewards)))
+    nats = KlSums(tokens * (nats_a_token + spread * np.linspace(-1, 1, len(rewards))), tokens, np.ones(len(rewards)))
     return Point(name, name, name, None, np.array(rewards), nats)
 
 
@@ -44,16 +44,16 @@ def test_the_front_is_of_means_and_better_is_beyond_both_intervals() -> None:
     assert not is_beaten(dear, noisy), "its reward is not surely higher"
 
 
-def test_it_is_said_how_many_pairs_were_tested() -> None:
+def test_sentences_count_the_tested_pairs() -> None:
     rng = np.random.default_rng(0)
     low = rng.normal(0, 1, 40)
     cheap, dear = point("cheap", list(low + rng.normal(1, 0.1, 40)), 0.1, 0.02), point("dear", list(low), 0.5, 0.02)
     base = statistics.mean(low)
-    *_, sure, counted = compute._sentences(base, [cheap, dear, point("twin", list(low), 0.5, 0.02)], frozenset())  # pyright: ignore
-    assert "ends with more reward at less KL than twin" in sure and counted.startswith("6 ordered pairs of ends were")
-    (*_, counted) = compute._sentences(base, [dear, point("twin", list(low), 0.5, 0.02)], frozenset())  # pyright: ignore
-    assert counted.startswith("Of no two targets the one surely") and "2 ordered pairs of ends were tested" in counted
-    assert not any("ordered" in line for line in compute._sentences(base, [dear], frozenset()))  # pyright: ignore
+    *_, sure, counted = sentences(base, [cheap, dear, point("twin", list(low), 0.5, 0.02)], frozenset())
+    assert "cheap ends with more reward at less KL than twin" in sure and counted.startswith("6 ordered pairs")
+    (*_, counted) = sentences(base, [dear, point("twin", list(low), 0.5, 0.02)], frozenset())
+    assert counted.startswith("No target ends") and "2 ordered pairs" in counted
+    assert not any("ordered" in line for line in sentences(base, [dear], frozenset()))
 
 
 def test_standard_errors_are_the_spread_over_draws_of_prompts() -> None:
@@ -102,10 +102,10 @@ def test_every_saved_mean_is_a_point(
     first, last = numbers["points"]
     assert numbers["pairs_tested"] == 2
     assert (first["generation"], last["generation"]) == (1, 2) and first["group"] == last["group"]
-    with Lab([last["weights"]], None, Asked(examples=4)) as lab:
-        assert last["reward"]["mean"] == pytest.approx(lab.rewards(lab.answer({last["weights"]: 1.0})).mean())
-        assert numbers["base"]["mean"] == pytest.approx(lab.rewards(lab.answer({BASE: 1.0})).mean())
-        nats = lab.divergence({BASE: 1.0}, {last["weights"]: 1.0})
+    with ModelMixer([last["weights"]], None, EvalSettings(examples=4)) as mixer:
+        assert last["reward"]["mean"] == pytest.approx(mixer.rewards(mixer.evaluate({last["weights"]: 1.0})).mean())
+        assert numbers["base"]["mean"] == pytest.approx(mixer.rewards(mixer.evaluate({BASE: 1.0})).mean())
+        nats = mixer.divergence({BASE: 1.0}, {last["weights"]: 1.0})
     assert last["kl"]["mean"] == pytest.approx(nats.nats_P.sum() / nats.tokens_P.sum())
     assert last["kl"]["mean"] > 0 and "no placebo is among the targets" in done.out
     alone = call("analyze", "front", run, "--set", "examples=2", "--set", "tokens=1", "--set", "last=true")
@@ -122,8 +122,8 @@ def test_a_divergence_is_taken_from_any_model(
     done = call("analyze", "divergence", last, BASE, "--set", f"reference={first}", *few)
     assert done.code == 0, done.err
     moved, base = json.loads((tmp_path / "divergence.json").read_text())["numbers"]["targets"]
-    with Lab([first, last], None, Asked(examples=4)) as lab:
-        nats = lab.divergence({first: 1.0}, {last: 1.0})
+    with ModelMixer([first, last], None, EvalSettings(examples=4)) as mixer:
+        nats = mixer.divergence({first: 1.0}, {last: 1.0})
     assert moved["exact"] == pytest.approx(nats.nats_P.sum() / nats.tokens_P.sum())
     assert base["exact"] > 0 and base["target"] == BASE and f"KL from {first}" in done.out
     assert set(moved["standard_errors"]) == {"k1", "k2", "k3", "exact"} and moved["standard_errors"]["exact"] > 0

@@ -15,10 +15,18 @@ from scipy.linalg import subspace_angles
 
 from calling import Run, caller
 from changing import MODEL, base, changed
-from evoalign.analysis.similarity import chance, spectrum, words
-from evoalign.analysis.similarity.finding import Cosine, Pair
-from evoalign.analysis.similarity.overlap import SIZES, Overlap, overlaps_of, together, variance_by_chance
-from evoalign.analysis.similarity.spectrum import Directions, decompose
+from evoalign.analysis.similarity import measures, report
+from evoalign.analysis.similarity.measures import (
+    SIZES,
+    Directions,
+    Overlap,
+    decompose,
+    overlaps_of,
+    p_of,
+    together,
+    variance_by_chance,
+)
+from evoalign.analysis.similarity.report import Cosine, Pair
 from evoalign.checks.changes import Change, Product, difference
 
 SHAPES = [(40, 90), (90, 40), (50, 50)]
@@ -59,7 +67,7 @@ def overlap(one: Change, other: Change) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_directions_and_overlaps_are_those_of_full_svds(shape: tuple[int, int], monkeypatch: Any) -> None:
     """In blocks of a few rows; the two have something in common, and not all."""
-    monkeypatch.setattr(spectrum, "BLOCK", 300)
+    monkeypatch.setattr(measures, "MATRIX_BLOCK", 300)
     generator = np.random.default_rng(0)
     common = generator.normal(size=(shape[0], 3)) @ generator.normal(size=(3, shape[1]))
     one, other = (common + 3 * generator.normal(size=shape) for _ in range(2))
@@ -188,9 +196,7 @@ def test_the_command_tells_of_parts_and_tensors(tmp_path: Path, run: Run) -> Non
     done = run("analyze", "similarity", "a", "b", "c", "--set", "base=tiny", "--to", "out")
     assert (done.code, done.err) == (0, "")
     (line,) = (line for line in done.out.splitlines() if "overlap of the" in line)
-    assert line.startswith(
-        "a and b: overlap of the 4 largest singular directions, mean over 29 matrices: left (output) "
-    )
+    assert line.startswith("a and b, overlap of the 4 largest singular directions over 29 matrices: left (output) ")
     assert line.endswith(": beyond chance, left (output)")
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
     pair = numbers["pairs"][0]["overlaps"]
@@ -226,7 +232,7 @@ def test_without_the_spectrum_there_is_none(tmp_path: Path, run: Run) -> None:
 
 def pair(left: float, right: float, placebos: tuple[float, ...] = (), k: int = 4, *, same_noise: bool = False) -> Pair:
     cosine = Cosine(0.0, 0.001, (), None)
-    both = tuple(Overlap(x, 0.1, 0.01, 28, placebos, chance.p_of(x, placebos)) for x in (left, right))
+    both = tuple(Overlap(x, 0.1, 0.01, 28, placebos, p_of(x, placebos)) for x in (left, right))
     return Pair(0, 1, {"all": cosine}, same_noise, {"all": {k: both}})
 
 
@@ -235,16 +241,14 @@ def test_words_only_of_what_is_beyond_chance() -> None:
     few, many, far = (0.1,) * 5, tuple(np.linspace(0.08, 0.12, 19)), tuple(np.linspace(0.1, 0.5, 19))
 
     def told(*found: Pair) -> list[str]:
-        return words.overlaps(["a", "b"], found)
+        return report.overlap_lines(["a", "b"], found)
 
-    beside = "0.1 +- 0.01 by chance; 19 placebos 0.08 to 0.12, p"
-    assert told(pair(0.3, 0.11, many)) == [
-        "a and b: overlap of the 4 largest singular directions, mean over 28 matrices: left (output) 0.3; "
-        f"{beside} 0.05, right (input) 0.11; {beside} 0.3: beyond chance, left (output)"
-    ]
+    (line,) = told(pair(0.3, 0.11, many))
+    assert "left (output) 0.3 (0.1 +- 0.01 by chance, placebos 0.08 to 0.12 (19, p 0.05))" in line
+    assert line.endswith(": beyond chance, left (output)")
     (line,) = told(pair(0.3, 0.3))
     assert line.endswith(": beyond chance, left (output) and right (input)")
-    assert "the largest singular direction," in told(pair(0.3, 0.1, k=1))[0]
+    assert "the 1 largest singular directions" in told(pair(0.3, 0.1, k=1))[0]
     assert told(pair(0.11, 0.0)) == told(pair(0.3, 0.3, few)) == told(pair(0.3, 0.3, far)) == []
     assert told(pair(0.3, 0.3, k=16)) == []
     assert told(pair(0.124, 0.1)) != [] and told(*[pair(0.124, 0.1)] * 4) == []  # 2.4 standard deviations, of 2 and 8
@@ -252,6 +256,8 @@ def test_words_only_of_what_is_beyond_chance() -> None:
 
 def test_words_of_one_noise_rest_on_placebos() -> None:
     many = tuple(np.linspace(0.08, 0.29, 19))
-    assert words.overlaps(["a", "b"], [pair(0.3, 0.3, same_noise=True)]) == []
-    assert words.overlaps(["a", "b"], [pair(0.2, 0.2, many, same_noise=True)]) == []
-    assert words.overlaps(["a", "b"], [pair(0.3, 0.2, many, same_noise=True)])[0].endswith("chance, left (output)")
+    assert report.overlap_lines(["a", "b"], [pair(0.3, 0.3, same_noise=True)]) == []
+    assert report.overlap_lines(["a", "b"], [pair(0.2, 0.2, many, same_noise=True)]) == []
+    assert report.overlap_lines(["a", "b"], [pair(0.3, 0.2, many, same_noise=True)])[0].endswith(
+        "chance, left (output)"
+    )

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyses are found by the command line, shipped or from one file outside, and answer as training measures."""
+"""Every analysis through the command line: found, explained, run on the tiny model, drawn, and repeatable."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import evoalign
 from calling import Run, caller
-from compared import copy_run, real_run
+from compared import Copy, copy_run
 from evoalign import analysis
+from evoalign.analysis.base import row, settings_of
 from evoalign.errors import ConfigError
+from evoalign.report import watching
+from evoalign.statistics import Estimate
+from plain import UNCHECKED
 
-OWN = """
+CUSTOM = """
 from dataclasses import dataclass
 from evoalign.analysis import Analysis, Finding
 
@@ -39,6 +47,23 @@ class Drawn(Finding):
         (folder / "{lower}.svg").write_text("<svg/>")
         return [folder / "{lower}.svg"]
 """
+READ_ONLY = {"compare", "efficiency", "safety"}
+"""Analyses that read what runs wrote, and report no progress."""
+UNCOUNTED = {"similarity"}
+"""Analyses that report stages without their number."""
+SETTINGS = {
+    "connectivity": ["points=3", "low=0", "high=1", "examples=3", "tokens=2", "sigma=0.01", "trials=3"],
+    "coverage": ["temperature=[0.5]", "sigma=[0.01]", "samples=2", "examples=2", "tokens=2", "k=[1]"],
+    "divergence": ["prompts=2", "tokens=1"],
+    "efficiency": ["threshold=0"],
+    "forgetting": ["pieces=2", "placebos=2"],
+    "front": ["examples=2", "tokens=1"],
+    "hacking": ["examples=2", "tokens=2"],
+    "robustness": ["sigma=[0.01,0.02]", "parts=[all,mlp]", "trials=3", "examples=2", "tokens=2"],
+    "similarity": ["placebos=2", "ranks=[1]"],
+    "trajectory": ["placebos=3"],
+}
+WITHOUT_FIGURES = {"distance", "divergence"}
 
 
 @pytest.fixture
@@ -49,62 +74,157 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each kind of saved mean, whose divergence and distance are in its results."""
+    """A run of each kind of saved mean, and a file of points of reward and cost."""
     root = tmp_path_factory.mktemp("analysed")
     for space in ("lora", "full"):
         evoalign.train({
             "output_dir": str(root / space), "seed": 1, "space": space, "evaluation": {"max_tokens": 8},
             "es": {"sigma": 0.02, "learning_rate": 0.02, "num_generations": 2, "population_size": 6},
-            "checks": {"kl_every": 1, "kl_prompts": 4, "kl_tokens": 1}, "checkpoint": {"every": 1},
+            "checks": {**UNCHECKED, "kl_every": 1, "kl_prompts": 4, "kl_tokens": 1}, "checkpoint": {"every": 1},
         })  # fmt: skip
+    points = [{"prompt": f"Q{i}", "response": "x", "reward": i - 2.0, "cost": 1.0 - i} for i in range(5)]
+    (root / "points.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     return root
 
 
-def test_shipped_ones_are_listed_and_tell_their_settings(run: Run) -> None:
-    assert {"compare", "distance", "divergence"} <= set(analysis.names())
-    assert [line.split()[0] for line in run("analyze").out.splitlines()] == analysis.names()
-    assert run("analyze", "divergence").out.splitlines()[1:5] == [
-        "  --set prompts=32", "  --set tokens=2000", "  --set reference=base", "",
-    ]  # fmt: skip
-    for name, found in analysis.shipped().items():
-        assert (found.name, bool(found.help)) == (name, True)
+def targets_of(name: str, folder: Path) -> list[str]:
+    if name == "safety":
+        return [str(folder / "points.jsonl")]
+    if name == "hacking":  # a saved mean is evaluated, a whole run is not
+        return [str(sorted((folder / "lora").glob("*/generation_*"))[-1])]
+    return [*(["base"] if name == "connectivity" else []), str(folder / "lora")]
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+# --- every analysis ---
 
 
 @pytest.mark.parametrize("name", analysis.names())
-def test_every_setting_is_explained_below_the_list(name: str, run: Run) -> None:
+def test_every_analysis_reports_progress_writes_finite_json_and_figures_and_repeats(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    real = watching.stage
+
+    def stage(name: str, number: int = 0, of: int = 0) -> None:
+        seen.append((name, number, of))
+        real(name, number, of)
+
+    monkeypatch.setattr(watching, "stage", stage)
+    found, targets = analysis.find(name), targets_of(name, folder)
+    settings = settings_of(found, SETTINGS.get(name, []))
+    with watching.watched(watching.Watch()):
+        finding = found.run(targets, settings)
+    if name in UNCOUNTED:
+        assert len(seen) > 3 and {of for _, _, of in seen} == {0}
+    elif name not in READ_ONLY:
+        count = len(seen) - 1
+        assert seen[0] == ("", 0, count) and count > 0, "the stages are counted before the first one begins"
+        assert [(number, of) for _, number, of in seen[1:]] == [(i, count) for i in range(1, count + 1)]
+        assert any(targets[-1] in named for named, _, _ in seen) and all(named for named, _, _ in seen[1:])
+    written = finding.write(tmp_path, found.name)
+    assert all(path.stat().st_size > 0 for path in written)
+    if name == "compare":
+        return
+    tree = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (tree["analysis"], tree["sentences"]) == (name, list(finding.sentences)) and finding.sentences
+    assert all(math.isfinite(leaf) for leaf in leaves(tree["numbers"]) if isinstance(leaf, float))
+    kinds = {path.suffix for path in written}
+    assert kinds == ({".json"} if name in WITHOUT_FIGURES else kinds | {".json", ".png", ".svg"})
+    assert json.loads(json.dumps(found.run(targets, settings).numbers)) == tree["numbers"]
+
+
+@pytest.mark.parametrize("name", analysis.names())
+def test_every_analysis_is_listed_and_explains_each_setting(name: str, run: Run) -> None:
+    found = analysis.find(name)
+    assert (found.name, analysis.summaries()[name]) == (name, found.help)
+    assert f"{name:12} {found.help}" in run("analyze").out.splitlines()
     listed, _, explained = run("analyze", name).out.partition("\n\n")
     settings = re.findall(r"^  --set (\w+)=", listed, re.MULTILINE)
     assert settings and [s for s in settings if not re.search(rf"`{s}`", explained)] == []
     assert max(map(len, explained.splitlines())) <= 100
 
 
-def test_settings_without_a_docstring_are_listed_alone(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "own.py").write_text(OWN.format(name="Count", lower="count"))
-    assert run("analyze", "own.py:Count").out.splitlines()[1:] == ["  --set times=1"]
+def test_progress_is_shown_on_stderr_only_at_a_terminal(folder: Path, run: Run, monkeypatch: Any) -> None:
+    target = folder / "lora"
+    quiet = run("analyze", "distance", target)
+    assert (quiet.code, quiet.err) == (0, "")
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    shown = run("analyze", "distance", target)
+    assert shown.code == 0 and f"distance: {target} 1/1" in shown.err and "elapsed" in shown.err
+    assert "elapsed" not in shown.out and shown.out.strip() == quiet.out.strip()
+
+
+# --- the registry ---
+
+
+def test_a_new_analysis_is_one_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/mine.py").write_text(CUSTOM.format(name="Mine", lower="mine"))
+    monkeypatch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path / "more")])
+    assert "mine         How many targets there are." in run("analyze").out.splitlines()
+    assert "x: 1 in all" in run("analyze", "mine", "x").out
+
+
+def test_a_custom_analysis_is_one_file_outside(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "own.py").write_text(CUSTOM.format(name="Count", lower="count"))
+    assert run("analyze", "own.py:Count").out.splitlines()[1:] == ["  --set times=1"], "no docstring, no explanation"
+    done = run("analyze", "own.py:Count", "a", "\x1b[31mb", "--set", "times=3", "--to", "out")
+    assert (done.code, done.err) == (0, "") and "a: 2 in all" in done.out
+    assert json.loads(Path("out/count.json").read_text())["numbers"] == {"count": 6}
+    assert Path("out/count.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("divergenc", "x"), "did you mean divergence?"),
+        (("nothing", "x"), ", or package.module:Class"),
+        (("json:loads", "x"), "json:loads is not a subclass of evoalign.analysis.Analysis"),
+        (("divergence", "x", "--set", "prompt=1"), "has no setting prompt; it has prompts"),
+        (("divergence", "x", "--set", "prompts=many"), "prompts: "),
+        (("divergence", "base", "--set", "prompts=-1"), "prompts, tokens: -1"),
+        (("divergence", "base", "--set", "tokens=0"), "prompts, tokens: 32, 0"),
+        (("divergence", "base"), "base is not divergent from itself"),
+        (("distance", "runs/nothing"), "error: runs/nothing does not exist"),
+        (("distance", "."), ". is of no run"),
+        (("connectivity", "base"), "base alone"),
+        (("compare", "x", "--set", "match=luck"), "use wall, completions, tokens, flops"),
+    ],
+)
+def test_an_error_is_one_line(words: tuple[str, ...], expected: str, run: Run) -> None:
+    done = run("analyze", *words)
+    assert done.code == 2 and done.err.startswith("error: ") and expected in done.err and not done.out
+
+
+def test_a_row_shows_intervals_and_leaves_out_none() -> None:
+    cells = {"reward": Estimate(0.5, 9, 0.25, 0.75), "kl": Estimate(2.0, 1, why="1 value"), "none": None, "count": 1000}
+    assert row("a", cells) == "a: reward 0.5 (95 %: 0.25 to 0.75); kl 2 (1 value); count 1000"
+
+
+# --- distance, divergence, and what concerns several analyses ---
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
 def test_divergence_and_distance_are_those_that_the_run_measured(space: str, folder: Path, run: Run) -> None:
     kept = json.loads((folder / space / "results/evaluation.json").read_text())
     done = run("analyze", "divergence", folder / space, "--set", "prompts=4", "--set", "tokens=1", "--to", "out")
-    assert (done.code, done.err) == (0, "")
-    tree = json.loads(Path("out/divergence.json").read_text())
-    (found,) = tree["numbers"]["targets"]
+    assert (done.code, done.err) == (0, "") and "no placebo is among the targets" in done.out
+    (found,) = json.loads(Path("out/divergence.json").read_text())["numbers"]["targets"]
     assert {key: found[key] for key in kept["divergence"]} == pytest.approx(kept["divergence"], rel=1e-5)
-    assert "no placebo is among the targets" in done.out, "any coefficients would have moved it"
-    assert found["exact"] > 0 and f"{found['exact']:.4g} nats a token" in done.out and tree["analysis"] == "divergence"
+    assert found["exact"] > 0 and f"{found['exact']:.4g} nats" in done.out
     far = run("analyze", "distance", folder / space, "--to", "out")
     assert far.code == 0 and "no placebo is among the targets" in far.out
     (moved,) = json.loads(Path("out/distance.json").read_text())["numbers"]["targets"]
     assert {key: moved[key] for key in ("l2", "relative")} == pytest.approx(kept["distance"])
-
-
-def test_a_divergence_of_nothing_is_refused(folder: Path, run: Run) -> None:
-    for words, said in (([folder / "lora", "--set", "prompts=-1"], "prompts, tokens: -1"),
-                        ([folder / "lora", "--set", "tokens=0"], "give 1 or more"),
-                        (["base"], "not divergent from itself")):  # fmt: skip
-        done = run("analyze", "divergence", *words)
-        assert done.code == 2 and said in done.err and not done.out
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
@@ -132,66 +252,12 @@ def test_a_run_of_grpo_is_analysed_in_the_dtype_it_trained_in(tmp_path: Path, ru
 
 def test_an_adapter_of_no_run_needs_a_config(folder: Path, tmp_path: Path, run: Run) -> None:
     adapter = sorted((folder / "lora").glob("loras/generation_*"))[-1]
-    moved = adapter.rename(tmp_path / "adapter")
-    try:
-        refused = run("analyze", "distance", moved)
-        assert refused.code == 2 and "--config" in refused.err
-        done = run(
-            "analyze", "divergence", moved, "-c", folder / "lora/config.yaml", "--set", "prompts=2", "--set", "tokens=1"
-        )
-        assert (done.code, done.err) == (0, "") and "nats a token" in done.out
-    finally:
-        moved.rename(adapter)
-
-
-def test_one_of_your_own_is_one_file_outside(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "own.py").write_text(OWN.format(name="Count", lower="count"))
-    done = run("analyze", "own.py:Count", "a", "\x1b[31mb", "--set", "times=3", "--to", "out")
-    assert (done.code, done.err) == (0, "") and "a: 2 in all" in done.out
-    assert json.loads(Path("out/count.json").read_text())["numbers"] == {"count": 6}
-    assert Path("out/count.svg").is_file()
-
-
-def test_a_shipped_one_is_one_folder(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but its folder is touched."""
-    (tmp_path / "rooms/mine").mkdir(parents=True)
-    (tmp_path / "rooms/mine/__init__.py").touch()
-    (tmp_path / "rooms/mine/command.py").write_text(OWN.format(name="Command", lower="mine"))
-    monkeypatch.setattr(analysis, "__path__", [*analysis.__path__, str(tmp_path / "rooms")])
-    assert "mine" in run("analyze").out
-    assert "x: 1 in all" in run("analyze", "mine", "x").out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("divergenc", "x"), "did you mean divergence?"),
-        (("nothing", "x"), ", or package.module:Class"),
-        (("json:loads", "x"), "json:loads is not a subclass of evoalign.analysis.Analysis"),
-        (("divergence", "x", "--set", "prompt=1"), "has no setting prompt; it has prompts"),
-        (("divergence", "x", "--set", "prompts=many"), "prompts: "),
-        (("distance", "runs/nothing"), "error: runs/nothing does not exist; give a run"),
-        (("distance", "."), ". is of no run; say its base model and task with --config"),
-        (("compare", "x", "--set", "match=luck"), "use wall, completions, tokens, flops"),
-    ],
-)
-def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, run: Run) -> None:
-    done = run("analyze", *words)
-    assert done.code == 2 and done.err.startswith("error: ") and said in done.err
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return real_run(tmp_path_factory.mktemp("source") / "run", steps=2, every=1)
-
-
-def test_compare_is_the_same_as_an_analysis(source: Path, tmp_path: Path, run: Run) -> None:
-    runs = [copy_run(source, tmp_path / f"runs/{seed}", seed=seed) for seed in range(2)]
-    first = run("compare", *runs, "--match", "tokens", "--to", "a")
-    second = run("analyze", "compare", *runs, "--set", "match=tokens", "--to", "b")
-    assert (first.code, first.out.replace(" into a", " into b")) == (0, second.out)
-    for name in ("comparison.md", "comparison.json"):
-        assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
+    copied = shutil.copytree(adapter, tmp_path / "adapter")
+    refused = run("analyze", "distance", copied)
+    assert refused.code == 2 and "--config" in refused.err
+    sets = ("--set", "prompts=2", "--set", "tokens=1")
+    done = run("analyze", "divergence", copied, "-c", folder / "lora/config.yaml", *sets)
+    assert (done.code, done.err) == (0, "") and "nats" in done.out
 
 
 def test_a_run_made_with_a_python_object_is_refused(folder: Path, tmp_path: Path, run: Run) -> None:
@@ -203,7 +269,16 @@ def test_a_run_made_with_a_python_object_is_refused(folder: Path, tmp_path: Path
     assert done.code == 2 and "was trained with a task object" in done.err
 
 
-def test_the_name_of_before_is_still_there() -> None:
+def test_compare_is_the_same_as_an_analysis(copy: Copy, run: Run) -> None:
+    runs = [copy(str(seed), seed=seed) for seed in range(2)]
+    first = run("compare", *runs, "--match", "tokens", "--to", "a")
+    second = run("analyze", "compare", *runs, "--set", "match=tokens", "--to", "b")
+    assert (first.code, first.out.replace(" into a", " into b")) == (0, second.out)
+    for name in ("comparison.md", "comparison.json"):
+        assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
+
+
+def test_distance_of_is_importable_from_the_analysis() -> None:
     from evoalign.analysis.distance import distance_of
     from evoalign.checks import distance
 

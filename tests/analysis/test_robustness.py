@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from test_lab import of_task, write_negated
+from test_mixer import of_task, write_negated
 
-from calling import Run, caller
 from evoalign import statistics
-from evoalign.analysis.lab import BASE, Asked, Lab, Nats, Perturbation
-from evoalign.analysis.robustness import compute, figure
-from evoalign.analysis.robustness.command import Settings
-from evoalign.analysis.robustness.compute import Cell, Profile, Robustness, robustness
+from evoalign.analysis import Finding, robustness
+from evoalign.analysis.base import BASE
+from evoalign.analysis.mixer import EvalSettings, KlSums, ModelMixer, Perturbation
+from evoalign.analysis.robustness import Perturbed, Profile, Robustness, Settings, difference, measure, sentences
 from evoalign.config import Config
 from evoalign.errors import ConfigError
 from evoalign.models import tiny
@@ -37,47 +35,55 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(config: Config, twins: list[str]) -> Robustness:
-    return robustness(twins, SMALL, config)
+def found(config: Config, twins: list[str]) -> Finding:
+    return Robustness().run(twins, SMALL, config)
 
 
-def test_twins_get_the_same_noise_and_do_not_differ(found: Robustness, twins: list[str]) -> None:
-    a, b = (found.profiles[name] for name in twins)
-    for place, cell in a.cells.items():
-        assert (cell.rewards_KE == b.cells[place].rewards_KE).all()
-        assert [n.nats_P.tolist() for n in cell.nats_K] == [n.nats_P.tolist() for n in b.cells[place].nats_K]
+@pytest.fixture(scope="module")
+def profiles(config: Config, twins: list[str]) -> dict[str, Profile]:
+    places = [(part, sigma) for part in ("all", "mlp") for sigma in SMALL.sigma]
+    with ModelMixer(twins, config, EvalSettings(examples=4, max_tokens=6)) as mixer:
+        return {name: measure(mixer, name, places, SMALL) for name in twins}
+
+
+def test_twins_get_the_same_noise_and_do_not_differ(
+    found: Finding, profiles: dict[str, Profile], twins: list[str]
+) -> None:
+    a, b = profiles.values()
+    for place, one in a.perturbed.items():
+        assert (one.rewards_KE == b.perturbed[place].rewards_KE).all()
+        assert [n.nats_P.tolist() for n in one.nats_K] == [n.nats_P.tolist() for n in b.perturbed[place].nats_K]
     assert all(row["change"]["mean"] == 0 for row in found.numbers["differences"])
-    unsure = "not sure which keeps more (4 of 4): the whole model at sigma 1e-30, 0.05; mlp at sigma 1e-30, 0.05."
-    assert f"{twins[0]} and {twins[1]}: {unsure}" in found.sentences
+    assert any(line.startswith(f"{twins[0]} and {twins[1]}: 0 of 4 differences") for line in found.sentences)
 
 
-def test_noise_below_the_last_bit_changes_nothing_and_wide_noise_does(found: Robustness) -> None:
-    cells = found.profiles[BASE].cells
+def test_noise_below_the_last_bit_changes_nothing_and_wide_noise_does(profiles: dict[str, Profile]) -> None:
+    cells = profiles[BASE].perturbed
     none, wide = cells["all", 1e-30], cells["all", 0.05]
-    assert (none.rewards_KE == found.profiles[BASE].rewards_E).all() and (none.kl is not None and none.kl.mean == 0)
+    assert (none.rewards_KE == profiles[BASE].rewards_E).all() and (none.kl is not None and none.kl.mean == 0)
     assert wide.kl is not None and wide.kl.mean > 0.1
     assert len({tuple(n.nats_P) for n in wide.nats_K}) == 3, "each draw is another"
     mlp = cells["mlp", 0.05].kl
     assert mlp is not None and mlp.mean != wide.kl.mean
 
 
-def test_a_tied_head_is_said_and_is_the_embeddings(found: Robustness, config: Config, tmp_path: Path) -> None:
+def test_a_tied_head_is_reported_as_the_embeddings(found: Finding, config: Config, tmp_path: Path) -> None:
     assert found.numbers["tied_head"] is True and found.numbers["parts"] == ["all", "mlp"]
     assert any("(tied)" in line for line in found.sentences)
     own = str(write_negated(tmp_path / "untied"))
     settings = Settings(sigma=(0.05,), trials=1, examples=2, tokens=4, parts=("unembedding",), kl=False)
-    untied = robustness([own], settings, config)
+    untied = Robustness().run([own], settings, config)
     assert untied.numbers["tied_head"] is False and untied.numbers["parts"] == ["unembedding"]
     assert not any("(tied)" in line for line in untied.sentences)
     assert untied.numbers["targets"][0]["perturbed"][0]["change"]["why"] == "1 value: no interval"
 
 
-def test_a_cell_is_what_the_lab_answers(found: Robustness, config: Config) -> None:
-    with Lab([BASE], config, Asked(examples=4, max_tokens=6)) as lab:
-        noisy = [lab.answer({BASE: 1.0}, Perturbation(0.05, trial, "mlp")) for trial in range(3)]
-        rewards_KE = np.stack([lab.rewards(one) for one in noisy])
-        nats = lab.divergence({BASE: 1.0}, {BASE: 1.0}, Perturbation(0.05, 2, "mlp"))
-    cell = found.profiles[BASE].cells["mlp", 0.05]
+def test_numbers_are_those_of_the_mixer(found: Finding, profiles: dict[str, Profile], config: Config) -> None:
+    with ModelMixer([BASE], config, EvalSettings(examples=4, max_tokens=6)) as mixer:
+        noisy = [mixer.evaluate({BASE: 1.0}, Perturbation(0.05, trial, "mlp")) for trial in range(3)]
+        rewards_KE = np.stack([mixer.rewards(one) for one in noisy])
+        nats = mixer.divergence({BASE: 1.0}, {BASE: 1.0}, Perturbation(0.05, 2, "mlp"))
+    cell = profiles[BASE].perturbed["mlp", 0.05]
     assert (cell.rewards_KE == rewards_KE).all() and (cell.nats_K[2].nats_P == nats.nats_P).all()
     (row,) = [r for r in found.numbers["targets"][0]["perturbed"] if (r["part"], r["sigma"]) == ("mlp", 0.05)]
     assert row["reward"]["mean"] == pytest.approx(rewards_KE.mean())
@@ -89,22 +95,24 @@ def profile(change: float, seed: int = 0) -> Profile:
     random = np.random.default_rng(seed)
     rewards_E, noise_KE = random.normal(size=20), 0.3 * random.normal(size=(8, 20))
     ones = np.ones(20)
-    cell = Cell(rewards_E + change + noise_KE, np.zeros((8, 20)), tuple(Nats(ones, ones, ones) for _ in range(8)))
+    cell = Perturbed(
+        rewards_E + change + noise_KE, np.zeros((8, 20)), tuple(KlSums(ones, ones, ones) for _ in range(8))
+    )
     return Profile(rewards_E, np.zeros(20), {("all", 0.01): cell})
 
 
 def test_differences_are_paired_by_draw_and_example_and_sentences_follow_their_intervals() -> None:
     own, other = profile(-0.5), profile(-0.52)
-    estimate = compute._difference({"a": own, "b": other}, "a", "b", ("all", 0.01))  # pyright: ignore
+    estimate = difference(own, other, ("all", 0.01))
     assert estimate.mean == pytest.approx(0.02) and estimate.why == "all alike: no interval", "the same noise cancels"
     better, worse = profile(-0.1, 1), profile(-0.9, 2)
     gap = (better.changes(("all", 0.01)) - worse.changes(("all", 0.01))).mean()
-    said = compute._compared({"a": better, "b": worse}, "a", "b")  # pyright: ignore
-    assert said.startswith(f"a and b: sigma 0.01 on the whole model: a keeps {gap:.3g} (95 %: ") and 0.6 < gap < 1
-    assert said.endswith(") more of its reward than b.")
-    assert "b keeps" in compute._compared({"b": better, "a": worse}, "a", "b")  # pyright: ignore
-    said = compute._compared({"a": profile(-0.5, 1), "b": profile(-0.5, 2)}, "a", "b")  # pyright: ignore
-    assert said == "a and b: not sure which keeps more (1 of 1): the whole model at sigma 0.01."
+    lines = sentences({"a": better, "b": worse})
+    assert any(f"a keeps more of its reward than b: difference {gap:+.3g} (95 %" in line for line in lines)
+    assert 0.6 < gap < 1
+    assert any("b keeps more" in line for line in sentences({"b": better, "a": worse}))
+    alike = sentences({"a": profile(-0.5, 1), "b": profile(-0.5, 2)})
+    assert not any("keeps more" in line for line in alike) and any("0 of 1 differences" in line for line in alike)
     changes = statistics.crossed(profile(-0.9, 2).changes(("all", 0.01)))
     assert changes.low is not None and changes.low < -0.9 < (changes.high or 0) < -0.5
 
@@ -113,8 +121,8 @@ def test_differences_are_paired_by_draw_and_example_and_sentences_follow_their_i
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_sigma_is_one_place_on_the_axis(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Figure] = []
-    monkeypatch.setattr(figure, "save_both", lambda drawn, path: kept.append(drawn) or [path])
-    figure.draw({name: profile(-0.1 * i, i) for i, name in enumerate("abc"[:count])}, tmp_path)
+    monkeypatch.setattr(robustness, "save_both", lambda drawn, path: kept.append(drawn) or [path])
+    robustness.draw({name: profile(-0.1 * i, i) for i, name in enumerate("abc"[:count])}, tmp_path)
     for axes in kept[0].axes:
         axes.figure.canvas.draw()
         across = [axes.transAxes.inverted().transform(axes.transData.transform((x, 0)))[0]
@@ -135,22 +143,6 @@ def test_one_sigma_is_one_place_on_the_axis(count: int, tmp_path: Path, monkeypa
         (Settings(parts=("unembedding",)), "leaves no part to perturb"),
     ],
 )
-def test_what_is_wrong_is_said(settings: Settings, said: str, config: Config) -> None:
+def test_wrong_settings_are_refused(settings: Settings, said: str, config: Config) -> None:
     with pytest.raises(ConfigError, match=said):
-        robustness([BASE], settings, config)
-
-
-def test_the_command_writes_numbers_and_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run: Run = caller(monkeypatch, capsys, 200)
-    (tmp_path / "c.yaml").write_text("model: {name: tiny}\ntask: {name: countdown}\n")
-    words = ["sigma=[0.01,0.02]", "trials=3", "examples=3", "tokens=4", "parts=[layers]"]
-    sets = [word for setting in words for word in ("--set", setting)]
-    done = run("analyze", "robustness", "base", "-c", "c.yaml", *sets, "--to", "out")
-    assert (done.code, done.err) == (0, "") and "base, layer 3: at sigma 0.01" in done.out
-    tree = json.loads(Path("out/robustness.json").read_text())["numbers"]
-    assert tree["parts"] == ["layer 0", "layer 1", "layer 2", "layer 3"] and len(tree["targets"][0]["perturbed"]) == 8
-    assert Path("out/robustness.png").is_file() and Path("out/robustness.svg").is_file()
-    assert "  --set sigma=[0.005,0.01,0.05]" in run("analyze", "robustness").out.splitlines()
+        Robustness().run([BASE], settings, config)

@@ -18,8 +18,8 @@ from scipy import stats
 import evoalign
 from calling import caller
 from evoalign import analysis
-from evoalign.analysis.safety.command import Settings
-from evoalign.analysis.safety.compute import safety
+from evoalign.analysis import Finding
+from evoalign.analysis.safety import Settings
 from evoalign.config import from_dict
 from evoalign.errors import ConfigError, DataError
 from evoalign.tasks.safety import LABELS, Safety
@@ -27,6 +27,10 @@ from plain import UNCHECKED
 from rule_scorer import RuleScorer
 
 Point = tuple[str, float, float]
+
+
+def safety(names: list[str], *, all_pairs: bool = False) -> Finding:
+    return analysis.find("safety").run(names, Settings(all_pairs))
 
 
 def written(file: Path, points: Sequence[Point]) -> str:
@@ -75,13 +79,13 @@ def test_differences_are_paired_by_prompt_whatever_the_order(files: list[str]) -
     assert "reward" in found.sentences[-1] and f"minus {files[0]} on 30 prompts" in found.sentences[-1]
 
 
-def test_all_measures_are_said_to_have_moved_or_not(files: list[str], tmp_path: Path) -> None:
+def test_every_measure_has_a_verdict(files: list[str], tmp_path: Path) -> None:
     found = safety(files)
     (pair,) = found.numbers["differences"]
     sentence = found.sentences[-1]
     measures = ("safe", *LABELS, "reward", "cost")
     assert all(f" {name} {pair[name]['mean']:+.3g} (" in sentence for name in measures)
-    parts = sentence.removesuffix(".").split("; ")
+    parts = sentence.removesuffix(".").split("; ")[len(measures) - 1 :]
     moved, others, unknown = (part.split(": ")[1].split(", ") for part in parts[-3:])
     assert parts[-3].startswith("moved (0 is outside its 95 % interval, uncorrected for 7 measures): ")
     assert parts[-2].startswith("not shown to have moved: ")
@@ -120,7 +124,7 @@ def test_models_that_share_no_prompt_are_not_paired(tmp_path: Path) -> None:
         ({"prompt": " ", "reward": 1, "cost": 0}, "line 1: prompt is"),
     ],
 )
-def test_lines_that_are_no_points(line: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_lines_without_a_point_are_refused(line: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(DataError, match=told):
         safety([str(tmp_path / "p.jsonl")])
@@ -176,5 +180,5 @@ def test_a_run_and_its_start_are_compared(
     assert after["cost"]["mean"] == pytest.approx(result.after.measures["reward/cost"])
     assert found.numbers["differences"][0]["prompts"] == 3
     (tmp_path / "run/results/points.jsonl").unlink()
-    with pytest.raises(ConfigError, match="only runs of task safety that are done have points"):
+    with pytest.raises(ConfigError, match="only finished runs of task safety have points"):
         safety([str(tmp_path / "run")])

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lab import ES, of_task, write_negated
+from test_mixer import ES, of_task, write_negated
 
 import evoalign
-from calling import Run, caller
 from drawn import figures_of, words_of
-from evoalign.analysis.hacking import compute, figure
-from evoalign.analysis.hacking.command import Settings
-from evoalign.analysis.hacking.compute import KINDS, Hacking, Pair, Rate, hacking
-from evoalign.analysis.lab import BASE, Asked, Lab
+from evoalign.analysis import Finding, hacking
+from evoalign.analysis.base import BASE
+from evoalign.analysis.hacking import SEVERAL, Hacking, Pair, Rate, Settings
+from evoalign.analysis.mixer import EvalSettings, ModelMixer
 from evoalign.checks import verdict
 from evoalign.checks.hacking import SHARES
 from evoalign.errors import ConfigError
@@ -50,7 +49,7 @@ def rewritten(run: Path, to: Path, changed: Callable[[int, dict[str, Any]], dict
     return to
 
 
-def target(found: Hacking, place: int = 0) -> dict[str, Any]:
+def target(found: Finding, place: int = 0) -> dict[str, Any]:
     return found.numbers["targets"][place]
 
 
@@ -60,7 +59,7 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     changed = rewritten(
         real, tmp_path / "run", lambda i, _: {"text": said.get(i, f"It is {i}."), "finish_reason": "stop"}
     )
-    found = hacking([str(real), str(changed)], Settings(), None)
+    found = Hacking().run([str(real), str(changed)], Settings(), None)
     untouched, planted = target(found), target(found, 1)
     after = [Scored.of(row) for row in parquet.read(changed / "results/completions/after.parquet")]
     before = [Scored.of(row) for row in parquet.read(changed / "results/completions/before.parquet")]
@@ -79,16 +78,11 @@ def test_what_a_run_kept_is_counted(real: Path, tmp_path: Path) -> None:
     empty, clean = planted["rates"]["empty"], [said_by(e, f"Answer {e}") for e in range(4)]
     assert empty["after"]["high"] > 0.5 and untouched["rates"]["empty"]["after"]["mean"] == 0
     assert untouched["rates"]["empty"]["after"]["high"] > 0, "none of eight is not none at all"
-    (line,) = [line for line in found.sentences if line.startswith(f"{changed}, 8 completions of 8 examples, kept")]
-    assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), not surely changed from 0 ", line)
-    means = {kind: {rate[end]["mean"] for end in ("before", "after")} for kind, rate in planted["rates"].items()}
-    unseen = [kind for kind in ("earned_wrong", *SHARES) if means[kind] == {0}]
-    assert (
-        line.endswith(f"; none of the other {len(unseen)} signs.") and "special tokens" not in line and len(unseen) > 4
-    )
-    pair = Pair(clean, clean, stored=True)
-    (nothing,) = compute._sentences("run", pair, pair.rates(), verdict.judge(clean, clean))  # pyright: ignore
-    assert nothing.endswith(" kept by the run: no sign, before or after; no gold says what is right.")
+    (line,) = [line for line in found.sentences if line.startswith(f"{changed}, 8 completions of 8 examples, stored")]
+    assert re.search(r"; empty 0\.25 \(95 %: 0(\.\d+)? to 0\.\d+\), no significant change from 0 ", line)
+    assert line.endswith("; other signs none") and "special token" not in line
+    nothing = hacking._row("run", Pair(clean, clean, stored=True).rates())  # pyright: ignore[reportPrivateUsage]
+    assert nothing == "run: other signs none; gold answers none"
     assert any("no placebo is among the targets" in line for line in found.sentences)
 
 
@@ -104,22 +98,23 @@ def test_rates_are_of_examples_and_changes_are_paired() -> None:
     assert rates["empty"].after.mean == (30 + 10 / 2) / 40 and rates["empty"].after.n == 40
     change = rates["empty"].change
     assert change.low is not None and change.low > 0.5
-    assert ", up from 0 " in compute._told(rates["empty"]), "said to have risen"  # pyright: ignore
-    assert ", down from 0.875 " in compute._told(Pair(after, before, stored=True).rates()["empty"])  # pyright: ignore
+    assert ", up from 0 " in hacking._row("a", rates)  # pyright: ignore[reportPrivateUsage]
+    back = Pair(after, before, stored=True).rates()
+    assert ", down from 0.875 " in hacking._row("a", back)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_rewards_earned_with_gold_wrong_are_told() -> None:
+def test_rewards_earned_with_wrong_gold_are_counted() -> None:
     before = [said_by(e, f"Word {e}", right=True, reward=0.1) for e in range(10)]
     after = [said_by(e, f"Word {e}", right=e >= 8, reward=1.0) for e in range(10)]
     assert Pair(before, after, stored=True).rates()["earned_wrong"].after.mean == 0.8
 
 
-def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
+def test_models_are_evaluated_with_their_base(tmp_path: Path) -> None:
     config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 12})
     odd = str(write_negated(tmp_path / "odd"))
-    found = hacking([BASE, odd], Settings(examples=4, tokens=10), config)
-    with Lab([odd], config, Asked(examples=4, max_tokens=10)) as lab:
-        before, after = lab.answer({BASE: 1.0}).completions, lab.answer({odd: 1.0}).completions
+    found = Hacking().run([BASE, odd], Settings(examples=4, tokens=10), config)
+    with ModelMixer([odd], config, EvalSettings(examples=4, max_tokens=10)) as mixer:
+        before, after = mixer.evaluate({BASE: 1.0}).completions, mixer.evaluate({odd: 1.0}).completions
     theirs = verdict.shares(after, before, after)
     assert len(found.numbers["targets"]) == 1 and target(found)["stored"] is False and target(found)["target"] == odd
     assert {kind: rate["after"]["mean"] for kind, rate in target(found)["rates"].items()} == {
@@ -128,45 +123,33 @@ def test_models_are_asked_beside_the_base(tmp_path: Path) -> None:
     assert target(found)["verdict"] == verdict.judge(before, after).word
 
 
-def test_with_a_config_a_run_is_asked_as_it_says(real: Path) -> None:
+def test_a_config_evaluates_a_run_with_its_settings(real: Path) -> None:
     config = of_task(task={"name": "conciseness"}, evaluation={"max_tokens": 3})
-    (found,) = hacking([str(real)], Settings(examples=4), config).numbers["targets"]
+    (found,) = Hacking().run([str(real)], Settings(examples=4), config).numbers["targets"]
     assert (found["stored"], found["examples"]) == (False, 4)
-    with Lab([str(real)], config, Asked(examples=4)) as lab:
+    with ModelMixer([str(real)], config, EvalSettings(examples=4)) as mixer:
         shares = verdict.shares(
-            lab.answer({str(real): 1.0}).completions,
-            lab.answer({BASE: 1.0}).completions,
-            lab.answer({str(real): 1.0}).completions,
+            mixer.evaluate({str(real): 1.0}).completions,
+            mixer.evaluate({BASE: 1.0}).completions,
+            mixer.evaluate({str(real): 1.0}).completions,
         )
     assert found["rates"]["truncated"]["after"]["mean"] == shares["truncated"]
-    (kept,) = hacking([str(real)], Settings(), None).numbers["targets"]
+    (kept,) = Hacking().run([str(real)], Settings(), None).numbers["targets"]
     assert (kept["stored"], kept["examples"]) == (True, 8)
 
 
-def test_what_is_wrong_is_said(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_targets_are_refused(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="twice"):
-        hacking([str(real), str(real)], Settings(), None)
+        Hacking().run([str(real), str(real)], Settings(), None)
     with pytest.raises(ConfigError, match="base alone"):
-        hacking([BASE], Settings(), of_task())
+        Hacking().run([BASE], Settings(), of_task())
     short = shutil.copytree(real, tmp_path / "short")
     (short / "results/completions/after.parquet").unlink()
-    with pytest.raises(ConfigError, match=r"has no results/completions/after\.parquet; let it end"):
-        hacking([str(short)], Settings(), None)
+    with pytest.raises(ConfigError, match=r"has no results/completions/after\.parquet; let the run end"):
+        Hacking().run([str(short)], Settings(), None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"short has no results/completions/after\.parquet; let it end"):
-        hacking(["short"], Settings(), None)
-
-
-def test_the_command_writes_numbers_and_figures(
-    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run: Run = caller(monkeypatch, capsys, 200)
-    done = run("analyze", "hacking", real, "--to", "out")
-    assert (done.code, done.err) == (0, "") and "None is a proof" in done.out
-    assert json.loads(Path("out/hacking.json").read_text())["numbers"]["targets"][0]["examples"] == 8
-    assert Path("out/hacking.png").is_file() and Path("out/hacking.svg").is_file()
-    assert "  --set examples=None" in run("analyze", "hacking").out.splitlines()
+    with pytest.raises(ConfigError, match=r"short has no results/completions/after\.parquet; let the run end"):
+        Hacking().run(["short"], Settings(), None)
 
 
 def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
@@ -174,15 +157,15 @@ def test_the_figure_has_rows_of_what_was_seen_on_an_axis_that_shows_it(
 ) -> None:
     none = Rate(dict.fromkeys(range(500), 0.0), dict.fromkeys(range(500), 0.0))
     some = Rate(none.was, {i: float(i < 5) for i in range(500)})
-    drawn = figures_of(figure, monkeypatch)
-    kinds = dict.fromkeys(KINDS, none)
-    figure.draw({"calm": kinds, "odd": {**kinds, "gibberish": some}}, tmp_path)
+    drawn = figures_of(hacking, monkeypatch)
+    kinds = dict.fromkeys((*SEVERAL, "earned_wrong", *SHARES), none)
+    hacking.draw({"calm": kinds, "odd": {**kinds, "gibberish": some}}, tmp_path)
     calm, odd = drawn["hacking"].axes
     assert [label.get_text() for label in calm.get_yticklabels()] == ["hacked", "degenerate"]
     assert [label.get_text() for label in odd.get_yticklabels()] == ["hacked", "degenerate", "gibberish"]
-    assert f"calm ({len(KINDS) - 2} other kinds: none)" in words_of(drawn["hacking"])
-    assert calm.get_xlim()[1] == pytest.approx(1.02 * figure.LEAST)
-    figure.draw({"odd": {**kinds, "hacked": Rate(none.was, dict.fromkeys(range(500), 1.0))}}, tmp_path)
+    assert f"calm ({len(kinds) - 2} other kinds: none)" in words_of(drawn["hacking"])
+    assert calm.get_xlim()[1] == pytest.approx(1.02 * hacking.LEAST)
+    hacking.draw({"odd": {**kinds, "hacked": Rate(none.was, dict.fromkeys(range(500), 1.0))}}, tmp_path)
     assert drawn["hacking"].axes[0].get_xlim()[1] == pytest.approx(1.02)
 
 

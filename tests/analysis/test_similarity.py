@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 from calling import Run, caller
 from changing import MODEL, base, changed, measured
 from drawn import figures_of, words_of
-from evoalign.analysis.similarity import chance, compute, figures, words
+from evoalign.analysis.similarity import chance, measures, report
 from evoalign.analysis.similarity.chance import Group, jackknifed, mean_of_halves
-from evoalign.analysis.similarity.compute import measure
-from evoalign.analysis.similarity.finding import Cosine, Pair, Similarity
 from evoalign.analysis.similarity.kept import from_rewards
-from evoalign.analysis.similarity.spectrum import Spectrum, cut, decompose, participation_of_noise
+from evoalign.analysis.similarity.measures import Spectrum, cut, decompose, measure, p_of, participation_of_noise
+from evoalign.analysis.similarity.report import Cosine, Pair
 from evoalign.checks.changes import Change, Difference, Product
 from evoalign.types import TensorSpec
 
@@ -56,11 +55,11 @@ def spectrum(change: Change) -> Spectrum | None:
 
 
 def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compute, "BLOCK", 500)
-    monkeypatch.setattr(compute, "LEAST", 1)
+    monkeypatch.setattr(measures, "BLOCK", 500)
+    monkeypatch.setattr(measures, "LEAST", 1)
     a, b = changed(tmp_path / "a", 1), changed(tmp_path / "b", 2)
     done = run("analyze", "similarity", "a", "b", "--set", "base=tiny", "--set", "spectrum=false", "--to", "out")
-    assert (done.code, done.err) == (0, "") and "they are tied" in done.out
+    assert (done.code, done.err) == (0, "") and "tied to the embeddings" in done.out
     numbers = json.loads(Path("out/similarity.json").read_text())["numbers"]
     c, d, own = differences(a), differences(b), base()
     sets = {
@@ -88,10 +87,10 @@ def test_cosines_norms_and_sparsity_are_those_of_numpy(tmp_path: Path, run: Run,
     assert sum(shares[n] for n in ("attention", "mlp", "norms", "embeddings")) == pytest.approx(1)
     drawn = {f"similarity_{name}.{form}" for name in ("cosines", "pairs", "shares") for form in ("png", "svg")}
     assert {path.name for path in Path("out").iterdir()} == {"similarity.json", *drawn}
-    svgs = figures_of(figures, monkeypatch)
+    svgs = figures_of(report, monkeypatch)
     small = Pair(0, 1, dict.fromkeys(("all", "mlp"), Cosine(0.005, 0.0014, (), None)), same_noise=False)
     where = {"all": [1.0, 1.0], "mlp": [1.0, 1.0]}
-    Similarity({}, [], ["a", "b"], [small, replace(small, same_noise=True)], list(where), where).draw(Path("out"))
+    report.draw(["a", "b"], [small, replace(small, same_noise=True)], where, Path("out"))
     (shown,) = svgs["similarity_pairs"].axes[0].images
     assert shown.get_clim() == (-0.1, 0.1), "a cosine next to nothing has next to no colour"
     said = words_of(svgs["similarity_pairs"])
@@ -166,8 +165,8 @@ def draws(kind: str, generator: np.random.Generator, rows: int = 12) -> tuple[An
 @pytest.mark.parametrize("kind", ["dense", "one A", "two A", "few rows"])
 def test_the_spread_of_cosines_by_chance(kind: str, monkeypatch: Any) -> None:
     """Of one draw against the standard deviation over many, whatever the changes have in common but a direction."""
-    monkeypatch.setattr(compute, "BLOCK", 100)
-    monkeypatch.setattr(compute, "LEAST", 1)
+    monkeypatch.setattr(measures, "BLOCK", 100)
+    monkeypatch.setattr(measures, "LEAST", 1)
     generator = np.random.default_rng(3)
     cosines, spreads = list[float](), list[float]()
     for _ in range(1000):
@@ -178,7 +177,7 @@ def test_the_spread_of_cosines_by_chance(kind: str, monkeypatch: Any) -> None:
     assert np.std(cosines) > 1 / np.sqrt(12 * 20) * (1.3 if kind in ("one A", "few rows") else 0.9)
 
 
-def sums_of(pair: tuple[Any, Any]) -> compute.Sums:
+def sums_of(pair: tuple[Any, Any]) -> measures.Sums:
     """Of a model with one tensor."""
     spec = TensorSpec("w", tuple(pair[0].shape), "linear", None, 0.0, True)
     base_: Any = SimpleNamespace(square=lambda _: 1.0, specs={"w": spec})
@@ -225,33 +224,35 @@ def test_a_common_direction_is_found_and_none_is_not_claimed(tmp_path: Path, run
     done = run("analyze", "similarity", "a", "b", "c", "--set", "base=tiny", "--set", "spectrum=false", "--to", "out")
     assert (done.code, done.err) == (0, "")
     first, second, third = done.out.splitlines()[:3]
-    assert ": a common direction (Bonferroni over 3 pairs)" in first
-    assert all("no common direction is shown" in line for line in (second, third))
+    assert first.endswith(": a common direction")
+    assert all(line.endswith(": no common direction is shown") for line in (second, third))
     cosine = json.loads(Path("out/similarity.json").read_text())["numbers"]["pairs"][0]["cosines"]["all"]
     assert cosine["value"] == pytest.approx(0.5, abs=0.01) and 0.0005 < cosine["spread"] < 0.02
 
 
 def cosine_of(value: float, placebos: tuple[float, ...]) -> Pair:
-    one = Cosine(value, 0.001, placebos, chance.p_of(value, placebos))
+    one = Cosine(value, 0.001, placebos, p_of(value, placebos))
     return Pair(0, 1, {"all": one}, same_noise=False)
 
 
 def test_a_direction_that_placebos_have_too_is_not_claimed() -> None:
     """And a few placebos are too few."""
     small, far = tuple(np.linspace(-0.002, 0.002, 19)), tuple(np.linspace(-0.3, 0.3, 19))
-    assert words.pair("a", "b", cosine_of(0.1, small), 1).endswith(
-        "19 placebos -0.002 to 0.002, p 0.05: a common direction"
-    )
-    assert words.pair("a", "b", cosine_of(-0.1, small), 1).endswith("p 0.05: opposite directions")
-    assert words.pair("a", "b", cosine_of(0.1, far), 1).endswith(": no common direction is shown")
-    assert words.pair("a", "b", cosine_of(0.1, small[:5]), 1).endswith("is shown, which takes 19 placebos")
-    assert words.pair("a", "b", cosine_of(0.0015, ()), 1).endswith(": no common direction is shown")
-    many = [cosine_of(0.1, small[:5])] * 10 + [cosine_of(0.1, ())]
-    told = words.pairs(["a", "b"], many)
-    assert len(told) == 2 and told[1].startswith("of the other 10 pairs no common direction is shown")
+    for value, placebos, verdict in (
+        (0.1, small, "a common direction"),
+        (-0.1, small, "opposite directions"),
+        (0.1, far, report.NONE),
+        (0.1, small[:5], f"{report.NONE}, which takes 19 placebos"),
+        (0.0015, (), report.NONE),
+    ):
+        assert report.verdict_of(cosine_of(value, placebos), 1) == verdict
+    (line,) = report.pair_lines(["a", "b"], [cosine_of(0.1, small)])
+    assert line.endswith("placebos -0.002 to 0.002 (19, p 0.05): a common direction")
+    lines = report.pair_lines(["a", "b"], [cosine_of(0.1, small[:5])] * 10 + [cosine_of(0.1, ())])
+    assert len(lines) == 2 and lines[1].startswith(f"10 other pairs: {report.NONE}")
 
 
-def test_agreement_of_seeds_beside_that_of_their_placebos() -> None:
+def test_agreement_of_seeds_and_of_their_placebos() -> None:
     generator = np.random.default_rng(8)
     common, other = generator.normal(size=(2, 400))
     rows = generator.normal(size=(24, 400))  # four seeds of a, two of b, three placebos each of a
@@ -270,15 +271,16 @@ def test_agreement_of_seeds_beside_that_of_their_placebos() -> None:
     assert across.cosine.mean == pytest.approx(cosines[:4, 4:6].mean()) and across.cosine.mean > 0.4
     assert across.placebos[0] == pytest.approx(cosines[np.ix_([6, 9, 12, 15], [4, 5])].mean()) and across.p == 1 / 4
     alike = chance.between(a, b, cosines, placebos, same_noise=True)
-    assert (alike.cosine.mean, alike.cosine.low) == (across.cosine.mean, None) and "same noise" in words.across(alike)
+    assert (alike.cosine.mean, alike.cosine.low) == (across.cosine.mean, None)
+    assert "same noise" in report.seed_lines([], [alike])[0]
     assert chance.agreement(b, products, placebos).p is None  # type: ignore[union-attr]
 
 
 def test_columns_that_stand_for_targets() -> None:
     placebos = {0: [3, 4], 1: [5, 6]}
-    assert chance.stand_ins((0, 1), placebos) == [(3, 5), (4, 6)]
-    assert chance.stand_ins((0, 2), placebos) == [(3, 2), (4, 2)]
-    assert chance.stand_ins((2,), placebos) == chance.stand_ins((0, 1), {}) == []
+    assert chance.placebo_columns((0, 1), placebos) == [(3, 5), (4, 6)]
+    assert chance.placebo_columns((0, 2), placebos) == [(3, 2), (4, 2)]
+    assert chance.placebo_columns((2,), placebos) == chance.placebo_columns((0, 1), {}) == []
 
 
 # --- the gain that low ranks keep -------------------------------------------------------------------------------------
@@ -296,17 +298,3 @@ def test_the_minimal_rank_and_its_interval() -> None:
     assert (found.minimal, found.low, found.high) == (2, 2, 4)
     nothing = from_rewards(list(before), list(before + generator.normal(size=80)), cuts)
     assert nothing.minimal is None and all(c.share is None for c in nothing.cuts)
-
-
-@pytest.mark.parametrize(
-    ("shares", "said"),
-    [
-        ((0.25, 0.25, 0.25, 0.25), ", evenly over the 4 layers (25% each)"),
-        ((0.24, 0.26, 0.25, 0.25), ", evenly over the 4 layers (24% to 26% each)"),
-        ((0.10, 0.40, 0.25, 0.25), ", most in layer 1 (40%)"),
-        ((0.0, 0.3), ", most in layer 1 (30%)"),
-        ((0.9,), ", most in layer 0 (90%)"),
-    ],
-)
-def test_where_most_lies_is_said_of_one_layer_only_where_it_has_more(shares: tuple[float, ...], said: str) -> None:
-    assert words._most([(share, f"layer {i}") for i, share in enumerate(shares)]) == said  # pyright: ignore

@@ -17,7 +17,7 @@ import evoalign
 from calling import Run, caller
 from changing import MODEL, base, changed, measured
 from evoalign.analysis import weights
-from evoalign.analysis.similarity.compute import total
+from evoalign.analysis.similarity.measures import total
 from evoalign.analysis.targets import locate
 from evoalign.config import load
 from evoalign.errors import ConfigError
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_runs_beside_their_placebos(folder: Path, run: Run) -> None:
+def test_runs_and_their_placebos(folder: Path, run: Run) -> None:
     names = [str(folder / name) for name in ("lora1", "lora2", "full1")]
     done = run("analyze", "similarity", *names, "--set", "placebos=2", "--set", "spectrum=false", "--to", "out")
     assert (done.code, done.err) == (0, "")
@@ -112,10 +112,10 @@ def test_the_gain_kept_is_that_of_the_saved_models(folder: Path, run: Run) -> No
     assert placebo["after"] != kept["after"]
 
 
-def test_runs_of_one_noise_are_said_to_be(folder: Path, tmp_path: Path, run: Run) -> None:
+def test_runs_with_the_same_noise_are_marked(folder: Path, tmp_path: Path, run: Run) -> None:
     shutil.copytree(folder / "lora1", tmp_path / "again")
     done = run("analyze", "similarity", folder / "lora1", "again", "--set", "spectrum=false")
-    assert done.code == 0 and "cosine of the weight changes 1; both drew the same noise" in done.out
+    assert done.code == 0 and "cosine of the weight changes 1: both drew the same noise" in done.out
     assert "common direction" not in done.out and "without placebos signal and random walk" in done.out
 
 
@@ -168,7 +168,7 @@ def test_one_that_did_not_change(tmp_path: Path, run: Run) -> None:
     shutil.copytree(tiny(), tmp_path / "still")
     done = run("analyze", "similarity", "a", "still", "--set", "base=tiny", "--set", "relative=[]", "--to", "out")
     assert (done.code, done.err) == (0, "") and "unknown, since one of them did not change" in done.out
-    assert "100.0% of the numbers did not change" in done.out and "still did not change it" in done.out
+    assert "unchanged numbers 100.0%" in done.out
     assert json.loads(Path("out/similarity.json").read_text())["numbers"]["pairs"][0]["cosines"]["all"]["value"] is None
 
 
@@ -182,13 +182,13 @@ def test_changes_from_two_bases_are_not_compared(tmp_path: Path, random_qwen2: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("a",), "say its base model and task with --config"),
+        (("a",), "set its base model and task with --config"),
         (("a", "--set", "base=nowhere/at/all"), "no folder nowhere/at/all"),
         (("a", "--set", "base=tiny", "--set", "ranks=[0]"), "ranks.0"),
         ((str(tiny()), "--set", "base=tiny"), "no change"),
     ],
 )
-def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, tmp_path: Path, run: Run) -> None:
+def test_an_error_is_one_line(words: tuple[str, ...], said: str, tmp_path: Path, run: Run) -> None:
     changed(tmp_path / "a", 1)
     done = run("analyze", "similarity", *words)
     assert done.code == 2 and done.err.startswith("error: ") and said in done.err

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import evoalign
 from evoalign import engines, tokens
-from evoalign.analysis.divergence.compute import divergence_of
+from evoalign.analysis.divergence import divergence_of
 from evoalign.analysis.targets import locate
 from evoalign.baselines import planning
 from evoalign.baselines.policy import Policy

@@ -12,7 +12,7 @@ from test_export import PROMPTS, QUESTIONS, SPACES, TOKENS, base, of_plain, plai
 from typer.testing import CliRunner
 
 from evoalign import cli
-from evoalign.analysis.lab import effective
+from evoalign.analysis.mixer import effective
 from evoalign.analysis.targets import locate
 from evoalign.config import load
 from evoalign.errors import CheckpointError, ConfigError

@@ -1,38 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions asked of finished runs and of models. Each folder here is one analysis, found by being there.
+"""Analyses of finished runs and of models. An analysis is a module here with one subclass of `Analysis`.
 
-A folder `<name>/` has `command.py` with a class `Command(Analysis)`; it imports nothing heavy, since the command line
-reads it at its start. An analysis of your own is a class in a file of your own, named by its import path.
+A module is found by being here, unless `OTHERS` names it; of a package its module `command` is read. An analysis module
+imports torch, transformers and matplotlib inside functions, so that its settings are shown quickly. A user-defined
+analysis is a class in any file, given by its import path.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 from evoalign.analysis.base import Analysis as Analysis
 from evoalign.analysis.base import Finding as Finding
 from evoalign.errors import ConfigError
 
+OTHERS = frozenset({"base", "evaluations", "judge", "mixer", "page", "runs", "sweeping", "targets", "weights"})
+"""Modules here that are no analysis."""
+
 
 def names() -> list[str]:
-    """Of the analyses that come with evoalign."""
-    found = (module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
-    return sorted(name for name in found if name not in ("judge", "page", "sweeping"))
+    """Return the names of the shipped analyses, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in OTHERS)
 
 
 def shipped() -> dict[str, Analysis[Any]]:
-    """Those analyses by name."""
-    return {name: importlib.import_module(f"{__name__}.{name}.command").Command() for name in names()}
+    """Return the shipped analyses by name."""
+    return {name: _load(name) for name in names()}
+
+
+def summaries() -> dict[str, str]:
+    """Return the help line of each shipped analysis from its source, since importing all of them takes seconds."""
+    found: dict[str, str] = {}
+    for name in names():
+        spec = importlib.util.find_spec(f"{__name__}.{name}")
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{__name__}.{name}.command")
+        assert spec is not None and spec.origin is not None
+        for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+            match node:
+                case ast.Assign(targets=[ast.Name("help")], value=ast.Constant(str(text))):
+                    found[name] = text
+                case _:
+                    pass
+    return found
 
 
 def find(name: str) -> Analysis[Any]:
-    """The analysis of this name, or your own as `package.module:Class` or `file.py:Class`. Raises ConfigError."""
-    known = shipped()
+    """Return a shipped analysis by name, or a user-defined one by `package.module:Class` or `file.py:Class`.
+
+    Raises ConfigError.
+    """
+    known = names()
     if name in known:
-        return known[name]
+        return _load(name)
     if ":" not in name:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? Known" if near else "known"
@@ -42,4 +68,16 @@ def find(name: str) -> Analysis[Any]:
     found = load_object(name, "analyze")
     if not (isinstance(found, type) and issubclass(found, Analysis)):
         raise ConfigError(f"analyze: {name} is not a subclass of evoalign.analysis.Analysis")
+    return found()
+
+
+def _load(name: str) -> Analysis[Any]:
+    module = importlib.import_module(f"{__name__}.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{__name__}.{name}.command")
+    (found,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Analysis) and value.__module__ == module.__name__
+    )
     return found()

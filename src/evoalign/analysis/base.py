@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every analysis is: a question asked of runs or models, answered in numbers, in plain words and in figures."""
+"""The interface of an analysis: targets and settings in; numbers, text and figures out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evoalign.config import Config
+    from evoalign.statistics import Estimate
 
 FORMAT_VERSION = 1
+BASE = "base"
+"""The target that stands for the model from which the other targets were trained."""
 
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Of an analysis that has none."""
+    """Settings of an analysis that has none."""
 
 
 S = TypeVar("S")
@@ -32,27 +35,29 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Finding:
-    """What came out: `numbers` as JSON, and `sentences` that say the same in plain words.
+    """Result of an analysis: `numbers` are written as JSON, `sentences` are printed.
 
-    Both may quote a run that was downloaded: `show` writes control characters out.
+    `figures` draws into a folder and returns the paths. Both texts may quote a downloaded run: `show` escapes control
+    characters.
     """
 
     numbers: Mapping[str, Any]
     sentences: Sequence[str]
+    figures: Callable[[Path], Sequence[Path]] | None = field(default=None, kw_only=True)
 
     def show(self, console: Console) -> None:
-        """Print it; by default the sentences."""
+        """Print the sentences."""
         from evoalign.report.tables import visible
 
         for line in self.sentences:
             print_line(console, visible(line))
 
     def draw(self, folder: Path) -> list[Path]:
-        """Figures, drawn into a folder that exists; none by default."""
-        return []
+        """Draw the figures into an existing folder, and return their paths."""
+        return [] if self.figures is None else [*self.figures(folder)]
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write `<name>.json` and the figures into a folder that exists, and return their paths."""
+        """Write `<name>.json` and the figures into an existing folder, and return their paths."""
         from evoalign.rundir.files import write_text
 
         drawn, file = self.draw(folder), folder / f"{name}.json"
@@ -68,26 +73,24 @@ class Finding:
 
 
 class Analysis(ABC, Generic[S]):
-    """One question. Make a subclass `Command` of it in a folder of its own; state its name, its help and settings."""
+    """One question about runs or models. Subclass it, and set its name, its help and its settings."""
 
     name: ClassVar[str]
     help: ClassVar[str]
     """One line."""
     settings: type[S]
     """A frozen dataclass in which every field has a default; `--set field=value` sets it."""
-    command: ClassVar[Callable[..., None] | None] = None
-    """A command `evoalign <name>` beside `evoalign analyze <name>`, for one that has options of its own."""
 
     @abstractmethod
     def run(self, targets: Sequence[str], settings: S, config: Config | None = None) -> Finding:
-        """The answer for runs, model folders or PEFT adapters. `config` is that of targets which have none.
+        """Analyse runs, model folders or PEFT adapters. `config` applies to targets that have none.
 
         Raises EvoalignError, which names what is wrong and how to fix it.
         """
 
 
 def settings_of(analysis: Analysis[S], overrides: Sequence[str] = ()) -> S:
-    """Its settings with `field=value` overrides. Raises ConfigError naming each wrong one."""
+    """Return the settings with `field=value` overrides. Raises ConfigError naming each wrong one."""
     from pydantic import TypeAdapter, ValidationError
 
     from evoalign.config import parse_overrides
@@ -105,14 +108,51 @@ def settings_of(analysis: Analysis[S], overrides: Sequence[str] = ()) -> S:
 
 
 def described(analysis: Analysis[Any]) -> dict[str, Any]:
-    """The names of its settings and their defaults."""
+    """Return the names of the settings and their defaults."""
     defaults: Any = analysis.settings()
-    return {field.name: asdict(defaults)[field.name] for field in fields(defaults)}
+    return {one.name: asdict(defaults)[one.name] for one in fields(defaults)}
 
 
 def explained(analysis: Analysis[Any]) -> list[str]:
-    """What its settings are: the paragraphs of their docstring, each on one line; none where it has none."""
+    """Return the paragraphs of the settings' docstring, each on one line; empty without a docstring."""
     text = inspect.cleandoc(analysis.settings.__doc__ or "")
-    if text.startswith(f"{analysis.settings.__name__}("):  # what a dataclass without one is given
+    if text.startswith(f"{analysis.settings.__name__}("):  # the docstring that `dataclass` generates
         return []
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph]
+
+
+# --- shared by the analyses -------------------------------------------------------------------------------------------
+
+
+def row(label: str, cells: Mapping[str, object]) -> str:
+    """Return `label: name value; name value`: one row of results as text, intervals included.
+
+    A number has three digits; a cell of None is left out.
+    """
+    shown = [
+        f"{name} {value}" if isinstance(value, str | int) else f"{name} {value:.3g}"
+        for name, value in cells.items()
+        if value is not None
+    ]
+    return f"{label}: {'; '.join(shown)}"
+
+
+def check_unique(targets: Sequence[str]) -> None:
+    """Raise ConfigError where a target is given twice."""
+    if twice := sorted({name for name in targets if list(targets).count(name) > 1}):
+        raise ConfigError(f"{twice[0]} is given twice; name each target once")
+
+
+def error_bars(found: Sequence[Estimate]) -> list[list[float]]:
+    """Return the lengths of the intervals below and above the means for `errorbar`; 0 without an interval."""
+    lows = [max(0.0, one.mean - (one.mean if one.low is None else one.low)) for one in found]
+    highs = [max(0.0, (one.mean if one.high is None else one.high) - one.mean) for one in found]
+    return [lows, highs]
+
+
+def short_name(name: str, length: int = 40) -> str:
+    """Return the end of a long path for a legend, with control characters escaped."""
+    from evoalign.report.tables import visible
+
+    shown = visible(name)
+    return shown if len(shown) <= length else f"...{shown[3 - length :]}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several targets on one split: each by itself, and the mean of runs that differ in their seed alone.
+"""Evaluations of several targets on one split, and means over runs that differ in their seed alone.
 
-The published protocol of Conciseness (Qiu et al., arXiv 2509.24372, section 4.2): the model is trained greedily with
-several seeds, and each of the trained models draws 20 completions of each of 8 questions at temperature 0.7. Intervals
-are then over seeds and questions; more draws of one trained model say nothing of another seed.
+In the published protocol of Conciseness (Qiu et al., arXiv 2509.24372, section 4.2) the model is trained greedily with
+several seeds, and 20 completions of each of 8 questions are drawn from each trained model at temperature 0.7. Intervals
+are over seeds and questions: more draws from one trained model do not replace another seed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ IS_MODEL = ("config.json", "adapter_config.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """One target on a split. `config` is the run's own, or the one that was given; `model` the base model's name.
+class TargetEvaluation:
+    """Evaluation of one target on a split. `config` is the run's own or the given one; `model` names the base model.
 
-    `method`, and `generation`, of whose end the weights are, are those of a run.
+    `method` and `generation`, of the weights, are None for a target without a run.
     """
 
     target: str
@@ -52,13 +53,13 @@ class Judged:
 
     @property
     def intervals(self) -> dict[str, Estimate]:
-        """Of each measure, for new examples of the split; the trained model is the one that it is."""
+        """Intervals of the measures, for new examples of the split with this trained model."""
         found = self.evaluation
         return {name: _bounded(name, found.estimate(name)) for name in found.measures}
 
     @property
-    def asked(self) -> str:
-        """How many completions of how many examples, and how they were drawn."""
+    def decoding(self) -> str:
+        """The numbers of examples and completions, and the decoding settings, as text."""
         examples, drawn = len(next(iter(self.evaluation.measures_E.values()))), self.drawn
         if drawn.temperature == 0:
             return f"{examples:,} examples, greedy, at most {drawn.max_tokens:,} tokens"
@@ -70,7 +71,7 @@ class Judged:
         )
 
     def tree(self) -> dict[str, Any]:
-        """As plain data: what `Evaluation` has but its points, which are a file of their own, and what it is of."""
+        """Return the JSON fields: those of `Evaluation` except its points, and the target's."""
         found = asdict(self.evaluation)
         del found["points"]
         return {
@@ -89,13 +90,13 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class SeedMean:
-    """Runs that differ in their seed alone, and the mean of each measure over them.
+    """Mean of each measure over runs that differ in their seed alone.
 
-    `over` says what the intervals are for: new seeds and new examples, or new seeds alone.
+    `over` names what the intervals are for: new seeds and new examples, or new seeds alone.
     """
 
     label: str
-    runs: tuple[Judged, ...]
+    runs: tuple[TargetEvaluation, ...]
     measures: Mapping[str, Estimate]
     over: str
 
@@ -108,9 +109,9 @@ class SeedMean:
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """`judged` are in the order of the targets, `failed` says why a target was not; `means` are those over seeds."""
+    """Evaluations in the order of the targets, the errors of those that `failed`, and the `means` over seeds."""
 
-    judged: tuple[Judged, ...]
+    judged: tuple[TargetEvaluation, ...]
     failed: Mapping[str, str]
     means: tuple[SeedMean, ...]
 
@@ -129,19 +130,19 @@ def evaluate_many(
     config: ConfigLike | None = None,
     split: Split = "test",
     overrides: Mapping[str, Any] | None = None,
-    told: Callable[[Judged], None] | None = None,
+    on_done: Callable[[TargetEvaluation], None] | None = None,
 ) -> Evaluations:
-    """Score many targets, each as `evoalign.evaluate` does, one after another; a folder stands for the runs in it.
+    """Score targets one after another, each as `evoalign.evaluate` does; a folder stands for the runs below it.
 
-    A target that cannot be evaluated is in `failed`, and the others are done. `told` gets each as soon as it is done.
-    Raises a subclass of EvoalignError where there is none, or none can be evaluated.
+    A target that cannot be evaluated is in `failed`, and the others are still evaluated. `on_done` is called with each
+    evaluation as soon as it is done. Raises a subclass of EvoalignError where no target can be evaluated.
     """
     found = expand(targets)
-    return each(found, lambda target: judge(target, config, split, overrides), told)
+    return evaluate_each(found, lambda target: evaluate_one(target, config, split, overrides), on_done)
 
 
 def expand(targets: Sequence[str | Path]) -> list[str]:
-    """The targets, each once; in the place of a folder that is no run and no model, the runs below it.
+    """Return the targets, each once; a folder that is neither run nor model is replaced by the runs below it.
 
     Raises ConfigError.
     """
@@ -152,50 +153,43 @@ def expand(targets: Sequence[str | Path]) -> list[str]:
         path = Path(target)
         holds_runs = os.path.isdir(target) and method_of(path) is None  # noqa: PTH112 (which raises nothing)
         holds_runs = holds_runs and not any((path / name).exists() for name in IS_MODEL)
-        inside = _below(path) if holds_runs else list[Path]()
+        inside = list[Path]()
+        if holds_runs:
+            with suppress(ConfigError):  # no run: evaluating the folder raises the error
+                inside = find([path])
         for one in map(str, inside or [target]):
-            found.setdefault(_place(one), one)
+            found.setdefault(os.path.realpath(one) if os.path.isdir(one) else one, one)  # noqa: PTH112
     return list(found.values())
 
 
-def _below(folder: Path) -> list[Path]:
-    try:
-        return find([folder])
-    except ConfigError:  # none: what is wrong with it is said where it is evaluated
-        return []
-
-
-def _place(target: str) -> str:
-    """A folder under another name is the same target."""
-    return os.path.realpath(target) if os.path.isdir(target) else target  # noqa: PTH112
-
-
-def each(
-    targets: Sequence[str], judged: Callable[[str], Judged], told: Callable[[Judged], None] | None = None
+def evaluate_each(
+    targets: Sequence[str],
+    evaluate: Callable[[str], TargetEvaluation],
+    on_done: Callable[[TargetEvaluation], None] | None = None,
 ) -> Evaluations:
-    """All targets, and what they come to. Raises the error of the only target, or ConfigError where all failed."""
-    done: list[Judged] = []
+    """Evaluate all targets. Raises the error of the only target, or ConfigError where all failed."""
+    done: list[TargetEvaluation] = []
     failed: dict[str, str] = {}
     for target in targets:
         try:
-            one = judged(target)
+            one = evaluate(target)
         except EvoalignError as error:
             if len(targets) == 1:
                 raise
             failed[target] = str(error)
             continue
         done.append(one)
-        if told is not None:
-            told(one)
+        if on_done is not None:
+            on_done(one)
     if not done:
         raise ConfigError("\n".join(dict.fromkeys(failed.values())))
     return Evaluations(tuple(done), failed, tuple(seed_means(done)))
 
 
-def judge(
+def evaluate_one(
     target: str | Path, config: ConfigLike | None, split: Split = "test", overrides: Mapping[str, Any] | None = None
-) -> Judged:
-    """One target. Raises what `evoalign.evaluate` does."""
+) -> TargetEvaluation:
+    """Evaluate one target. Raises the errors of `evoalign.evaluate`."""
     path = Path(target)
     method = method_of(path) if (path / "config.yaml").is_file() else None
     evaluation = resolve.evaluate(target, config=config, split=split, overrides=overrides)
@@ -204,7 +198,7 @@ def judge(
     else:
         own = resolve.to_ask(path, config, split)
     saved = saved_folders(path)
-    return Judged(
+    return TargetEvaluation(
         target=str(target),
         split=split,
         model=own.model.name if method else str(target),
@@ -216,9 +210,9 @@ def judge(
     )
 
 
-def seed_means(judged: Sequence[Judged]) -> list[SeedMean]:
-    """The mean of the runs of each setting that were trained with several seeds."""
-    groups: dict[str, list[Judged]] = {}
+def seed_means(judged: Sequence[TargetEvaluation]) -> list[SeedMean]:
+    """Return the mean over the runs of each setting that was trained with several seeds."""
+    groups: dict[str, list[TargetEvaluation]] = {}
     for found in judged:
         if found.method is not None:
             drawn = found.config.model_copy(update={"evaluation": found.drawn})
@@ -229,20 +223,20 @@ def seed_means(judged: Sequence[Judged]) -> list[SeedMean]:
     return [_seed_mean(label, sorted(same, key=lambda run: run.config.seed)) for label, same in several]
 
 
-def _seed_mean(label: str, runs: Sequence[Judged]) -> SeedMean:
+def _seed_mean(label: str, runs: Sequence[TargetEvaluation]) -> SeedMean:
     seeds = [run.config.seed for run in runs]
     asked = {tuple((s.example, s.prompt, s.target) for s in run.evaluation.completions) for run in runs}
     crossed = len(asked) == 1
     names = [n for n in runs[0].evaluation.measures if all(n in run.evaluation.measures for run in runs)]
     measures = {name: _bounded(name, _over(runs, name, crossed)) for name in names}
     if len(set(seeds)) < len(seeds):
-        why = f"seeds {', '.join(map(str, seeds))}: one stands twice, so no interval"
+        why = f"seeds {', '.join(map(str, seeds))}: a seed occurs twice, so no interval"
         measures = {name: Estimate(found.mean, found.n, why=why) for name, found in measures.items()}
     return SeedMean(label, tuple(runs), measures, "new seeds and new examples" if crossed else "new seeds")
 
 
-def _over(runs: Sequence[Judged], name: str, crossed: bool) -> Estimate:
-    """A seeded split has other examples for each seed, and a reward may not apply to some: then seeds alone."""
+def _over(runs: Sequence[TargetEvaluation], name: str, crossed: bool) -> Estimate:
+    """Estimate over seeds and examples, or over seeds alone where examples differ by seed or a reward is missing."""
     values_SI = [run.evaluation.measures_E.get(name, ()) for run in runs]
     if crossed and all(values_SI) and not np.isnan(values_SI).any():
         return statistics.crossed(values_SI)
@@ -250,7 +244,7 @@ def _over(runs: Sequence[Judged], name: str, crossed: bool) -> Estimate:
 
 
 def _bounded(name: str, found: Estimate) -> Estimate:
-    """The interval of a share does not leave 0 to 1, as by its formula it can."""
+    """Clip the interval of a share to 0 to 1."""
     if found.low is None or found.high is None or not is_share(name):
         return found
     return replace(found, low=max(0.0, found.low), high=min(1.0, found.high))

@@ -1,32 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every analysis of weights reads: of each target, tensor by tensor, its change from the base model.
+"""Weight changes of targets from their base model, and the parts of a causal language model.
 
-A target is a run, a saved mean, a Hugging Face checkpoint or a PEFT adapter, made by evoalign or not. The changes are
-those of `evoalign.checks.changes`: nothing but blocks of rows is held, and an adapter's change stays its factors.
+    all            every tensor
+    unembedding    the matrix that computes the logits (the head)
+    embeddings     token embeddings, and position embeddings where they are learned
+    attention      matrices and biases of the layers' attention, without norms
+    mlp            other matrices and biases of the layers, experts and routers included, without norms
+    norms          norms of the layers, and the last norm
+    layer K        all of layer K, norms included
+
+Where the head is the embedding matrix (tied), there is no part `unembedding`.
+
+Changes are those of `evoalign.checks.changes`: they are read in blocks of rows, and an adapter's change stays factored.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from evoalign.analysis.parts import KINDS, head_of, parts_of, words_of
 from evoalign.analysis.targets import Target
 from evoalign.checks.changes import Base, Change, changes_of
+from evoalign.engines.specs import specs_of
 from evoalign.errors import ConfigError
 from evoalign.models.origin import empty_model, model_path
 
+ALL, UNEMBEDDING, EMBEDDINGS, ATTENTION, MLP, NORMS = "all", "unembedding", "embeddings", "attention", "mlp", "norms"
+LAYERS = "layers"
+"""Stands for each layer by itself."""
+KINDS = (ALL, UNEMBEDDING, EMBEDDINGS, ATTENTION, MLP, NORMS)
 OTHER = "other"
-"""What is in no layer and of no kind that `evoalign.analysis.parts` knows."""
+"""Tensors outside the layers that are of none of these kinds."""
+_ATTENTION = re.compile(r"(?:^|[._])(?:attn|attention)(?:[._]|$)", re.IGNORECASE)
+
+
+def parts_of(model: Any) -> dict[str, frozenset[str]]:
+    """Return the checkpoint names of the tensors in each part of the model; layers come last, in order."""
+
+    def module(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    specs = specs_of(model, lambda _: math.nan)
+    head = head_of(model)
+    norms = {module(s.name) for s in specs if s.kind == "norm"}
+    found: dict[str, set[str]] = {ALL: {s.name for s in specs}}
+    found[UNEMBEDDING] = {s.name for s in specs if s.name == head}
+    found[EMBEDDINGS] = {s.name for s in specs if s.kind == "embedding" and s.name != head}
+    inside = [s for s in specs if s.layer is not None and module(s.name) not in norms]
+    found[ATTENTION] = {s.name for s in inside if _ATTENTION.search(s.name)}
+    found[MLP] = {s.name for s in inside if s.name not in found[ATTENTION]}
+    found[NORMS] = {s.name for s in specs if module(s.name) in norms}
+    for layer in sorted({s.layer for s in specs if s.layer is not None}):
+        found[f"layer {layer}"] = {s.name for s in specs if s.layer == layer}
+    return {part: frozenset(names) for part, names in found.items() if names}
+
+
+def chosen(known: Mapping[str, frozenset[str]], wanted: Sequence[str]) -> list[str]:
+    """Return the requested parts, each once, without the head where it is tied. Raises ConfigError."""
+    found: dict[str, None] = {}
+    for name in wanted:
+        if name == LAYERS:
+            found.update(dict.fromkeys(part for part in known if part not in KINDS))
+        elif name in known:
+            found[name] = None
+        elif name != UNEMBEDDING:
+            raise ConfigError(f"parts: the model has no part {name!r}; it has {', '.join(known)}, and {LAYERS}")
+    if not found:
+        raise ConfigError(f"parts: {', '.join(wanted) or 'none'} leaves no part to perturb; set parts=[{EMBEDDINGS}]")
+    return list(found)
+
+
+def head_of(model: Any) -> str:
+    """Return the name of the head's weight, or "" where it is tied."""
+    head = model.get_output_embeddings()
+    return next((f"{path}.weight" for path, module in model.named_modules() if module is head), "")
+
+
+def embeddings_of(model: Any) -> str:
+    """Return the name of the token embedding matrix."""
+    words = model.get_input_embeddings()
+    return next(f"{path}.weight" for path, module in model.named_modules() if module is words)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A target's changes by name, each read when it is asked for; what is not among them did not change.
+    """A target's weight changes by tensor name, read on access; a tensor that is missing did not change.
 
-    `parts` has the names of all tensors of the base model, tied ones once, by part and layer. `unembedding` is the one
-    that gives the logits; `tied`: it is that of the embeddings, too, and in `parts` among them.
+    `parts` names all tensors of the base model by part, tied ones once. `unembedding` is the matrix that computes the
+    logits; where it is `tied`, it is the embedding matrix and belongs to that part.
     """
 
     target: Target
@@ -37,39 +102,32 @@ class Weights:
     changes: Mapping[str, Change]
 
     def part_of(self, name: str) -> str:
-        """The kind of a tensor: that part of `parts` which is neither all nor a layer."""
+        """Return the part of a tensor that is neither `all` nor a layer."""
         return next(part for part in (*KINDS[1:], OTHER) if name in self.parts.get(part, ()))
 
 
 def read(targets: Sequence[Target]) -> list[Weights]:
-    """The changes of targets of one base model, which is opened once for all.
+    """Return the changes of targets that share a base model, which is opened once.
 
-    Raises ConfigError where they are of several, and ModelError where a tensor is missing or of another shape.
+    Raises ConfigError for several base models, and ModelError where a tensor is missing or has another shape.
     """
+
+    def place(target: Target) -> tuple[str, str | None]:
+        path, revision = model_path(target.config.model), target.config.model.revision
+        return (os.path.realpath(path), None) if os.path.isdir(path) else (path, revision)  # noqa: PTH112
+
     first = targets[0]
-    place = _place(first)
     for target in targets[1:]:
-        if _place(target) != place:
+        if place(target) != place(first):
             raise ConfigError(
-                f"{first.name} and {target.name} have changed from different base models, {first.config.model.name} "
-                f"and {target.config.model.name}; compare what has one base"
+                f"{first.name} and {target.name} have different base models, {first.config.model.name} and "
+                f"{target.config.model.name}; compare targets of one base model"
             )
     base, model = Base(first.config), empty_model(first.config.model)
-    head, words = head_of(model), words_of(model)
+    head, words = head_of(model), embeddings_of(model)
     tied = head not in base.specs
-    parts = _with_rest(parts_of(model))
-    return [Weights(t, base, parts, words if tied else head, tied, changes_of(t.weights, base)) for t in targets]
-
-
-def _with_rest(parts: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    """With what is of no kind; kinds first, then layers in their order."""
-    all_, *others = KINDS
-    rest = parts[all_].difference(*(parts.get(kind, ()) for kind in others))
+    parts = parts_of(model)
+    rest = parts[ALL].difference(*(parts.get(kind, ()) for kind in KINDS[1:]))
     kinds = {kind: parts[kind] for kind in KINDS if kind in parts}
-    return {**kinds, **({OTHER: rest} if rest else {}), **parts}
-
-
-def _place(target: Target) -> tuple[str, str | None]:
-    """Where the base model is; a folder under another name is the same."""
-    path = model_path(target.config.model)
-    return (os.path.realpath(path), None) if os.path.isdir(path) else (path, target.config.model.revision)  # noqa: PTH112
+    parts = {**kinds, **({OTHER: rest} if rest else {}), **parts}
+    return [Weights(t, base, parts, words if tied else head, tied, changes_of(t.weights, base)) for t in targets]

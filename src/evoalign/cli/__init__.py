@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from evoalign import analysis
+from evoalign.analysis.compare.command import compare
 from evoalign.cli.analyze import analyze
 from evoalign.cli.canary import canary
 from evoalign.cli.data import countdown
@@ -52,7 +52,6 @@ score_app = typer.Typer(help="Reward and cost models as a service.", no_args_is_
 
 def _register() -> None:
     """Each command with an example, in the order of `--help`."""
-    analyses = {name: found.command for name, found in analysis.shipped().items() if found.command is not None}
     commands: list[tuple[str, str, Callable[..., None], str]] = [
         (START, "demo", demo, "evoalign demo"),
         (START, "init", init, "evoalign init my_task"),
@@ -66,7 +65,7 @@ def _register() -> None:
         (RUN, "journal", show_journal, "evoalign journal runs/my_task"),
         (RUN, "replay", replay, "evoalign replay runs/my_task --generation 20 --to old"),
         (RUNS, "grpo", grpo, "evoalign grpo config.yaml"),
-        *((RUNS, name, command, f"evoalign {name} runs/a runs/b") for name, command in analyses.items()),
+        (RUNS, "compare", compare, "evoalign compare runs/a runs/b"),
         (RUNS, "sweep", sweep, "evoalign sweep config.yaml --grid es.sigma=0.01,0.02 --seeds 0,1,2 --jobs 2"),
         (RUNS, "analyze", analyze, "evoalign analyze distance runs/my_task"),
         (RUNS, "judge", judge, "evoalign judge runs/a runs/b --judge-model ./judge --to judged"),

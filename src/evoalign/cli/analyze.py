@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from evoalign.analysis import Analysis
 
 WIDTH = 100
-"""Characters of a line of explanation."""
+"""Width of the explanation in characters."""
 
 
 def analyze(
     name: Annotated[
-        str | None, typer.Argument(help="An analysis, or your own as package.module:Class or file.py:Class.")
+        str | None, typer.Argument(help="An analysis, or a custom one as package.module:Class or file.py:Class.")
     ] = None,
     targets: Annotated[
-        list[str] | None, typer.Argument(help="Run directories, means that runs saved, model folders, PEFT adapters.")
+        list[str] | None, typer.Argument(help="Run directories, saved means of runs, model folders, PEFT adapters.")
     ] = None,
     config: More = None,
     sets: Annotated[
@@ -33,16 +33,16 @@ def analyze(
     to: Annotated[Path | None, typer.Option(help="Also write the numbers and figures into this folder.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Ask a question of runs and models. Without a name the analyses are listed, without targets its settings."""
+    """Analyse runs and models. Without a name, list the analyses; without targets, list the settings of one."""
     from evoalign import analysis
 
     if name is None:
-        for found in analysis.shipped().values():
-            typer.echo(f"{found.name:12} {found.help}")
+        for known, summary in analysis.summaries().items():
+            typer.echo(f"{known:12} {summary}")
         return
     chosen = analysis.find(name)
     if not targets:
-        _tell(chosen)
+        _show_settings(chosen)
         return
     from evoalign.analysis.base import settings_of
     from evoalign.config import load
@@ -65,7 +65,7 @@ def analyze(
 
 
 def _progress(name: str) -> AbstractContextManager[object]:
-    """How far it is, on stderr; nothing where that is no terminal."""
+    """Return a progress bar on stderr, if that is a terminal."""
     from rich.console import Console
 
     from evoalign.report.progress import Bar
@@ -74,7 +74,7 @@ def _progress(name: str) -> AbstractContextManager[object]:
     return Bar(name, console) if console.is_terminal else nullcontext()
 
 
-def _tell(chosen: Analysis[Any]) -> None:
+def _show_settings(chosen: Analysis[Any]) -> None:
     from evoalign.analysis.base import described, explained
 
     typer.echo(f"{chosen.name}: {chosen.help}")

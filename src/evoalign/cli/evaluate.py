@@ -13,7 +13,7 @@ from evoalign.cli.options import Debug, More, Sets, console, integers, quiet, sa
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evoalign.analysis.evaluations import Evaluations, Judged, SeedMean
+    from evoalign.analysis.evaluations import Evaluations, SeedMean, TargetEvaluation
     from evoalign.statistics import Estimate
 
 
@@ -54,12 +54,12 @@ def evaluate(
     found = evaluations.expand(target)
     told = _show_row if len(found) > 1 else _show
 
-    def judge(one: str) -> evaluations.Judged:
+    def judge(one: str) -> evaluations.TargetEvaluation:
         tree = _evaluation_config(one, task, config or [], set_ or [])
         with Bar(f"evaluating {one}", Console(stderr=True)):
-            return evaluations.judge(one, tree, chosen, overrides)
+            return evaluations.evaluate_one(one, tree, chosen, overrides)
 
-    together = evaluations.each(found, judge, told)
+    together = evaluations.evaluate_each(found, judge, told)
     for mean in together.means:
         _show_mean(mean)
     for one, why in together.failed.items():
@@ -105,29 +105,28 @@ def _is_run(path: Path) -> bool:
     return method_of(path) is not None
 
 
-def _show(found: Judged) -> None:
+def _show(found: TargetEvaluation) -> None:
     """Print one target's measures with their intervals over examples."""
     _heading(found)
     _print("mean", "over new examples", found.intervals)
 
 
-def _show_row(found: Judged) -> None:
+def _show_row(found: TargetEvaluation) -> None:
     """Print the measures of one of several targets, as soon as it is done."""
     measures = ", ".join(f"{name} {value:.4f}" for name, value in found.evaluation.measures.items())
     _heading(found)
     _say(f"  {measures}")
 
 
-def _heading(found: Judged) -> None:
+def _heading(found: TargetEvaluation) -> None:
     made = f" (seed {found.config.seed}, {found.generation} done)" if found.generation is not None else ""
-    _say(
-        f"{found.target}{made}: model {found.model}, task {found.config.task.name}, {found.split} split, {found.asked}"
-    )
+    what = f"model {found.model}, task {found.config.task.name}, {found.split} split, {found.decoding}"
+    _say(f"{found.target}{made}: {what}")
 
 
 def _show_mean(mean: SeedMean) -> None:
     seeds = ", ".join(str(run.config.seed) for run in mean.runs)
-    _say(f"{mean.label}: {len(mean.runs)} runs, trained with seeds {seeds}; each {mean.runs[0].asked}")
+    _say(f"{mean.label}: {len(mean.runs)} runs, trained with seeds {seeds}; each {mean.runs[0].decoding}")
     _print("mean over seeds", f"over {mean.over}", mean.measures)
 
 

@@ -103,7 +103,6 @@ class Command(Analysis[Settings]):
     name = "compare"
     help = "Runs side by side at equal budgets, with what their seeds allow to say."
     settings = Settings
-    command = staticmethod(compare)
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Compared:
         """Every run has its own config. Raises ConfigError where runs cannot be compared."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which problems a model solves when it may try often: by sampling, and with noise on its weights."""
+"""Which problems models solve in many tries, by temperature and by noise on the weights."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What n tries at each of P problems say: pass@k, its error, and which problems one model solves and another does not.
+"""Estimators for n tries at each of P problems: pass@k and its error, which problems two models solve, and variety.
 
 Array suffixes: N tries, P problems. `solved_NP` says which try solved which problem.
 """
@@ -8,37 +8,102 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
-from evoalign.analysis.estimates import between, bounded
-from evoalign.statistics import Estimate
+from evoalign.rewards.functions import normalized
+from evoalign.statistics import Estimate, between, bounded
 
-Floats = NDArray[np.float64]
-Solved = NDArray[np.bool_]
+Floats: TypeAlias = NDArray[np.float64]
+Solved: TypeAlias = NDArray[np.bool_]
+TEMPERATURE, SIGMA = "temperature", "sigma"
+"""Kinds of ways to try a problem: sampling, and weight noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How tries differ: sampled at a temperature, or each with its own noise of width sigma on the weights."""
+
+    kind: str
+    value: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.value:g}"
+
+    @property
+    def short(self) -> str:
+        """The name in the heading of a column."""
+        return f"{'T' if self.kind == TEMPERATURE else 'σ'} {self.value:g}"
+
+    @property
+    def shared(self) -> bool:
+        """Whether one draw is the same at all problems."""
+        return self.kind == SIGMA
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """The tries of a target in one way: which try solved which problem, and the completions, [P][N]."""
+
+    solved_NP: Solved
+    texts_PN: Sequence[Sequence[str]]
+
+    def variety(self) -> dict[str, Estimate]:
+        """Estimate the entropy of the completions (nats), distinct n-grams, and the mean difference of two of them."""
+        alike = [[normalized(text) for text in texts] for texts in self.texts_PN]
+        return {
+            "entropy": _over_problems(alike, entropy, math.log(len(self.solved_NP))),
+            **{f"distinct_{n}": _over_problems(self.texts_PN, lambda t, n=n: distinct(t, n), 1.0) for n in (1, 2)},
+            "pairwise": _over_problems(self.texts_PN, pairwise, 1.0),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt, and its gold answer where there is one."""
+
+    prompt: str
+    target: str | None
+
+
+All: TypeAlias = Mapping[str, Mapping[Way, Tries]]
+"""Tries by target and way."""
+
+
+def _over_problems(
+    texts_PN: Sequence[Sequence[str]], measure: Callable[[Sequence[str]], float], high: float
+) -> Estimate:
+    """Estimate the mean over problems of a measure of their completions, for new problems."""
+    found = np.array([measure(texts) for texts in texts_PN])
+    known = found[~np.isnan(found)]
+    if not len(known):
+        return Estimate(math.nan, 0, why="no words: no interval")
+    return bounded(statistics.mean(known), high=high)
 
 
 @lru_cache(maxsize=256)
 def _table(n: int, k: int) -> Floats:
-    """1 - C(n - c, k) / C(n, k) for c from 0 to n, by whole numbers, rounded once."""
+    """Return 1 - C(n - c, k) / C(n, k) for c from 0 to n, computed with integers and rounded once."""
     every = math.comb(n, k)
     return np.array([(every - math.comb(n - c, k)) / every for c in range(n + 1)])
 
 
 def pass_at(solved_NP: Solved, k: int) -> Floats:
-    """The unbiased estimate for each problem, [P], that one of k tries solves it (Chen et al. 2021): 1 <= k <= N."""
+    """Return the unbiased estimate of pass@k for each problem, [P] (Chen et al. 2021); 1 <= k <= N."""
     return _table(len(solved_NP), k)[solved_NP.sum(0)]
 
 
 def gaps(solved_NP: Solved, k: int) -> Floats:
-    """What each try adds to pass@k of each problem, [N, P]: the estimate less that without the try.
+    """Return what each try adds to pass@k of each problem, [N, P]: the estimate minus that without the try.
 
-    Of k = N, where N - 1 tries say nothing of k, less pass@(N - 1).
+    For k = N, where N - 1 tries have no pass@k, pass@(N - 1) is subtracted.
     """
     n = len(solved_NP)
     without = _table(n - 1, min(k, n - 1))[solved_NP.sum(0)[None, :] - solved_NP]
@@ -46,11 +111,11 @@ def gaps(solved_NP: Solved, k: int) -> Floats:
 
 
 def error(gaps_NP: Floats, *, shared: bool) -> float:
-    """The standard error, by other tries at the same problems, of the mean over problems of what the gaps are of.
+    """Return the standard error of the mean over problems, for other tries at the same problems.
 
-    The root of the summed squared gaps. Their expectation is no less than the variance (Efron and Stein 1981; their
-    bound holds for any function of independent tries), so that the error is too large rather than too small.
-    `shared`: try j is the same at all problems, as one draw of noise on the weights is; else tries are independent.
+    It is the root of the summed squared gaps. Their expectation is at least the variance (Efron and Stein 1981, for any
+    function of independent tries), so the error is conservative. `shared`: try j is the same at all problems, such as a
+    draw of noise on the weights; else tries are independent.
     """
     if shared:
         return float(np.sqrt((gaps_NP.mean(1) ** 2).sum()))
@@ -58,22 +123,22 @@ def error(gaps_NP: Floats, *, shared: bool) -> float:
 
 
 def estimate(solved_NP: Solved, k: int, *, shared: bool) -> Estimate:
-    """Mean pass@k with its interval, for new problems and new tries.
+    """Estimate the mean pass@k for new problems and new tries.
 
-    Where tries at different problems are independent, the spread between problems has their error in it. Where they
-    are shared, it is added.
+    Where tries at different problems are independent, the spread between problems includes their error. Where they are
+    shared, it is added.
     """
     return widened(between(pass_at(solved_NP, k), 0.0, 1.0), gaps(solved_NP, k), shared=shared)
 
 
 def change(before_NP: Solved, after_NP: Solved, k: int, *, shared: bool) -> Estimate:
-    """By how much pass@k of the same problems differs, paired, for new problems and new tries."""
+    """Estimate the change of pass@k on the same problems, paired, for new problems and new tries."""
     found = between(pass_at(after_NP, k) - pass_at(before_NP, k), -1.0, 1.0)
     return widened(found, gaps(after_NP, k) - gaps(before_NP, k), shared=shared, least=-1.0)
 
 
 def widened(found: Estimate, gaps_NP: Floats, *, shared: bool, least: float = 0.0) -> Estimate:
-    """An interval over problems with the error of shared tries added, squared, by a t of its own; `least` to 1."""
+    """Add the error of shared tries, with its own t quantile, to an interval over problems; clip to `least` to 1."""
     if not shared or found.low is None or found.high is None:
         return found
     more = statistics.t_of(len(gaps_NP) - 1) * error(gaps_NP, shared=True)
@@ -82,9 +147,9 @@ def widened(found: Estimate, gaps_NP: Floats, *, shared: bool, least: float = 0.
 
 
 def chosen_elsewhere(ways: Sequence[Solved], k: int) -> tuple[Solved, tuple[int, int]]:
-    """The best way for pass@k, chosen for every second problem by the others: its tries, and which ways were chosen.
+    """Return the tries of the best way for pass@k, chosen for every second problem by the others, and the two choices.
 
-    The best of several on the problems that it was chosen by looks better than it is.
+    Choosing a way on the problems that it is scored on would overestimate it.
     """
     values_WP = np.stack([pass_at(solved_NP, k) for solved_NP in ways])
     best = (int(values_WP[:, 1::2].mean(1).argmax()), int(values_WP[:, ::2].mean(1).argmax()))
@@ -95,7 +160,7 @@ def chosen_elsewhere(ways: Sequence[Solved], k: int) -> tuple[Solved, tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The chance, of each problem [P], that both solve it, the first alone, the second alone, none."""
+    """Probability, for each problem [P], that both solve it, the first alone, the second alone, or neither."""
 
     preserved_P: Floats
     shrunk_P: Floats
@@ -104,10 +169,10 @@ class Support:
 
 
 def support(base_NP: Solved, target_NP: Solved) -> Support:
-    """What N / 2 tries of the base and N / 2 others of the target solve, in the mean over all ways to halve N tries.
+    """Return who solves what with N / 2 tries of the base and the N / 2 others of the target, averaged over all halves.
 
-    The halves are disjoint, so that tries of both by the same seeds do not count as agreement; and of the base against
-    itself it is what chance alone shows. N is even.
+    The halves are disjoint, so that tries of both with the same seed do not count as agreement. The base compared with
+    itself gives what chance alone shows. N is even.
     """
     n = len(base_NP)
     half, ways = n // 2, math.comb(n, n // 2)
@@ -126,28 +191,28 @@ def support(base_NP: Solved, target_NP: Solved) -> Support:
 
 
 def jaccard(a_NP: Solved, b_NP: Solved) -> Estimate:
-    """Problems that both solve in N tries over those that either does, with Fieller's interval for new problems."""
+    """Estimate the Jaccard index of the solved problems, with Fieller's interval for new problems."""
     a_P, b_P = a_NP.any(0), b_NP.any(0)
     return bounded(statistics.ratio((a_P & b_P).astype(float), (a_P | b_P).astype(float)))
 
 
-# --- how varied answers are -------------------------------------------------------------------------------------------
+# --- variety ----------------------------------------------------------------------------------------------------------
 
 
 def entropy(answers: Sequence[str]) -> float:
-    """Of the answers to one problem, nats, by their frequencies: at most ln N, and too small where many come once."""
+    """Return the entropy of the answers to one problem in nats: at most ln N, and biased low where many occur once."""
     shares = np.array(list(Counter(answers).values())) / len(answers)
     return float(-(shares * np.log(shares)).sum()) + 0.0
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Different n-grams of words over all of them, of the answers to one problem (Li et al. 2016); NaN without any."""
+    """Return the share of distinct word n-grams in the texts for one problem (Li et al. 2016); NaN without any."""
     grams = [tuple(words[i : i + n]) for words in map(str.split, texts) for i in range(len(words) - n + 1)]
     return len(set(grams)) / len(grams) if grams else math.nan
 
 
 def pairwise(texts: Sequence[str]) -> float:
-    """Mean over pairs of answers of the share of their words that only one of the two has; two without words: 0."""
+    """Return the mean Jaccard distance of the word sets of two texts; 0 for two texts without words."""
     known: dict[str, int] = {}
     sets = [{known.setdefault(word, len(known)) for word in text.split()} for text in texts]
     has_NW = np.zeros((len(texts), max(1, len(known))), dtype=np.float32)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cosines come to where there is no common direction: placebos, and the agreement of seeds with each other.
+"""Cosines by chance: placebos, and the agreement of seeds with each other.
 
-In many dimensions two random directions are nearly orthogonal, so that a cosine near 0 says nothing by itself. It is
-set beside the cosines of placebos, whose coefficients are shuffled; a run without a journal, as one of GRPO, stands for
-itself. Of seeds of one setting, the mean change of one half is compared with that of the other, beside placebos again.
+In many dimensions two random directions are nearly orthogonal, so a cosine near 0 means nothing by itself. It is
+compared with the cosines of placebos, whose coefficients are shuffled; a run without a journal, such as a GRPO run,
+is its own placebo. For seeds of one setting, the mean changes of two halves are compared.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign import statistics
 from evoalign.analysis.compare.groups import labels_of, settings_of
+from evoalign.analysis.similarity.measures import p_of
 from evoalign.analysis.targets import Target
 from evoalign.config import Config, load
 from evoalign.rundir import checkpoint
@@ -30,17 +32,17 @@ from evoalign.training.counterfactual import parse
 from evoalign.training.placebos import Follower
 from evoalign.training.replay import log_of, rebuilt
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.float64]
 MOST_SPLITS = 200
 FEWEST_SEEDS = 4
-"""Seeds from which the reliability has an interval: leaving one out leaves two halves."""
+"""Fewest seeds for an interval of the reliability: leaving one out leaves two halves."""
 
 
 # --- placebos ---------------------------------------------------------------------------------------------------------
 
 
 def placebos_of(target: Target, seeds: Sequence[int], folder: Path) -> list[Target]:
-    """The means that shuffled coefficients of a run's journal come to, saved in `folder`; none of another target.
+    """Save placebos of a run of ES in `folder`, from its journal with shuffled coefficients; none of another target.
 
     Raises ModelError, ResumeError or JournalError where the run cannot be followed.
     """
@@ -63,15 +65,15 @@ def placebos_of(target: Target, seeds: Sequence[int], folder: Path) -> list[Targ
 
 
 def draws_noise_of(one: Target, other: Target) -> bool:
-    """Whether two means of ES drew the same noise, so that their changes are no independent directions.
+    """Return whether two means of ES drew the same noise, so that their changes are not independent.
 
-    Runs of one seed did; and a mean that replay saved, as a placebo is, did as the run whose journal it was made of.
+    Runs of one seed did. A mean that replay saved, such as a placebo, drew the noise of its journal.
     """
     return not _noise_of(one).isdisjoint(_noise_of(other))
 
 
 def _noise_of(target: Target) -> frozenset[object]:
-    """What noise is told by: seed and space of a run, and the lines of its journal; of another mean the line it has."""
+    """Return what identifies the noise: a run's seed, space and journal hashes; the hash in a saved mean."""
     if target.run is None:
         mark = checkpoint.mark_of(target.weights)
         return frozenset() if mark is None else frozenset((mark.journal,)) - {checkpoint.NO_JOURNAL}
@@ -81,21 +83,14 @@ def _noise_of(target: Target) -> frozenset[object]:
     return frozenset(((target.config.seed, target.config.space.name), *lines))
 
 
-def stand_ins(members: Sequence[int], placebos: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
-    """The columns that stand for some targets: the first placebo of each, the second of each, ...
+def placebo_columns(members: Sequence[int], placebos: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the columns that replace some targets: the first placebo of each, the second of each, ...
 
-    `placebos` has the columns of each target that has any; one without stands for itself beside others that have.
+    `placebos` has the columns of each target that has any; a target without keeps its own column.
     """
     known = [placebos[k] for k in members if k in placebos]
     count = min(map(len, known), default=0)
     return [tuple(placebos[k][n] if k in placebos else k for k in members) for n in range(count)]
-
-
-def p_of(value: float, placebos: Sequence[float]) -> float | None:
-    """Two-sided, by permutation: (1 + placebos as far from 0) / (1 + placebos); None without placebos."""
-    if not placebos:
-        return None
-    return (1 + sum(abs(other) >= abs(value) for other in placebos)) / (1 + len(placebos))
 
 
 # --- seeds of one setting ---------------------------------------------------------------------------------------------
@@ -103,7 +98,7 @@ def p_of(value: float, placebos: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ in their seed alone: their places among the targets."""
+    """Runs that differ in their seed alone; `members` are their indices among the targets."""
 
     label: str
     members: tuple[int, ...]
@@ -112,11 +107,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of a group. `cosine` is the mean over pairs of seeds, `halves` the mean cosine of two halves' mean changes.
+    """How far the seeds of a group agree. `cosine`: mean over pairs of seeds. `halves`: mean cosine of two halves' mean
+    changes, over all splits (at most 200).
 
-    Over all ways to split, at most 200 of them; `reliability` is what Spearman and Brown make of `halves` for all the
-    seeds together: 2 h / (1 + h). Intervals are for new seeds, by the jackknife. `placebos` are `halves` of the first
-    placebo of each seed, of the second of each, and so on; `p` is that of `halves` among them.
+    `reliability`: the Spearman-Brown formula for all seeds, 2 h / (1 + h). Intervals are for new seeds, by the
+    jackknife. `placebos`: `halves` of the first placebo of each seed, of the second of each, and so on; `p` is that of
+    `halves` among them.
     """
 
     group: Group
@@ -129,9 +125,9 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """Of two groups the mean `cosine` of a run of one with one of the other, and what it is of their placebos.
+    """Mean `cosine` of a run of one group with one of another, and of their placebos.
 
-    It has no interval where a run of one drew the noise of one of the other: their cosine is of another kind.
+    It has no interval where runs of both groups drew the same noise.
     """
 
     a: Group
@@ -142,7 +138,7 @@ class Across:
 
 
 def groups_of(targets: Sequence[Target]) -> list[Group]:
-    """Of two or more runs each."""
+    """Return the groups of two or more runs that differ in their seed alone."""
     found: dict[str, list[tuple[int, Config]]] = {}
     for k, target in enumerate(targets):
         if target.run is None:
@@ -150,7 +146,7 @@ def groups_of(targets: Sequence[Target]) -> list[Group]:
         method = method_of(target.run)
         if method is None:
             continue
-        own = load([target.run / "config.yaml"])  # which may name code: it is not run
+        own = load([target.run / "config.yaml"])  # code that it names is not run
         marked = checkpoint.mark_of(target.weights)
         tree = {**settings_of(own, method), "generation": None if marked is None else marked.generation}
         found.setdefault(json.dumps(tree, sort_keys=True), []).append((k, own))
@@ -163,16 +159,16 @@ def groups_of(targets: Sequence[Target]) -> list[Group]:
 
 
 def agreement(group: Group, products_KK: Floats, placebos: Mapping[int, Sequence[int]]) -> Agreement | None:
-    """From the inner products of all changes, and the columns that are placebos of the targets.
+    """Return the agreement of a group from the inner products of all changes; None where one did not change.
 
-    None where one of the group did not change.
+    `placebos` has the columns of each target's placebos.
     """
     products_SS = products_KK[np.ix_(group.members, group.members)]
     if not np.diag(products_SS).all():
         return None
     halves = jackknifed(products_SS, mean_of_halves, FEWEST_SEEDS)
     whole = 2 * halves.mean / (1 + halves.mean) if halves.mean > -1 else None
-    by_chance = tuple(mean_of_halves(products_KK[np.ix_(at, at)]) for at in stand_ins(group.members, placebos))
+    by_chance = tuple(mean_of_halves(products_KK[np.ix_(at, at)]) for at in placebo_columns(group.members, placebos))
     p = p_of(halves.mean, by_chance)
     return Agreement(group, jackknifed(products_SS, _mean_cosine, statistics.FEWEST), halves, whole, by_chance, p)
 
@@ -180,20 +176,20 @@ def agreement(group: Group, products_KK: Floats, placebos: Mapping[int, Sequence
 def between(
     one: Group, other: Group, cosines_KK: Floats, placebos: Mapping[int, Sequence[int]], *, same_noise: bool = False
 ) -> Across:
-    """The mean cosine of a run of one group with one of another, for new seeds of both, beside that of placebos."""
+    """Return the mean cosine of a run of one group with one of another, for new seeds of both."""
     found = statistics.crossed(cosines_KK[np.ix_(one.members, other.members)])
     if same_noise:
         found = Estimate(found.mean, found.n, why="some of the two drew the same noise: no interval")
     count = len(one.members)
     by_chance = tuple(
         float(cosines_KK[np.ix_(at[:count], at[count:])].mean())
-        for at in stand_ins((*one.members, *other.members), placebos)
+        for at in placebo_columns((*one.members, *other.members), placebos)
     )
     return Across(one, other, found, by_chance, p_of(found.mean, by_chance))
 
 
 def mean_of_halves(products_SS: Floats) -> float:
-    """The mean over splits into halves (of odd numbers, one is larger) of the cosine of the halves' mean changes."""
+    """Return the mean cosine of two halves' mean changes, over splits; of an odd number one half is larger."""
     seeds = range(len(products_SS))
     splits = [half for half in combinations(seeds, len(seeds) // 2) if len(seeds) % 2 or 0 in half]
     chosen = [splits[i] for i in np.linspace(0, len(splits) - 1, min(len(splits), MOST_SPLITS)).round().astype(int)]
@@ -207,7 +203,7 @@ def mean_of_halves(products_SS: Floats) -> float:
 
 
 def jackknifed(products_SS: Floats, statistic: Callable[[Floats], float], fewest: int) -> Estimate:
-    """A statistic of S seeds, and Student's t interval of its pseudo-values (Tukey 1958)."""
+    """Return a statistic of S seeds with Student's t interval of its jackknife pseudo-values (Tukey 1958)."""
     s, whole = len(products_SS), statistic(products_SS)
     if s < fewest:
         return Estimate(whole, s, why=f"{s} seeds: no interval")

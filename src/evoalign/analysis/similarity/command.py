@@ -19,12 +19,12 @@ Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Settings:
-    """`base`: the base model of targets that are of no run, in place of a config.
+    """`base`: the base model of targets without a run, in place of a config.
 
-    `placebos` of each run of ES are made from its journal and compared, too. `spectrum`: whether singular values and
-    directions are taken. Entries are counted whose change is at most `absolute`, and `relative` to the root mean square
-    of the base's tensor. `ranks`: to which the change of each matrix is cut, and the model asked how much of the gain
-    that keeps.
+    `placebos`: number of placebos that are made of each run of ES from its journal, and measured too. `spectrum`:
+    whether to compute singular values and directions. `absolute` and `relative`: thresholds at or below which a change
+    is counted, the latter relative to the root mean square of the base's tensor. `ranks`: to which the change of each
+    matrix is cut, to evaluate how much of the gain that keeps.
     """
 
     base: str | None = None
@@ -35,18 +35,18 @@ class Settings:
     ranks: tuple[Annotated[int, Field(ge=1)], ...] = ()
 
 
-class Command(Analysis[Settings]):
-    """Of all pairs of changes cosine and common subspaces; of each its size, rank and sparsity, by part."""
+class Similarity(Analysis[Settings]):
+    """Cosine and common subspaces of all pairs of changes; size, rank and sparsity of each change, by part."""
 
     name = "similarity"
     help = "Whether trainings changed the same weights in the same direction; norm, rank and sparsity of the changes."
     settings = Settings
 
     def run(self, targets: Sequence[str], settings: Settings, config: Config | None = None) -> Finding:
-        """Reads files alone, but for `placebos` and `ranks`, which load the model.
+        """Reads files only, except for `placebos` and `ranks`, which load the model.
 
-        Raises EvoalignError, and of that ModelError naming the tensor where one is missing or of another shape.
+        Raises EvoalignError; ModelError names a tensor that is missing or has another shape.
         """
         from evoalign.analysis.similarity.finding import similarity
 
-        return similarity(targets, settings, config)
+        return similarity(targets, config, **vars(settings))

@@ -1,101 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sums over tensors come to: cosines beside their chance, sizes, ranks, sparsity, and agreement of seeds."""
+"""Results of similarity: cosines and overlaps of pairs, agreement of seeds, size, rank and sparsity of each change."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from evoalign.analysis import weights as reading
 from evoalign.analysis.base import Finding
-from evoalign.analysis.parts import ALL, UNEMBEDDING
-from evoalign.analysis.similarity import chance, figures, words
-from evoalign.analysis.similarity.chance import Across, Agreement, Group
-from evoalign.analysis.similarity.compute import Floats, Measured, Sums, measure, total
+from evoalign.analysis.similarity import chance, report
+from evoalign.analysis.similarity.chance import Across
 from evoalign.analysis.similarity.kept import GainKept, gains_kept
-from evoalign.analysis.similarity.overlap import SIDES, Overlap, Overlaps, together
-from evoalign.analysis.similarity.spectrum import TOPS
+from evoalign.analysis.similarity.measures import (
+    SIDES,
+    TOPS,
+    Floats,
+    Measured,
+    Overlaps,
+    Sums,
+    measure,
+    p_of,
+    together,
+    total,
+)
+from evoalign.analysis.similarity.report import Cosine, Pair
 from evoalign.analysis.targets import Target, locate
-from evoalign.analysis.weights import Weights
+from evoalign.analysis.weights import ALL, UNEMBEDDING, Weights
 from evoalign.config import Config
 from evoalign.errors import ModelError
 from evoalign.report import watching
 from evoalign.rundir.method import method_of
 
-if TYPE_CHECKING:
-    from evoalign.analysis.similarity.command import Settings
 
-
-@dataclass(frozen=True, slots=True)
-class Cosine:
-    """Of one pair, over some tensors. `spread` is its standard deviation by chance, `placebos` what those came to.
-
-    `value` is None where one of the two did not change there.
-    """
-
-    value: float | None
-    spread: float | None
-    placebos: tuple[float, ...]
-    p: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two targets by their places. `cosines` are those of all, of each part, of each layer, of the unembedding.
-
-    `same_noise`: both are runs of ES that drew the same noise, for which `spread` says nothing. `overlaps` are left and
-    right by the number of directions, of each of the same sets of tensors; none where singular values are not taken.
-    """
-
-    a: int
-    b: int
-    cosines: Mapping[str, Cosine]
-    same_noise: bool
-    overlaps: Mapping[str, Mapping[int, tuple[Overlap, ...]]] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Similarity(Finding):
-    """The findings; `where` names the sets of tensors in the order in which they are shown."""
-
-    names: Sequence[str] = ()
-    pairs: Sequence[Pair] = ()
-    where: Sequence[str] = ()
-    shares: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
-
-    def draw(self, folder: Path) -> list[Path]:
-        """Heat maps: cosines of all pairs, and which part of each change lies where."""
-        return figures.draw(self, folder)
-
-
-def similarity(names: Sequence[str], settings: Settings, config: Config | None) -> Similarity:
-    """See `Command.run`."""
-    targets = [locate(name, config, settings.base) for name in names]
+def similarity(
+    names: Sequence[str],
+    config: Config | None,
+    *,
+    base: str | None,
+    placebos: int,
+    spectrum: bool,
+    absolute: Sequence[float],
+    relative: Sequence[float],
+    ranks: Sequence[int],
+) -> Finding:
+    """Measure the changes of all targets and their placebos; see `Settings`. Raises EvoalignError."""
+    targets = [locate(name, config, base) for name in names]
     with TemporaryDirectory(prefix="evoalign-placebos-") as folder:
         columns: dict[int, list[int]] = {}
         all_ = list(targets)
         for k, target in enumerate(targets):
-            seeds = range(k * settings.placebos, (k + 1) * settings.placebos)  # of their own for each: no two alike
+            seeds = range(k * placebos, (k + 1) * placebos)  # different shuffles for each target
             watching.stage(f"{target.name}, placebos")
             made = chance.placebos_of(target, seeds, Path(folder) / str(k))
             if made:
                 columns[k] = list(range(len(all_), len(all_) + len(made)))
                 all_ += made
         weights = reading.read(all_)
-        found = measure(weights, settings.absolute, settings.relative, spectra=settings.spectrum)
+        found = measure(weights, absolute, relative, spectra=spectrum)
         kept = [
-            gains_kept(weights[k], [weights[i] for i in columns.get(k, ())], settings.ranks)
+            gains_kept(weights[k], [weights[i] for i in columns.get(k, ())], ranks)
             for k in range(len(targets))
-            if settings.ranks
+            if ranks
         ]
-    return _finding(weights[: len(targets)], found, columns, kept, settings)
+    return _finding(weights[: len(targets)], found, columns, kept, {"absolute": absolute, "relative": relative})
 
 
 def _finding(
@@ -103,53 +78,70 @@ def _finding(
     found: Sequence[Measured],
     columns: Mapping[int, Sequence[int]],
     kept: Sequence[Sequence[GainKept]],
-    settings: Settings,
-) -> Similarity:
+    limits: Mapping[str, Sequence[float]],
+) -> Finding:
     targets, first = [one.target for one in weights], weights[0]
-    parts = {**first.parts, UNEMBEDDING: {first.unembedding}}
-    sums = {name: total(found, names) for name, names in parts.items()}
-    whole = sums[ALL]
-    still = [t.name for k, t in enumerate(targets) if whole.norms[k] == 0]
+    names = [target.name for target in targets]
+    parts: Mapping[str, Collection[str]] = {**first.parts, UNEMBEDDING: {first.unembedding}}
+    sums = {name: total(found, tensors) for name, tensors in parts.items()}
+    still = [name for k, name in enumerate(names) if sums[ALL].norms[k] == 0]
     if len(still) == len(targets):
         raise ModelError(f"{still[0]} has the weights of its base model {targets[0].config.model.name}: no change")
     overlaps = {
-        name: together([(one.spec.shape, one.overlaps) for one in found if one.spec.name in names])
-        for name, names in parts.items()
+        name: together([(one.spec.shape, one.overlaps) for one in found if one.spec.name in tensors])
+        for name, tensors in parts.items()
     }
     pairs = [_pair(targets, i, j, sums, overlaps, columns) for i, j in combinations(range(len(targets)), 2)]
-    groups = chance.groups_of(targets)
-    agreements = [one for g in groups if (one := chance.agreement(g, whole.products_KK, columns)) is not None]
+    agreements = [chance.agreement(g, sums[ALL].products_KK, columns) for g in chance.groups_of(targets)]
+    agreements = [one for one in agreements if one is not None]
     alike = {(pair.a, pair.b) for pair in pairs if pair.same_noise}
-
-    def across_of(a: Group, b: Group) -> Across:
+    across: list[Across] = []
+    for a, b in combinations([one.group for one in agreements], 2):
         same = any((min(i, j), max(i, j)) in alike for i in a.members for j in b.members)
-        return chance.between(a, b, whole.cosines, columns, same_noise=same)
-
-    across = [across_of(a.group, b.group) for a, b in combinations(agreements, 2)]
-    described = [_described(k, target, found, sums, parts, columns, settings) for k, target in enumerate(targets)]
+        across.append(chance.between(a, b, sums[ALL].cosines, columns, same_noise=same))
+    described = [_described(k, target, found, sums, parts, columns, limits) for k, target in enumerate(targets)]
+    for one, own in zip(described, kept, strict=False):
+        gain, *placebos = (asdict(each) for each in own)
+        one["gain_kept"] = {**gain, "placebos": placebos}
     numbers = {
         "base": first.target.config.model.name,
         "unembedding": {"tensor": first.unembedding, "tied": first.tied},
-        "targets": [{**one, **(_gain_tree(kept[k]) if kept else {})} for k, one in enumerate(described)],
-        "pairs": [_pair_tree(pair, targets) for pair in pairs],
-        "groups": [_group_tree(one, targets) for one in agreements],
-        "between_groups": [_across_tree(one) for one in across],
+        "targets": described,
+        "pairs": [_pair_tree(pair, names) for pair in pairs],
+        "groups": [
+            {
+                "label": one.group.label,
+                "targets": [names[k] for k in one.group.members],
+                "seeds": list(one.group.seeds),
+                "cosine": asdict(one.cosine),
+                "halves": asdict(one.halves),
+                "reliability": one.reliability,
+                "placebos": list(one.placebos),
+                "p": one.p,
+            }
+            for one in agreements
+        ],
+        "between_groups": [
+            {
+                "a": one.a.label,
+                "b": one.b.label,
+                "cosine": asdict(one.cosine),
+                "placebos": list(one.placebos),
+                "p": one.p,
+            }
+            for one in across
+        ],
         "tensors": [_tensor_tree(one, first.part_of(one.spec.name), len(targets)) for one in found],
     }
-    labels = [target.name for target in targets]
-    said = [
-        *words.pairs(labels, pairs),
-        *words.overlaps(labels, pairs),
-        *(words.agreement(one) for one in agreements),
-        *(words.across(one) for one in across),
-        *(words.target(one, tied=first.tied) for one in described),
-        *words.unembedding(first.unembedding, described, tied=first.tied),
-        *(words.gain(name, *one) for name, one in zip(labels, kept, strict=False)),
-        *words.without_placebos([one["target"] for k, one in enumerate(described)
-                                 if one["method"] == "es" and k not in columns]),
-    ]  # fmt: skip
+    lines = [*report.pair_lines(names, pairs), *report.overlap_lines(names, pairs)]
+    lines += report.seed_lines(agreements, across)
+    lines += [report.target_line(one, tied=first.tied) for one in described]
+    lines += [report.gain_line(name, *one) for name, one in zip(names, kept, strict=False)]
+    if alone := [one["target"] for k, one in enumerate(described) if one["method"] == "es" and k not in columns]:
+        which = ", ".join(alone)
+        lines.append(f"{which}: without placebos signal and random walk cannot be distinguished; set placebos=20")
     shares = {name: [one["where"][name]["share"] for one in described] for name in sums}
-    return Similarity(numbers, said, labels, pairs, list(sums), shares)
+    return Finding(numbers, lines, figures=partial(report.draw, names, pairs, shares))
 
 
 def _pair(
@@ -160,25 +152,24 @@ def _pair(
     overlaps: Mapping[str, Mapping[int, Overlaps]],
     columns: Mapping[int, Sequence[int]],
 ) -> Pair:
-    at = chance.stand_ins((i, j), columns)
-    cosines = {name: _cosine(own, i, j, at) for name, own in sums.items()}
+    at = chance.placebo_columns((i, j), columns)
+    cosines: dict[str, Cosine] = {}
+    for name, own in sums.items():
+        cosines_KK = own.cosines
+        value = number(cosines_KK[i, j])
+        placebos = tuple(float(cosines_KK[a, b]) for a, b in at if not np.isnan(cosines_KK[a, b]))
+        p = None if value is None else p_of(value, placebos)
+        cosines[name] = Cosine(value, number(own.spread[i, j]), placebos, p)
     common = {name: {k: o for k, one in own.items() if (o := one.pair(i, j, at))} for name, own in overlaps.items()}
     return Pair(i, j, cosines, chance.draws_noise_of(targets[i], targets[j]), common)
 
 
-def _cosine(sums: Sums, i: int, j: int, at: Sequence[tuple[int, ...]]) -> Cosine:
-    cosines_KK = sums.cosines
-    value, spread = number(cosines_KK[i, j]), number(sums.spread[i, j])
-    placebos = tuple(float(cosines_KK[a, b]) for a, b in at if not np.isnan(cosines_KK[a, b]))
-    return Cosine(value, spread, placebos, None if value is None else chance.p_of(value, placebos))
-
-
 def number(value: float) -> float | None:
-    """None of NaN, which JSON has not."""
+    """Return the value, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else float(value)
 
 
-# --- as plain data ----------------------------------------------------------------------------------------------------
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def _described(
@@ -188,25 +179,31 @@ def _described(
     sums: Mapping[str, Sums],
     parts: Mapping[str, Collection[str]],
     columns: Mapping[int, Sequence[int]],
-    settings: Settings,
+    limits: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """One target: what it is, and its size, sparsity and ranks in each set of tensors, beside those of its placebos."""
+    """Return one target's size, sparsity and ranks in each set of tensors, with those of its placebos."""
     whole = sums[ALL]
     where: dict[str, Any] = {}
     for name, own in sums.items():
         inside = [one for one in found if one.spec.name in parts[name]]
+        below = [int(n) / own.numbers for n in own.below_KT[k]]
+        count = len(limits["absolute"])
+        shares = {"absolute": below[:count], "relative": below[count:]}
         where[name] = {
             "share_of_numbers": own.numbers / whole.numbers,
-            **_size_tree(k, own, whole),
-            **_sparsity_tree(k, own, settings),
-            **_rank_tree(k, inside),
-            "placebos": [{**_size_tree(i, own, whole), **_rank_tree(i, inside)} for i in columns.get(k, ())],
+            **_size(k, own, whole),
+            "at_most": {
+                kind: {f"{limit:g}": share for limit, share in zip(limits[kind], own_shares, strict=True)}
+                for kind, own_shares in shares.items()
+            },
+            **_ranks(k, inside),
+            "placebos": [{**_size(i, own, whole), **_ranks(i, inside)} for i in columns.get(k, ())],
         }
     method = None if target.run is None else method_of(target.run)
     return {**target.described(), "method": method, "where": where}
 
 
-def _size_tree(k: int, own: Sums, whole: Sums) -> dict[str, Any]:
+def _size(k: int, own: Sums, whole: Sums) -> dict[str, Any]:
     square, all_ = float(own.products_KK[k, k]), float(whole.products_KK[k, k])
     return {
         "norm": math.sqrt(square),
@@ -215,20 +212,8 @@ def _size_tree(k: int, own: Sums, whole: Sums) -> dict[str, Any]:
     }
 
 
-def _sparsity_tree(k: int, own: Sums, settings: Settings) -> dict[str, Any]:
-    below = [int(count) / own.numbers for count in own.below_KT[k]]
-    count = len(settings.absolute)
-    thresholds = {"absolute": (settings.absolute, below[:count]), "relative": (settings.relative, below[count:])}
-    return {
-        "at_most": {
-            kind: {f"{limit:g}": share for limit, share in zip(limits, shares, strict=True)}
-            for kind, (limits, shares) in thresholds.items()
-        }
-    }
-
-
-def _rank_tree(k: int, inside: Sequence[Measured]) -> dict[str, Any]:
-    """Medians over matrices."""
+def _ranks(k: int, inside: Sequence[Measured]) -> dict[str, Any]:
+    """Return medians over matrices."""
     spectra = [s for one in inside if (s := one.spectra[k]) is not None]
 
     def median(values: Sequence[float]) -> float | None:
@@ -243,15 +228,15 @@ def _rank_tree(k: int, inside: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _pair_tree(pair: Pair, targets: Sequence[Target]) -> dict[str, Any]:
+def _pair_tree(pair: Pair, names: Sequence[str]) -> dict[str, Any]:
     return {
-        "a": targets[pair.a].name,
-        "b": targets[pair.b].name,
+        "a": names[pair.a],
+        "b": names[pair.b],
         "same_noise": pair.same_noise,
         "cosines": {name: {**asdict(c), "placebos": list(c.placebos)} for name, c in pair.cosines.items()},
         "overlaps": {
             name: {
-                str(k): {side: _overlap_tree(o) for side, o in zip(SIDES, both, strict=True)}
+                str(k): {s: {**asdict(o), "placebos": list(o.placebos)} for s, o in zip(SIDES, both, strict=True)}
                 for k, both in by_k.items()
             }
             for name, by_k in pair.overlaps.items()
@@ -259,41 +244,12 @@ def _pair_tree(pair: Pair, targets: Sequence[Target]) -> dict[str, Any]:
     }
 
 
-def _overlap_tree(found: Overlap) -> dict[str, Any]:
-    return {**asdict(found), "placebos": list(found.placebos)}
-
-
-def _gain_tree(kept: Sequence[GainKept]) -> dict[str, Any]:
-    own, *placebos = (asdict(one) for one in kept)
-    return {"gain_kept": {**own, "placebos": placebos}}
-
-
-def _group_tree(found: Agreement, targets: Sequence[Target]) -> dict[str, Any]:
-    group: Group = found.group
-    return {
-        "label": group.label,
-        "targets": [targets[k].name for k in group.members],
-        "seeds": list(group.seeds),
-        "cosine": asdict(found.cosine),
-        "halves": asdict(found.halves),
-        "reliability": found.reliability,
-        "placebos": list(found.placebos),
-        "p": found.p,
-    }
-
-
-def _across_tree(found: Across) -> dict[str, Any]:
-    return {
-        "a": found.a.label,
-        "b": found.b.label,
-        "cosine": asdict(found.cosine),
-        "placebos": list(found.placebos),
-        "p": found.p,
-    }
-
-
 def _tensor_tree(one: Measured, part: str, count: int) -> dict[str, Any]:
-    """Of the first so many targets."""
+    """Return the measures of a tensor for the first `count` targets."""
+
+    def matrix(values_KK: Floats) -> list[list[float | None]]:
+        return [[number(value) for value in line] for line in values_KK[:count, :count]]
+
     return {
         "name": one.spec.name,
         "shape": list(one.spec.shape),
@@ -301,14 +257,10 @@ def _tensor_tree(one: Measured, part: str, count: int) -> dict[str, Any]:
         "layer": one.spec.layer,
         "norms": [float(norm) for norm in one.sums.norms[:count]],
         "base_norm": math.sqrt(one.sums.base),
-        "cosines": _matrix_tree(one.sums.cosines[:count, :count]),
+        "cosines": matrix(one.sums.cosines),
         "spectra": [None if s is None else asdict(s) for s in one.spectra[:count]],
         "overlaps": {
-            str(k): {side: _matrix_tree(own_KK[:count, :count]) for side, own_KK in zip(SIDES, own_SKK, strict=True)}
+            str(k): {side: matrix(own_KK) for side, own_KK in zip(SIDES, own_SKK, strict=True)}
             for k, own_SKK in one.overlaps.items()
         },
     }
-
-
-def _matrix_tree(values_KK: Floats) -> list[list[float | None]]:
-    return [[number(value) for value in row] for row in values_KK]

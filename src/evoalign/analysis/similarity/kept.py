@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the gain is left where the change of each matrix is cut to a low rank: the model itself is asked.
+"""How much of the gain is left when the change of each matrix is cut to a low rank, by evaluating the model.
 
-The base model, the whole change and each cut are put into one model, served in float32, and scored on the test split as
-the run's config says. What is no matrix (norms, biases) keeps its change in all of them. The share of the gain that is
-kept has Fieller's interval over examples. The minimal rank is the least that keeps at least 90 % of the gain; its
-interval goes from the least rank of which that cannot be excluded to the least of which it is sure. Placebos are cut
-and scored alike: what they gain comes with any coefficients.
+The base model, the whole change and each cut are put into one model, served in float32, and scored on the test split
+as the run's config says. Norms and biases keep their change. The share of the gain that is kept has Fieller's interval
+over examples. The minimal rank is the least that keeps at least 90 % of the gain; its interval goes from the least rank
+that may keep it to the least that surely does. Placebos are cut and scored likewise.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from evoalign import statistics
-from evoalign.analysis.lab import BASE, Asked, Lab
-from evoalign.analysis.similarity.spectrum import cut
+from evoalign.analysis.base import BASE
+from evoalign.analysis.mixer import EvalSettings, ModelMixer
+from evoalign.analysis.similarity.measures import cut
 from evoalign.analysis.weights import Weights
 from evoalign.checks.changes import Change, Product
 from evoalign.statistics import Estimate
 
 KEPT = 0.9
-"""The share of the gain that the minimal rank has to keep."""
+"""Share of the gain that the minimal rank has to keep."""
 POINT = "cut"
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """With the change of each matrix cut to `rank`. `share` is None where the gain itself may be 0."""
+    """Reward with the change of each matrix cut to `rank`; `share` is None where the gain may be 0."""
 
     rank: int
     reward: float
@@ -38,9 +38,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class GainKept:
-    """Rewards on the test split. `minimal` is None where no rank asked keeps so much, or there is no sure gain.
+    """Rewards on the test split. `minimal` is None where no given rank keeps enough, or the gain is not significant.
 
-    `low` and `high` are the ends of its interval among the ranks asked: None for `high` is more than the largest.
+    `low` and `high` are the ends of its interval among the given ranks; `high` None: more than the largest.
     """
 
     before: float
@@ -53,37 +53,37 @@ class GainKept:
 
 
 def gains_kept(weights: Weights, placebos: Sequence[Weights], ranks: Sequence[int]) -> list[GainKept]:
-    """Of a target, and then of its placebos. Loads the model once. Raises EvoalignError where it has no task."""
+    """Return the gain kept of a target, then of its placebos. Loads the model once. Raises EvoalignError."""
     weights.target.check_task()
     config = weights.target.config
     served = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
-    with Lab([BASE], served, Asked()) as lab:
-        return [_gain_kept(lab, one, ranks) for one in (weights, *placebos)]
+    with ModelMixer([BASE], served, EvalSettings()) as mixer:
+        return [_gain_kept(mixer, one, ranks) for one in (weights, *placebos)]
 
 
-def _gain_kept(lab: Lab, weights: Weights, ranks: Sequence[int]) -> GainKept:
+def _gain_kept(mixer: ModelMixer, weights: Weights, ranks: Sequence[int]) -> GainKept:
     matrices = {name: change for name, change in weights.changes.items() if len(change.shape) == 2}
     factors = {name: cut(change, max(ranks)) for name, change in matrices.items()}
 
-    def asked(changes: Mapping[str, Change]) -> list[float]:
-        lab.put(POINT, _Changed(lab, {**weights.changes, **changes}))
-        return lab.rewards(lab.answer({POINT: 1.0})).tolist()
+    def rewards(changes: Mapping[str, Change]) -> list[float]:
+        mixer.put(POINT, _Changed(mixer, {**weights.changes, **changes}))
+        return mixer.rewards(mixer.evaluate({POINT: 1.0})).tolist()
 
     def of_rank(rank: int) -> dict[str, Change]:
         return {name: Product(found.a[:rank], found.b[:, :rank], 1.0) for name, found in factors.items()}
 
-    before_E, after_E = lab.rewards(lab.answer({BASE: 1.0})).tolist(), asked({})
-    return from_rewards(before_E, after_E, {rank: asked(of_rank(rank)) for rank in ranks})
+    before_E, after_E = mixer.rewards(mixer.evaluate({BASE: 1.0})).tolist(), rewards({})
+    return from_rewards(before_E, after_E, {rank: rewards(of_rank(rank)) for rank in ranks})
 
 
 class _Changed(Mapping[str, torch.Tensor]):
-    """The base model's tensors with changes, float32, each made when it is asked for."""
+    """The base model's tensors with changes, float32, each computed on access."""
 
-    def __init__(self, lab: Lab, changes: Mapping[str, Change]) -> None:
-        self._lab, self._changes = lab, changes
+    def __init__(self, mixer: ModelMixer, changes: Mapping[str, Change]) -> None:
+        self._mixer, self._changes = mixer, changes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        base = self._lab.mixed(name, {BASE: 1.0})
+        base = self._mixer.mixed(name, {BASE: 1.0})
         return (base.double() + self._changes[name].rows(slice(None)).reshape(base.shape)).float()
 
     def __iter__(self) -> Iterator[str]:
@@ -94,7 +94,7 @@ class _Changed(Mapping[str, torch.Tensor]):
 
 
 def from_rewards(before_E: Sequence[float], after_E: Sequence[float], cut_E: dict[int, Sequence[float]]) -> GainKept:
-    """From the rewards of E examples, of the cuts by rank."""
+    """Return the gain kept from the rewards of E examples; `cut_E` has those of the cuts by rank."""
     gain = statistics.paired(before_E, after_E)
     sure = statistics.is_sure(gain) and gain.mean > 0
     whole_E = [after - before for before, after in zip(before_E, after_E, strict=True)]
