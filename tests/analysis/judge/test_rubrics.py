@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from evoalign.analysis.judge.rubrics import RUBRICS, draw_mark, prompt_of, rubric_hash, verdict
+from evoalign.analysis.judge.asking import RUBRICS, draw_mark, prompt_of, rubric_hash, verdict
 
 MARK = "0a1b2c3d"
 

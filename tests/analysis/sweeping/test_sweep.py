@@ -23,9 +23,8 @@ from rich.console import Console
 from evoalign.analysis.sweeping import children as children_module
 from evoalign.analysis.sweeping import results
 from evoalign.analysis.sweeping import search as search_module
-from evoalign.analysis.sweeping.cells import axis, make_cells, make_runs, name_of, product, read_cells
+from evoalign.analysis.sweeping.cells import Folder, axis, make_cells, make_runs, name_of, product, read_cells
 from evoalign.analysis.sweeping.children import Children
-from evoalign.analysis.sweeping.folder import Folder
 from evoalign.analysis.sweeping.search import Domain, domain, search
 from evoalign.analysis.sweeping.sweep import Sweep, sweep
 from evoalign.config import load, read, to_yaml
@@ -248,7 +247,7 @@ def test_a_bad_value_names_its_cell_and_nothing_is_written(tmp_path: Path) -> No
         run(tmp_path / "sweep", {"es.sigma": [0.1, -1]})
     with pytest.raises(ConfigError, match=r"unknown setting es\.sgima; did you mean es\.sigma"):
         run(tmp_path / "sweep", {"es.sgima": [0.1]})
-    with pytest.raises(ConfigError, match="seed cannot be swept: --seeds"):
+    with pytest.raises(ConfigError, match="seed cannot be swept; use --seeds"):
         run(tmp_path / "sweep", {"seed": [0, 1]})
     with pytest.raises(ConfigError, match="each once"):
         run(tmp_path / "sweep", seeds=[1, 1])
@@ -262,7 +261,7 @@ def test_a_bad_value_names_its_cell_and_nothing_is_written(tmp_path: Path) -> No
 )
 def test_axes_are_one_or_two_of_what_is_swept(tmp_path: Path, axes: str) -> None:
     grid = {"es.sigma": [0.1, 0.2], "es.learning_rate": [0.1], "lora.rank": [1, 2]}
-    with pytest.raises(ConfigError, match=f"--axes {axes}: give one .*; swept are es.sigma, es.learning_rate, lora.r"):
+    with pytest.raises(ConfigError, match=f"--axes {axes}: .*es.sigma, es.learning_rate, lora.r"):
         run(tmp_path / "sweep", grid, axes=axes.split(","))
     assert not (tmp_path / "sweep" / "sweep.json").exists()
     results.check_axes(["es.sigma", "lora.rank"], [dict.fromkeys(grid)])
@@ -271,7 +270,7 @@ def test_axes_are_one_or_two_of_what_is_swept(tmp_path: Path, axes: str) -> None
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match="something else than a sweep"):
+    with pytest.raises(RunExistsError, match="is not a sweep"):
         run(tmp_path, {"es.sigma": [0.1]})
 
 
@@ -425,7 +424,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert best.es.sigma == sigmas[rewards.index(max(rewards))]
     cost = json.loads((tmp_path / "sweep" / "results.json").read_text())["search"]
     assert (cost["trials"], cost["complete"], cost["training"]["completions"]) == (2, 2, 2 * 2 * 4 * 2)
-    assert "conciseness_test.json (4 examples); the test split is left for what is reported" in output
+    assert "conciseness_test.json (4 examples); the test split" in output
     assert "2 trials (0 pruned, 0 failed), 32 training completions" in output
     figure = tmp_path / "sweep" / "figures" / "search.png"
     assert figure.is_file() and f"figure   {figure}\n" in output
@@ -433,9 +432,9 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "| cell | es.sigma | seeds done | reward | validation reward |" in table and table in output
     assert all(f"| `trial_{i:04d}` | {sigma:g} | 1 of 1 |" in table for i, sigma in enumerate(sigmas))
 
-    with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
+    with pytest.raises(ConfigError, match="has a sweep of another config: search is"):
         look(tmp_path / "sweep", 3, {"es.sigma": Domain(0.001, 0.2, log=True)})
-    with pytest.raises(ConfigError, match="holds a sweep of another config: search is"):
+    with pytest.raises(ConfigError, match="has a sweep of another config: search is"):
         run(tmp_path / "sweep", base=SEARCHED)
 
 
@@ -535,7 +534,7 @@ def test_a_search_and_its_pruner_never_read_the_test_split(tmp_path: Path) -> No
     assert [trial.intermediate_values for trial in trials] == [{1: -5.0}, {1: 1.0}]
     best = source.conclude()
     assert best is not None and best.es.sigma == trials[1].params["es.sigma"]
-    assert "conciseness_test.json (4 examples), by which it was chosen" in (tmp_path / "best.yaml").read_text()
+    assert "conciseness_test.json (4 examples), on which it was chosen" in (tmp_path / "best.yaml").read_text()
 
 
 def cells(*means: dict[str, float], state: str = "done") -> list[dict[str, Any]]:
@@ -547,13 +546,12 @@ def test_the_best_of_a_grid_is_chosen_on_validation_or_said_to_be_optimistic() -
     both = cells({"reward": 3.0, "validation/reward": 0.0}, {"reward": 1.0, "validation/reward": 2.0})
     best = results.best(both, "reward")
     assert best is not None and (best["cell"], best["chosen_on"], best["reward"]) == ("c1", "validation", 2.0)
-    assert "on the validation split has `c1`" in results.table(both, "reward")
+    assert "Best on the validation split by mean reward: `c1`" in results.table(both, "reward")
     test = cells({"reward": 3.0}, {"reward": 1.0, "validation/reward": 2.0})
     best = results.best(test, "reward")
     assert best is not None and (best["cell"], best["chosen_on"]) == ("c0", "test")
-    assert "has `c0`. It is chosen on the test split, so what it has there is optimistic" in results.table(
-        test, "reward"
-    )
+    assert "Best on the test split by mean reward: `c0`" in results.table(test, "reward")
+    assert "optimistic: set task.validation_size" in results.table(test, "reward")
     assert "optimistic" not in results.table(test, "reward", ["es.sigma"]), "a search has its own"
     for few, measure in ((both, "seconds"), (both[:1], "reward"), (cells({}, {}), "reward")):
         assert results.best(few, measure) is None
@@ -572,5 +570,5 @@ def test_a_sweep_that_died_in_its_beginning_is_made_again(tmp_path: Path) -> Non
     folder.lock()
     folder.release()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match="something else than a sweep"):
+    with pytest.raises(RunExistsError, match="is not a sweep"):
         folder.lock()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign.analysis.base import Finding
-from evoalign.analysis.compare.comparison import MATCHINGS, WHY, Matching, amount
+from evoalign.analysis.compare.comparison import WHY
 from evoalign.analysis.compare.groups import Group, check_comparable, grouped, named, usable
-from evoalign.analysis.compare.runs import Run, find, read
-from evoalign.analysis.compare.words import counted
+from evoalign.analysis.compare.runs import MATCHINGS, Matching, Run, amount, find, read
+from evoalign.analysis.compare.tables import counted
 from evoalign.analysis.efficiency.measures import (
     Between,
     Time,

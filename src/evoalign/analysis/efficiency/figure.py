@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign.analysis.compare.comparison import MATCHINGS
+from evoalign.analysis.compare.runs import MATCHINGS
 from evoalign.analysis.efficiency.measures import median
 from evoalign.report.style import COLORS, INK, MARKERS, canvas, frame, plain, save_both
 from evoalign.report.tables import shorten, visible
@@ -16,7 +16,7 @@ from evoalign.report.tables import shorten, visible
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from evoalign.analysis.compare.comparison import Matching
+    from evoalign.analysis.compare.runs import Matching
     from evoalign.analysis.efficiency.compute import Timed
 
 NAMES = {"wall": "seconds", "completions": "completions", "tokens": "tokens", "flops": "FLOPs"}
