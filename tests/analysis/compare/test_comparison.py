@@ -44,7 +44,7 @@ A = {0: 1.0, 1: 2.5, 2: 2.0, 3: 4.0, 4: 3.0}
 B = {0: 0.5, 1: 2.6, 2: 1.0, 3: 2.0, 4: 1.5}
 
 
-def test_the_permutation_test_goes_through_all_signs() -> None:
+def test_permutation_test_is_exact() -> None:
     pair = statistics.compare("a", A, "b", B)
     gaps = np.array([A[s] - B[s] for s in A])
     means = [abs(np.mean(gaps * signs)) for signs in itertools.product([1, -1], repeat=5)]
@@ -54,14 +54,14 @@ def test_the_permutation_test_goes_through_all_signs() -> None:
     assert (pair.a, pair.difference) == ("a", pytest.approx(gaps.mean()))
 
 
-def test_the_smallest_p_of_so_many_seeds() -> None:
+def test_p_smallest_depends_on_the_number_of_seeds() -> None:
     for n, smallest in ((3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125)):
         apart = statistics.compare("a", {s: 10.0 + s**2 for s in range(n)}, "b", {s: float(s) for s in range(n)})
         assert apart.p == apart.p_smallest == pytest.approx(smallest)
         assert ("Wilcoxon" in apart.p_values) == (n >= 6)
 
 
-def test_the_interval_of_the_difference_is_that_of_t() -> None:
+def test_difference_interval_is_that_of_t() -> None:
     pair = statistics.compare("a", A, "b", B)
     gaps = np.array([A[s] - B[s] for s in A])
     half = stats.t.ppf(0.975, 4) * gaps.std(ddof=1) / 5**0.5
@@ -72,7 +72,7 @@ def test_the_interval_of_the_difference_is_that_of_t() -> None:
     assert pair.effect_low < d < pair.effect_high
 
 
-def test_groups_of_other_seeds_are_not_paired() -> None:
+def test_groups_without_shared_seeds_are_not_paired() -> None:
     pair = statistics.compare("a", A, "b", {s + 100: v for s, v in B.items()})
     welch = stats.ttest_ind(list(A.values()), list(B.values()), equal_var=False)
     assert (pair.paired, pair.test) == (False, "Welch t")
@@ -80,12 +80,12 @@ def test_groups_of_other_seeds_are_not_paired() -> None:
     assert pair.p_smallest is None
 
 
-def test_pairs_are_those_of_shared_seeds_alone() -> None:
+def test_compare_pairs_shared_seeds_only() -> None:
     pair = statistics.compare("a", {**A, 77: 1000.0}, "b", {**B, 88: -1000.0})
     assert pair == statistics.compare("a", A, "b", B)
 
 
-def test_one_seed_or_no_spread_is_no_test_that_divides_by_zero() -> None:
+def test_compare_handles_one_seed_and_zero_spread() -> None:
     alone = statistics.compare("a", {0: 1.0}, "b", {0: 3.0})
     assert (alone.a, alone.difference, alone.p, alone.low) == ("b", 2.0, None, None)
     same = statistics.compare("a", dict.fromkeys(range(5), 0.1), "b", dict.fromkeys(range(5), 0.1))
@@ -96,14 +96,14 @@ def test_one_seed_or_no_spread_is_no_test_that_divides_by_zero() -> None:
     assert flat.p is None
 
 
-def test_holm() -> None:
+def test_adjust_applies_holm() -> None:
     ps = [0.01, 0.04, 0.03, None, 0.005]
     pairs = [Pair("a", "b", 2, 2, True, 1.0, p=p) for p in ps]
     assert [p.p_adjusted for p in adjust(pairs)] == [pytest.approx(0.03), pytest.approx(0.06), pytest.approx(0.06),
                                                     None, pytest.approx(0.02)]  # fmt: skip
 
 
-def test_few_shared_seeds_are_no_pairs() -> None:
+def test_groups_with_few_shared_seeds_are_not_paired() -> None:
     """Twelve runs against twelve that share two seeds were once tested as two."""
     a = {seed: 10.0 + (seed * 7 % 5) for seed in range(12)}
     b = {seed: 0.0 + (seed * 3 % 5) for seed in range(10, 22)}
@@ -115,7 +115,7 @@ def test_few_shared_seeds_are_no_pairs() -> None:
         assert len(found) == both, (many, few)
 
 
-def test_the_interval_of_an_effect_is_that_of_the_noncentral_t() -> None:
+def test_effect_interval_is_that_of_the_noncentral_t() -> None:
     """The two effects under which a t as large as this one is as rare as 2.5 %."""
     pair = statistics.compare("a", A, "b", B)
     gaps = np.array([A[s] - B[s] for s in A])
@@ -173,7 +173,7 @@ def test_tests_and_intervals_equal_reference_numbers(name: str) -> None:
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_and_what_is_only_told_make_no_group_of_their_own(copy: Copy, tmp_path: Path) -> None:
+def test_seeds_and_reporting_settings_make_no_group(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=0)
     copy("b", seed=1, sets={"checkpoint.every": 3, "tracking.project": "other", "evaluation.every": 1})
     copy("c", seed=2, sets={"es.learning_rate": 0.5})
@@ -188,7 +188,7 @@ def test_seeds_and_what_is_only_told_make_no_group_of_their_own(copy: Copy, tmp_
     assert found.groups[0].differing["method"] == "es"
 
 
-def test_a_label_names_the_space_first_and_no_more_than_is_needed(copy: Copy, tmp_path: Path) -> None:
+def test_label_names_the_space_first(copy: Copy, tmp_path: Path) -> None:
     copy("a", sets={"space": "lora"})
     copy("b", sets={"space": "full", "es.learning_rate": 0.5})
     assert sorted(g.label for g in compare(tmp_path / "runs").groups) == ["ES full", "ES lora"]
@@ -197,7 +197,7 @@ def test_a_label_names_the_space_first_and_no_more_than_is_needed(copy: Copy, tm
     assert labels == ["ES full, learning_rate 0.5", "ES full, learning_rate 0.7", "ES lora"]
 
 
-def test_a_label_names_both_of_two_settings_that_differ(copy: Copy, tmp_path: Path) -> None:
+def test_label_names_both_differing_settings(copy: Copy, tmp_path: Path) -> None:
     """Else a group that differs in sigma would pass for one that differs in the learning rate."""
     copy("a")
     copy("b", sets={"es.learning_rate": 0.0125, "es.sigma": 0.0125})
@@ -209,7 +209,7 @@ def test_a_label_names_both_of_two_settings_that_differ(copy: Copy, tmp_path: Pa
     assert labels == [f"{both[0]}, decay 0.0", f"{both[0]}, decay 0.5", both[1], "GRPO"], "of many, no more than needed"
 
 
-def test_groups_can_be_given_names(copy: Copy, tmp_path: Path) -> None:
+def test_names_label_groups(copy: Copy, tmp_path: Path) -> None:
     copy("mine_0")
     copy("grpo_0", method="grpo")
     found = compare(tmp_path / "runs", names={"ours": "mine_*", "TRL": "*/grpo_?"})
@@ -230,7 +230,7 @@ def test_groups_can_be_given_names(copy: Copy, tmp_path: Path) -> None:
         ({"evaluation.max_tokens": 99}, "evaluation.max_tokens is 12 in"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(copy: Copy, tmp_path: Path, sets: dict[str, Any], named: str) -> None:
+def test_compare_refuses_different_tasks(copy: Copy, tmp_path: Path, sets: dict[str, Any], named: str) -> None:
     copy("a")
     copy("b", seed=1, sets=sets)
     with pytest.raises(ConfigError, match="these runs cannot be compared: ") as raised:
@@ -238,13 +238,13 @@ def test_what_cannot_be_compared_is_refused(copy: Copy, tmp_path: Path, sets: di
     assert named in str(raised.value)
 
 
-def test_how_many_examples_a_generation_takes_may_differ(copy: Copy, tmp_path: Path) -> None:
+def test_batch_size_may_differ(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     copy("b", sets={"task.batch_size": 1})
     assert len(compare(tmp_path / "runs").groups) == 2
 
 
-def test_other_questions_under_the_same_settings_are_refused(copy: Copy, tmp_path: Path) -> None:
+def test_compare_refuses_different_test_splits(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     file = copy("b", seed=1) / "results/completions/before.parquet"
     rows = parquet.read(file)
@@ -254,7 +254,7 @@ def test_other_questions_under_the_same_settings_are_refused(copy: Copy, tmp_pat
         compare(tmp_path / "runs")
 
 
-def test_a_python_task_is_another_task(copy: Copy, tmp_path: Path) -> None:
+def test_compare_refuses_a_python_task_with_another(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     run = copy("b", seed=1)
     edit(run / "manifest.json", lambda tree: {**tree, "task": {**tree["task"], "given_as": "reward"}})
@@ -262,7 +262,7 @@ def test_a_python_task_is_another_task(copy: Copy, tmp_path: Path) -> None:
         compare(tmp_path / "runs")
 
 
-def test_one_run_is_not_counted_twice(copy: Copy, tmp_path: Path) -> None:
+def test_compare_refuses_the_same_run_twice(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=3)
     both = [tmp_path / "runs", tmp_path / "runs" / "a"]
     assert [len(g.runs) for g in compare(both).groups] == [1]
@@ -274,7 +274,7 @@ def test_one_run_is_not_counted_twice(copy: Copy, tmp_path: Path) -> None:
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_run_is_taken_at_its_last_evaluation_within_the_least_budget(copy: Copy, tmp_path: Path) -> None:
+def test_runs_are_taken_at_the_last_evaluation_within_the_budget(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step: float(step))
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=lambda step: 10.0 * step,
@@ -297,7 +297,7 @@ def test_each_run_is_taken_at_its_last_evaluation_within_the_least_budget(copy: 
     assert by(found, "wall").limit == pytest.approx(3.0)
 
 
-def test_an_evaluation_a_little_beyond_the_budget_is_not_looked_at(copy: Copy, tmp_path: Path) -> None:
+def test_evaluation_beyond_the_budget_is_not_used(copy: Copy, tmp_path: Path) -> None:
     copy("short", cost=lambda step: step_cost(step, 1.0))
     copy("long", seed=1, method="grpo", cost=lambda step: replace(step_cost(step), wall_seconds=0.5 + 1e-3))
     taken = by(compare(tmp_path / "runs", "wall"), "wall").standings
@@ -310,7 +310,7 @@ def test_an_evaluation_a_little_beyond_the_budget_is_not_looked_at(copy: Copy, t
     ("every", "advice"),
     [(0, "set evaluation.every"), (1, "one step costs more"), (2, "set evaluation.every lower")],
 )
-def test_advice_is_for_how_often_a_run_was_evaluated(every: int, advice: str, copy: Copy, tmp_path: Path) -> None:
+def test_advice_depends_on_evaluation_every(every: int, advice: str, copy: Copy, tmp_path: Path) -> None:
     copy("short", cost=lambda step: step_cost(step, 1.0))
     for seed, seconds in ((1, 0.5 + 1e-3), (2, 90.0)):
         run = copy(f"long_{seed}", seed=seed, method="grpo",
@@ -323,7 +323,7 @@ def test_advice_is_for_how_often_a_run_was_evaluated(every: int, advice: str, co
     assert len(told) == 2 and all(text.endswith(advice) for text in told), notes
 
 
-def test_only_the_matching_that_was_asked_for(copy: Copy, tmp_path: Path) -> None:
+def test_compare_uses_the_given_budget_only(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     assert [m.by for m in compare(tmp_path / "runs", "tokens").matches] == ["tokens"]
     assert [m.by for m in compare(tmp_path / "runs").matches] == list(MATCHINGS)
@@ -331,7 +331,7 @@ def test_only_the_matching_that_was_asked_for(copy: Copy, tmp_path: Path) -> Non
         compare(tmp_path / "runs", "steps")  # type: ignore[arg-type]
 
 
-def test_a_row_without_its_cost_makes_the_budget_unknown(copy: Copy, tmp_path: Path) -> None:
+def test_row_without_cost_makes_the_budget_unknown(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     copy("b", seed=1, cost=lambda step: None if step == 3 else step_cost(step))
     copy("c", seed=2, cost=lambda step: replace(step_cost(step), forward_flops=None))
@@ -346,7 +346,7 @@ def test_a_row_without_its_cost_makes_the_budget_unknown(copy: Copy, tmp_path: P
     assert comparison.curve(found.groups[0], "wall", "reward") is None
 
 
-def test_a_run_that_is_not_finished_counts_as_far_as_it_is(copy: Copy, tmp_path: Path) -> None:
+def test_unfinished_run_is_used_up_to_its_last_step(copy: Copy, tmp_path: Path) -> None:
     copy("whole", reward=lambda step: float(step))
     run = copy("stopped", seed=1, reward=lambda step: float(step))
     (run / "results/evaluation.json").unlink()
@@ -363,7 +363,7 @@ def test_a_run_that_is_not_finished_counts_as_far_as_it_is(copy: Copy, tmp_path:
     assert (start.step, start.measures) == (0, {"reward": pytest.approx(np.mean(rewards))})
 
 
-def test_a_run_that_holds_the_others_back_is_named(copy: Copy, tmp_path: Path) -> None:
+def test_run_that_sets_a_small_budget_is_noted(copy: Copy, tmp_path: Path) -> None:
     for seed, more in enumerate((0.4, 1.0, 1.1)):
         copy(f"r{seed}", seed=seed, cost=lambda step, more=more: step_cost(step, more))
     copy("grpo", method="grpo", cost=lambda step: step_cost(step, 9.0))
@@ -373,7 +373,7 @@ def test_a_run_that_holds_the_others_back_is_named(copy: Copy, tmp_path: Path) -
     assert not any("sets the budget" in note for note in by(compare(tmp_path / "runs"), "tokens").notes)
 
 
-def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Copy, tmp_path: Path) -> None:
+def test_run_without_evaluations_is_known_at_its_end_only(copy: Copy, tmp_path: Path) -> None:
     for name, more in (("a", 1.0), ("b", 2.0)):
         run = copy(name, seed=int(more), cost=lambda step, more=more: step_cost(step, more))
         rows = [{**row, "evaluation": None} for row in rows_of(run)]
@@ -385,7 +385,7 @@ def test_a_run_without_evaluations_on_the_way_is_known_at_its_end_alone(copy: Co
     assert any("1 of 2 runs have an evaluation within this budget" in n for n in by(found, "wall").notes)
 
 
-def test_a_note_of_several_budgets_is_said_once_and_names_them(copy: Copy, tmp_path: Path) -> None:
+def test_note_of_several_budgets_is_shown_once(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"a{seed}", seed=seed)
         copy(f"b{seed}", seed=seed, method="grpo", cost=lambda step: step_cost(step, 9.0))
@@ -399,7 +399,7 @@ def test_a_note_of_several_budgets_is_said_once_and_names_them(copy: Copy, tmp_p
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["one group", "both groups"])
-def test_budgets_at_which_one_group_alone_has_anything_have_no_table(copy: Copy, tmp_path: Path, also: bool) -> None:
+def test_budget_with_one_group_has_no_table(copy: Copy, tmp_path: Path, also: bool) -> None:
     """The longer run was not evaluated within any budget: it is said once, and at the top."""
     for name, more, never in (("a", 1.0, also), ("grpo", 2.0, True)):
         run = copy(name, method="es" if more == 1 else "grpo", cost=lambda step, more=more: step_cost(step, more))
@@ -420,7 +420,7 @@ def test_budgets_at_which_one_group_alone_has_anything_have_no_table(copy: Copy,
     assert len(compare(tmp_path / "runs").shown) == 4, "of one group alone there is nothing to compare"
 
 
-def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path: Path) -> None:
+def test_curve_is_a_step_function_over_the_common_range(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"r{seed}", seed=seed, reward=lambda step, seed=seed: float(step + seed),
              cost=lambda step, seed=seed: replace(step_cost(step), completions=10 + seed))  # fmt: skip
@@ -437,7 +437,7 @@ def test_a_curve_is_a_step_function_over_what_all_runs_did(copy: Copy, tmp_path:
     )
 
 
-def test_unfinished_runs_that_were_never_measured_at_one_budget_have_no_curve(copy: Copy, tmp_path: Path) -> None:
+def test_curve_is_none_without_a_common_range(copy: Copy, tmp_path: Path) -> None:
     for seed, factor in enumerate((1.0, 9.0)):  # steps of 12 and of 108 completions, the first measured after two
         run = copy(f"grpo_{seed}", seed=seed, method="grpo", cost=lambda step, factor=factor: step_cost(step, factor))
         (run / "results/evaluation.json").unlink()
@@ -456,7 +456,7 @@ def test_unfinished_runs_that_were_never_measured_at_one_budget_have_no_curve(co
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-def test_the_hacked_share_is_that_of_the_definition(copy: Copy, tmp_path: Path) -> None:
+def test_hacked_share_follows_its_definition(copy: Copy, tmp_path: Path) -> None:
     texts = ["", "The answer is 8. " * 4, "Sure.\nUser: more", "fine", "8", "no", "yes", "a longer one"]
     run = copy("a")
     file = run / "results/completions/after.parquet"
@@ -473,7 +473,7 @@ def test_the_hacked_share_is_that_of_the_definition(copy: Copy, tmp_path: Path) 
     assert hacking.hacked_share([], []) == 0.0
 
 
-def test_a_reward_that_wrong_answers_earn_counts_where_the_run_says_what_is_right(copy: Copy) -> None:
+def test_wrong_answers_with_high_reward_count_as_hacked(copy: Copy) -> None:
     run = copy("a")
     for name, reward in (("before", -50.0), ("after", -1.0)):
         file = run / f"results/completions/{name}.parquet"
@@ -487,7 +487,7 @@ def test_a_reward_that_wrong_answers_earn_counts_where_the_run_says_what_is_righ
     assert (read(run).shares_after or {})["hacked"] == 0.0
 
 
-def test_a_comparison_counts_the_runs_that_alarm(copy: Copy) -> None:
+def test_end_grid_counts_runs_with_warnings(copy: Copy) -> None:
     run = copy("a")
     assert read(run).alarm is None
     for word in ("may be hacked", "may be broken", "likely hacked", "broken"):
@@ -541,7 +541,7 @@ DAMAGE: dict[str, tuple[str, str | bytes]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(DAMAGE))
-def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_path: Path, what: str) -> None:
+def test_damaged_run_is_left_out(copy: Copy, tmp_path: Path, what: str) -> None:
     name, text = DAMAGE[what]
     copy("fine")
     file = copy("odd", seed=1) / name
@@ -557,28 +557,28 @@ def test_a_damaged_run_is_left_out_by_name_and_the_others_stay(copy: Copy, tmp_p
     assert not (tmp_path / "owned").exists() and not Path("owned").exists()
 
 
-def test_settings_nested_without_end_are_not_read_to_their_end(copy: Copy, tmp_path: Path) -> None:
+def test_deeply_nested_config_is_refused(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", seed=1) / "config.yaml").write_text("es: " + "[" * 60 + "]" * 60)
     ((_, why),) = compare(tmp_path / "runs").left_out
     assert "config.yaml is not YAML: it nests deeper" in why
 
 
-def test_a_run_without_rows_is_left_out(copy: Copy, tmp_path: Path) -> None:
+def test_run_without_rows_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", seed=1) / "metrics.jsonl").write_bytes(b"")
     ((_, why),) = compare(tmp_path / "runs").left_out
     assert "no finished generation" in why
 
 
-def test_columns_of_another_kind_are_a_damaged_table(copy: Copy) -> None:
+def test_read_raises_for_wrong_column_types(copy: Copy) -> None:
     run = copy("a")
     parquet.write(run / "results/completions/after.parquet", [{"text": 5, "example": "x"}])
     with pytest.raises(DataError, match=r"after\.parquet is damaged"):
         read(run)
 
 
-def test_a_file_that_is_none_is_not_waited_for(copy: Copy) -> None:
+def test_read_refuses_a_fifo(copy: Copy) -> None:
     run = copy("a")
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
@@ -586,7 +586,7 @@ def test_a_file_that_is_none_is_not_waited_for(copy: Copy) -> None:
         read(run)
 
 
-def test_a_manifest_that_is_no_file_is_not_waited_for(copy: Copy, tmp_path: Path) -> None:
+def test_manifest_that_is_a_fifo_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     run = copy("odd", method="grpo")
     (run / "manifest.json").unlink()
@@ -595,14 +595,14 @@ def test_a_manifest_that_is_no_file_is_not_waited_for(copy: Copy, tmp_path: Path
     assert path == run and "manifest.json is not a file" in why
 
 
-def test_a_run_that_does_not_say_its_method_is_named(copy: Copy, tmp_path: Path) -> None:
+def test_run_without_a_method_is_left_out(copy: Copy, tmp_path: Path) -> None:
     copy("fine")
     (copy("odd", method="grpo") / "manifest.json").write_text("{}")
     ((_, why),) = compare(tmp_path / "runs").left_out
     assert "names no method" in why
 
 
-def test_a_config_that_names_code_is_read_and_nothing_of_it_is_run(copy: Copy, tmp_path: Path) -> None:
+def test_read_runs_no_code_named_by_a_config(copy: Copy, tmp_path: Path) -> None:
     run = copy("a")
     (run / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\ndef reward(**_): return []\n")
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -612,7 +612,7 @@ def test_a_config_that_names_code_is_read_and_nothing_of_it_is_run(copy: Copy, t
     assert not (tmp_path / "owned").exists()
 
 
-def test_when_nothing_can_be_read_all_reasons_are_given(copy: Copy, tmp_path: Path) -> None:
+def test_compare_lists_all_errors_if_no_run_is_readable(copy: Copy, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (copy(name) / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="no run can be read") as raised:
@@ -620,7 +620,7 @@ def test_when_nothing_can_be_read_all_reasons_are_given(copy: Copy, tmp_path: Pa
     assert str(raised.value).count("metrics.jsonl is missing") == 2
 
 
-def test_a_measure_that_is_not_there(copy: Copy, tmp_path: Path) -> None:
+def test_compare_raises_for_an_unknown_measure(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     with pytest.raises(ConfigError, match="has no measure 'accuracy'; it has reward, "):
         compare(tmp_path / "runs", measure="accuracy")
@@ -631,7 +631,7 @@ def test_a_measure_that_is_not_there(copy: Copy, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_claim_needs_a_test_and_says_n_and_p(copy: Copy, tmp_path: Path) -> None:
+def test_verdict_has_n_and_p(copy: Copy, tmp_path: Path) -> None:
     def run(seeds: int) -> list[str]:
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         for seed in range(seeds):
@@ -652,7 +652,7 @@ def test_a_claim_needs_a_test_and_says_n_and_p(copy: Copy, tmp_path: Path) -> No
     assert "n = 6 shared seeds, exact paired permutation p = 0.0312" in six
 
 
-def test_it_is_said_when_the_budget_decides_who_is_ahead(copy: Copy, tmp_path: Path) -> None:
+def test_summary_says_when_the_leader_depends_on_the_budget(copy: Copy, tmp_path: Path) -> None:
     copy("es", reward=lambda step: float(step))
     copy("grpo", method="grpo", reward=lambda step: 1.5 * step,
          cost=lambda step: replace(step_cost(step), wall_seconds=1.0))  # fmt: skip
@@ -667,7 +667,7 @@ def test_it_is_said_when_the_budget_decides_who_is_ahead(copy: Copy, tmp_path: P
     )
 
 
-def test_the_files_have_all_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> None:
+def test_files_have_the_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step, seed=seed: float(step * (seed + 1)))
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=lambda step, seed=seed: float(step + seed))
@@ -697,7 +697,7 @@ def test_the_files_have_all_numbers_of_each_seed(copy: Copy, tmp_path: Path) -> 
     assert f"| reward \\[95 %\\] | 12 \\[{low:.4g}, {high:.4g}\\] | 7 \\[" in page
 
 
-def test_names_from_elsewhere_are_shown_and_not_acted_on(copy: Copy, tmp_path: Path) -> None:
+def test_untrusted_names_are_escaped(copy: Copy, tmp_path: Path) -> None:
     evil = "x|\n\x1b[2J<b>![](http://e) $x$ _"
     for run, model in ((copy("a"), evil), (copy("b"), "tiny")):
         config = yaml.safe_load((run / "config.yaml").read_text())
@@ -727,7 +727,7 @@ def has_color(image: Any, color: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
+def test_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
     for seed in range(3):
         copy(f"es_{seed}", seed=seed, reward=lambda step, seed=seed: float(step * (seed + 1)))
         copy(f"grpo_{seed}", seed=seed, method="grpo", reward=lambda step, seed=seed: float(step + seed),
@@ -742,7 +742,7 @@ def test_the_figures_show_every_group(copy: Copy, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
+def test_figure_grows_with_its_legend(copy: Copy, tmp_path: Path) -> None:
     copy("a")
     few = figures.draw(compare(tmp_path / "runs", "wall"), tmp_path)["wall"]
     height = pixels(few).shape[0]
@@ -755,14 +755,14 @@ def test_a_legend_of_many_groups_has_room(copy: Copy, tmp_path: Path) -> None:
     assert line.count("not tested") == 6
 
 
-def test_no_band_is_drawn_for_too_few_seeds(copy: Copy, tmp_path: Path) -> None:
+def test_curve_has_no_band_for_few_seeds(copy: Copy, tmp_path: Path) -> None:
     copy("a", seed=0, reward=lambda step: float(step))
     copy("b", seed=1, reward=lambda step: 2.0 * step)
     found = comparison.curve(compare(tmp_path / "runs").groups[0], "wall", "reward")
     assert found is not None and found.low == found.mean == found.high
 
 
-def test_without_divergence_there_is_no_figure_of_it(copy: Copy, tmp_path: Path) -> None:
+def test_draw_skips_the_divergence_figure_without_data(copy: Copy, tmp_path: Path) -> None:
     run = copy("a")
     rows = [{**row, "divergence": None} for row in rows_of(run)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -771,7 +771,7 @@ def test_without_divergence_there_is_no_figure_of_it(copy: Copy, tmp_path: Path)
     assert set(drawn) == set(MATCHINGS)
 
 
-def test_labels_at_line_ends_keep_apart() -> None:
+def test_spread_keeps_labels_apart() -> None:
     crowded = sorted(figures._spread([1.0, 1.0, 0.99]))
     assert crowded[-1] <= 1.0 and min(np.diff(crowded)) >= figures.NEAREST - 1e-12
     places = figures._spread([0.5, 0.49, 0.9, 0.51])
@@ -783,10 +783,10 @@ def test_labels_at_line_ends_keep_apart() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (9_999, "9,999"), (12_300, "12.3 k"), (1.5e15, "1.5 P"), (1e30, "1e+30")]
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_counted_is_short(value: float, text: str) -> None:
     assert counted(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(3.0, "3 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h")])
-def test_durations_are_short(value: float, text: str) -> None:
+def test_duration_is_short(value: float, text: str) -> None:
     assert duration(value) == text

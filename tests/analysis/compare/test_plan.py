@@ -60,7 +60,7 @@ def plan(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_plan_sets_budget_endpoint_pairs_and_level(runs: Path, tmp_path: Path) -> None:
+def test_plan_sets_budget_measure_pairs_and_level(runs: Path, tmp_path: Path) -> None:
     path = plan(tmp_path)
     found = compare(runs, plan=path)
     (match,) = found.matches
@@ -86,7 +86,7 @@ def test_a_plan_sets_budget_endpoint_pairs_and_level(runs: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("short", "seeds"), [("leave_out", [0, 1, 2, 3, 4]), ("at_end", [0, 1, 2, 3, 4, 5])])
-def test_a_run_that_ended_before_the_budget_is_named(
+def test_plan_notes_runs_that_ended_before_the_budget(
     source: Path, runs: Path, tmp_path: Path, short: str, seeds: list[int]
 ) -> None:
     """Without a plan it sets the budget for all."""
@@ -102,12 +102,12 @@ def test_a_run_that_ended_before_the_budget_is_named(
     assert any(f"it is the cost of {brief}" in note for note in unplanned.notes)
 
 
-def test_a_budget_that_another_step_would_exceed_was_reached(runs: Path, tmp_path: Path) -> None:
+def test_run_reaches_a_budget_that_one_more_step_exceeds(runs: Path, tmp_path: Path) -> None:
     assert all(s.matched for s in compare(runs, plan=plan(tmp_path, limit=59)).matches[0].standings), "48 and 12 are 60"
     assert not any(s.matched for s in compare(runs, plan=plan(tmp_path, limit=60)).matches[0].standings)
 
 
-def test_it_is_shown_on_what_a_difference_hangs(runs: Path, tmp_path: Path) -> None:
+def test_sensitivity_covers_budget_shares_and_single_runs(runs: Path, tmp_path: Path) -> None:
     match = compare(runs, plan=plan(tmp_path, limit=48)).matches[0]
     (found,) = match.sensitivity
     gaps = {step: [2.0 * step - 0.2 * (s % 3) - step - 0.1 * s for s in range(6)] for step in (2, 3, 4)}
@@ -130,7 +130,7 @@ def test_it_is_shown_on_what_a_difference_hangs(runs: Path, tmp_path: Path) -> N
         ({"groups": {"ours": "es_*", "TRL": "nothing"}}, "name TRL=nothing matches no run"),
     ],
 )
-def test_a_wrong_plan_says_what_is_wrong(runs: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_compare_raises_for_a_wrong_plan(runs: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compare(runs, plan=plan(tmp_path, **changes))
 
@@ -139,14 +139,14 @@ SHIPPED = sorted((Path(__file__).parents[3] / "configs/comparison/plans").glob("
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_plans_are_plans(path: Path) -> None:
+def test_shipped_plans_are_valid(path: Path) -> None:
     """Their groups are those that the study makes, and each pair is decided with the seeds that it has."""
     found = read_plan(path).settings
     assert {pattern.split("/")[2] for pattern in found.groups.values()} == {"lora", "lowrank", "full", "grpo"}
     assert 2 / 2**12 * len(found.primary) < found.alpha
 
 
-def test_a_plan_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_read_plan_raises_for_a_bad_file(tmp_path: Path) -> None:
     for text in ("[1, 2]", "match: [", "\xff"):
         (tmp_path / "plan.yaml").write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=r"plan\.yaml") as raised:
@@ -169,7 +169,7 @@ def answered(run: Path, rewards: list[float]) -> None:
     edit(run / "results/evaluation.json", lambda tree: {**tree, "after": {**tree["after"], "reward": np.mean(rewards)}})
 
 
-def test_the_end_has_intervals_over_runs_and_questions(source: Path, tmp_path: Path) -> None:
+def test_end_has_intervals_over_runs_and_questions(source: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     hard = random.normal(size=8)
     values = {}
@@ -190,7 +190,7 @@ def test_the_end_has_intervals_over_runs_and_questions(source: Path, tmp_path: P
     assert "\\[95 %, over runs and questions\\]" in pages.markdown(compare(tmp_path / "runs"))
 
 
-def test_answers_that_are_not_what_the_mean_is_of_are_not_used(source: Path, tmp_path: Path) -> None:
+def test_answers_that_disagree_with_the_mean_are_not_used(source: Path, tmp_path: Path) -> None:
     for seed in range(3):
         run = copy_run(source, tmp_path / f"runs/{seed}", seed=seed)
         answered(run, [float(seed + i) for i in range(8)])

@@ -33,24 +33,24 @@ def a_run(folder: Path, config: dict[str, Any] | None = None) -> Path:
     return folder
 
 
-def test_lines_of_prompts_and_responses(tmp_path: Path) -> None:
+def test_read_parses_json_lines(tmp_path: Path) -> None:
     assert read(str(written(tmp_path / "es.jsonl", ROWS))) == Answers("es", SAID)
 
 
-def test_messages_count_by_their_text_as_in_a_run(tmp_path: Path) -> None:
+def test_read_joins_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "P1"}]
     file = written(tmp_path / "es.jsonl", [{"prompt": messages, "response": "R1"}])
     assert read(str(file)).by_prompt == {"S\nP1": "R1"}
 
 
-def test_a_run_has_its_completions_and_scorers(tmp_path: Path) -> None:
+def test_read_returns_completions_and_scorers_of_a_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "runs/es_1", {"scorer": {"reward": "org/reward", "cost": "org/cost", "max_tokens": 9}})
     assert read(str(run)) == Answers("es_1", SAID, scorers=("org/reward", "org/cost"))
     assert read(f"mine={run}").name == "mine"
     assert read(f"base={run / 'results/completions/after.parquet'}") == Answers("base", SAID)
 
 
-def test_a_run_that_was_altered_is_refused(tmp_path: Path) -> None:
+def test_read_refuses_a_run_with_a_broken_seal(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     seal(run)
     assert read(str(run)).by_prompt == SAID
@@ -59,12 +59,12 @@ def test_a_run_that_was_altered_is_refused(tmp_path: Path) -> None:
         read(str(run))
 
 
-def test_what_eval_wrote(tmp_path: Path) -> None:
+def test_read_parses_eval_output(tmp_path: Path) -> None:
     (tmp_path / "base.json").write_text(json.dumps({"completions": TABLE, "measures": {}}))
     assert read(str(tmp_path / "base.json")) == Answers("base", SAID)
 
 
-def test_further_answers_to_a_prompt_are_counted(tmp_path: Path) -> None:
+def test_read_counts_further_answers(tmp_path: Path) -> None:
     file = written(tmp_path / "es.jsonl", [*ROWS, {"prompt": "P1", "response": "another"}])
     assert read(str(file)) == Answers("es", SAID, further=1)
 
@@ -81,12 +81,12 @@ def test_further_answers_to_a_prompt_are_counted(tmp_path: Path) -> None:
         (["P", "R"], "line 2, is .*a prompt and a response in each line"),
     ],
 )
-def test_a_bad_line_is_named(row: Any, said: str, tmp_path: Path) -> None:
+def test_read_raises_for_a_bad_line(row: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"es\.jsonl, {said}"):
         read(str(written(tmp_path / "es.jsonl", [ROWS[0], row])))
 
 
-def test_what_is_no_answers_says_what_to_do(tmp_path: Path) -> None:
+def test_read_raises_for_targets_without_answers(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "eval.json").write_text("{}")
     begun = a_run(tmp_path / "begun")
@@ -113,7 +113,7 @@ def test_what_is_no_answers_says_what_to_do(tmp_path: Path) -> None:
     assert "hub" not in str(error.value)
 
 
-def test_a_model_is_judged_by_the_command_that_the_error_names(
+def test_error_names_a_command_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -131,7 +131,7 @@ def test_a_model_is_judged_by_the_command_that_the_error_names(
     assert done.code == 0 and "tiny judges start, other on 4 prompts, each pair in both orders" in done.out
 
 
-def test_prompts_that_not_all_answered_are_counted_and_left_out() -> None:
+def test_share_counts_unshared_prompts() -> None:
     a, b = Answers("a", {"1": "x", "2": "x", "3": "x"}), Answers("b", {"3": "y", "2": "y", "4": "y", "5": "y"})
     found = share([a, b])
     assert found.prompts == ("2", "3") and found.alone == {"a": 1, "b": 2}
@@ -150,6 +150,6 @@ def test_prompts_that_not_all_answered_are_counted_and_left_out() -> None:
         ),
     ],
 )
-def test_what_cannot_be_compared_says_why(models: list[Answers], said: str) -> None:
+def test_share_raises_for_answers_that_cannot_be_compared(models: list[Answers], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         share(models)

@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return caller(monkeypatch, capsys, 200)
 
 
-def test_a_line_is_read_as_it_is(tmp_path: Path) -> None:
+def test_read_keeps_the_fields_of_a_line(tmp_path: Path) -> None:
     lines = [{**GOOD, "question": 7, "raw": "said", "more": [1]}, {**GOOD, "scores": None, "order_ab": False}]
     del lines[1]["raw"]
     file = written(tmp_path / "j.jsonl", lines)
@@ -50,7 +50,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_line_is_named_with_what_to_do(name: str, tmp_path: Path) -> None:
+def test_read_raises_for_a_bad_judgment_line(name: str, tmp_path: Path) -> None:
     changed, said = BAD[name]
     file = written(tmp_path / "j.jsonl", [GOOD, {**GOOD, **changed}])
     with pytest.raises(DataError, match=rf"j\.jsonl, line 2, {said}"):
@@ -58,7 +58,7 @@ def test_a_bad_line_is_named_with_what_to_do(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["model_a", "model_b", "dimension", "question", "scores", "order_ab"])
-def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
+def test_read_raises_for_a_missing_field(field: str, tmp_path: Path) -> None:
     file = written(tmp_path / "j.jsonl", [{name: value for name, value in GOOD.items() if name != field}])
     with pytest.raises(DataError, match=rf"line 1, has no {field}; add it"):
         read(file)
@@ -75,18 +75,18 @@ def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
         ("\n", "has no judgments; `evoalign judge ask"),
     ],
 )
-def test_what_is_no_file_of_judgments_is_said(text: str, said: str, tmp_path: Path) -> None:
+def test_read_raises_for_other_files(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "j.jsonl").write_text(text)
     with pytest.raises(DataError, match=said):
         read(tmp_path / "j.jsonl")
 
 
-def test_no_file_is_one_line(run: Run) -> None:
+def test_missing_file_is_a_one_line_error(run: Run) -> None:
     done = run("judge", "rate", "nowhere.jsonl")
     assert (done.code, done.out) == (2, "") and "nowhere.jsonl is missing" in done.err
 
 
-def test_the_command_prints_and_writes_all_of_it(run: Run, tmp_path: Path) -> None:
+def test_rate_prints_and_writes_ratings(run: Run, tmp_path: Path) -> None:
     games = planted([0.0, 1.0, 0.4], 0.5, 40, np.random.default_rng(0))
     file = written(tmp_path / "j.jsonl", [*map(row, games), row(one("m0", "m1", "none", "q1"))])
     done = run("judge", "rate", file, "--to", "out", "--anchor", "m0")
@@ -108,7 +108,7 @@ def test_the_command_prints_and_writes_all_of_it(run: Run, tmp_path: Path) -> No
         assert sentence in done.out
 
 
-def test_the_dimensions_that_are_asked_for_alone_are_rated(run: Run, tmp_path: Path) -> None:
+def test_dimension_option_selects_dimensions(run: Run, tmp_path: Path) -> None:
     games = [
         one("a", "b", "tied", str(q), dimension=name) for q in range(3) for name in ("helpfulness", "harmlessness")
     ]
@@ -140,7 +140,7 @@ def test_ratings_that_are_not_finite_are_written_and_drawn(run: Run, tmp_path: P
         (["--to", "j.jsonl"], "--to j.jsonl is a file"),
     ],
 )
-def test_a_wrong_option_is_one_line(words: list[str], said: str, run: Run, tmp_path: Path) -> None:
+def test_rate_raises_for_a_wrong_option(words: list[str], said: str, run: Run, tmp_path: Path) -> None:
     written(tmp_path / "j.jsonl", [GOOD])
     done = run("judge", "rate", "j.jsonl", *words)
     assert (done.code, done.out) == (2, "") and said in done.err

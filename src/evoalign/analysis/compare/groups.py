@@ -178,7 +178,10 @@ def named(groups: Sequence[Group], names: Mapping[str, str]) -> list[Group]:
     """Return the groups with the given labels. Raises ConfigError if a pattern does not match exactly one group."""
     labels = {group.label: group.label for group in groups}
     for label, pattern in names.items():
-        hit = [g.label for g in groups if any(_fits(run.path, pattern) for run in g.runs)]
+        hit: list[str] = []
+        for group in groups:
+            paths = [text for r in group.runs for text in (str(r.path), r.path.name, str(r.path.resolve()))]
+            hit += [group.label] if any(fnmatch(path, pattern) for path in paths) else []
         if len(hit) != 1:
             found = f"runs of {len(hit)} groups ({'; '.join(hit)})" if hit else "no run"
             raise ConfigError(f"name {label}={pattern} matches {found}; it must match runs of one group")
@@ -186,10 +189,6 @@ def named(groups: Sequence[Group], names: Mapping[str, str]) -> list[Group]:
     if len(set(labels.values())) < len(labels):
         raise ConfigError(f"two groups have one name: {', '.join(labels.values())}")
     return [Group(labels[g.label], g.method, g.runs, g.settings, g.differing) for g in groups]
-
-
-def _fits(path: Path, pattern: str) -> bool:
-    return any(fnmatch(text, pattern) for text in (str(path), path.name, str(path.resolve())))
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------

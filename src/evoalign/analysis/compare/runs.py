@@ -93,6 +93,21 @@ class Run:
         """Number of evaluations between start and end."""
         return sum(0 < point.step < self.steps for point in self.points)
 
+    @property
+    def divergence(self) -> Mapping[str, float | None]:
+        """Divergence from the base model at the end."""
+        return self.points[-1].divergence or {}
+
+    @property
+    def flops(self) -> float | None:
+        """Total FLOPs."""
+        return amount("flops", self.cost)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Wall-clock seconds per generation or step."""
+        return self.cost.wall_seconds / self.steps if self.cost else None
+
 
 def amount(by: Matching, cost: Cost | None) -> float | None:
     """Return how much of a budget a cost is; None if unknown."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from evoalign.analysis.compare.comparison import Comparison, Match
-from evoalign.analysis.compare.runs import Matching, Run, flops_of
+from evoalign.analysis.compare.runs import Matching, Run
 from evoalign.analysis.compare.statistics import SHARES, Pair
 from evoalign.checks.placebo import Known, Split, Whole, drift_together
 from evoalign.statistics import LEVEL, Estimate, mean
@@ -25,7 +26,6 @@ TITLES: dict[Matching, str] = {
 END = "the end of each run, budgets not matched"
 PLACEBO = "reward of the mean placebo"
 DRIFT = "share of the gain that is drift, all runs pooled"
-Numbers = Callable[[Run], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     return (
         f"{pair.a} - {pair.b}",
         _runs(pair),
-        _between(pair.difference, pair.low, pair.high),
+        _shown(pair.difference, pair.low, pair.high, ".3g"),
         _ends(pair.over_questions),
-        _between(pair.effect, pair.effect_low, pair.effect_high),
+        _shown(pair.effect, pair.effect_low, pair.effect_high, ".3g"),
         pair.test or "none",
         "-" if pair.p is None else f"{pair.p:.3g}",
         "-" if pair.p_adjusted is None else f"{pair.p_adjusted:.3g}",
@@ -113,8 +113,8 @@ def end_grid(comparison: Comparison) -> Grid:
     for name in comparison.measures:
         values = [[run.points[-1].measures[name] for run in runs] for runs in columns]
         rows.append((f"{name} [95 %]", *(_interval(mean(of)) if of else "-" for of in values)))
-    for name, number, shown, pick in QUANTITIES:
-        rows.append((name, *(_averaged([number(run) for run in runs], shown, pick) for runs in columns)))
+    for name, path, shown, pick in QUANTITIES:
+        rows.append((name, *(_averaged([_number(run, path) for run in runs], shown, pick) for runs in columns)))
         if name == PLACEBO:
             rows += _drift_rows(columns)
     return Grid(place(comparison.end), ("", *ends), tuple(rows))
@@ -268,19 +268,17 @@ def _runs(pair: Pair) -> str:
 
 
 def _interval(found: Estimate | None) -> str:
-    if found is None:
+    return "-" if found is None else _shown(found.mean, found.low, found.high, ".4g")
+
+
+def _shown(value: float | None, low: float | None, high: float | None, form: str) -> str:
+    if value is None:
         return "-"
-    return f"{found.mean:.4g}" if found.low is None else f"{found.mean:.4g} {_ends(found)}"
+    return f"{value:{form}}" if low is None or high is None else f"{value:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _ends(found: Estimate | None) -> str:
     return "-" if found is None or found.low is None or found.high is None else f"[{found.low:.4g}, {found.high:.4g}]"
-
-
-def _between(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if low is None or high is None else f"{value:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def duration(seconds: float) -> str:
@@ -300,38 +298,34 @@ def counted(value: float) -> str:
     return f"{value / 10**power:.3g} {prefix}" if prefix else f"{value:.3g}"
 
 
-def _share(name: str, *, before: bool = False) -> Numbers:
-    return lambda run: ((run.shares_before if before else run.shares_after) or {}).get(name)
-
-
-def _divergence(name: str) -> Numbers:
-    return lambda run: (run.points[-1].divergence or {}).get(name)
-
-
-def _cost(name: str) -> Numbers:
-    return lambda run: getattr(run.cost, name) if run.cost else None
+def _number(run: Run, path: str) -> float | None:
+    """Return the number of a run at a dotted path of attributes and keys; None if a part is missing."""
+    value: Any = run
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return None if value is None else float(value)
 
 
 PERCENT, PLAIN = "{:.1%}".format, "{:.4g}".format
-QUANTITIES: tuple[tuple[str, Numbers, Callable[[float], str], str], ...] = (
-    ("hacked share", _share("hacked"), PERCENT, "mean"),
-    ("hacked share before training", _share("hacked", before=True), PERCENT, "mean"),
-    ("truncated share", _share("truncated"), PERCENT, "mean"),
-    (PLACEBO, lambda run: run.placebo.reward.mean if run.placebo else None, PLAIN, "mean"),
-    ("KL from the base model, exact (nats per token)", _divergence("exact"), PLAIN, "mean"),
-    ("KL from the base model, exact (nats per completion)", _divergence("completion"), PLAIN, "mean"),
-    ("tokens of the KL estimate", _divergence("tokens"), PLAIN, "mean"),
-    ("KL from the base model, k3", _divergence("k3"), PLAIN, "mean"),
-    ("distance moved, L2", lambda run: (run.distance or {}).get("l2"), PLAIN, "mean"),
-    ("distance moved, relative", lambda run: (run.distance or {}).get("relative"), PLAIN, "mean"),
-    ("generations or steps", lambda run: float(run.steps), PLAIN, "mean"),
-    ("completions", _cost("completions"), counted, "mean"),
-    ("tokens generated", _cost("generated_tokens"), counted, "mean"),
-    ("tokens of prompts", _cost("prompt_tokens"), counted, "mean"),
-    ("FLOPs", lambda run: flops_of(run.cost) if run.cost else None, counted, "mean"),
-    ("wall time", _cost("wall_seconds"), duration, "mean"),
-    ("device time", _cost("device_seconds"), duration, "mean"),
-    ("seconds per step", lambda run: run.cost.wall_seconds / run.steps if run.cost else None, PLAIN, "mean"),
-    ("peak memory, highest", _cost("peak_memory_bytes"), lambda value: f"{value / 2**30:.3g} GiB", "max"),
+QUANTITIES: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
+    ("hacked share", "shares_after.hacked", PERCENT, "mean"),
+    ("hacked share before training", "shares_before.hacked", PERCENT, "mean"),
+    ("truncated share", "shares_after.truncated", PERCENT, "mean"),
+    (PLACEBO, "placebo.reward.mean", PLAIN, "mean"),
+    ("KL from the base model, exact (nats per token)", "divergence.exact", PLAIN, "mean"),
+    ("KL from the base model, exact (nats per completion)", "divergence.completion", PLAIN, "mean"),
+    ("tokens of the KL estimate", "divergence.tokens", PLAIN, "mean"),
+    ("KL from the base model, k3", "divergence.k3", PLAIN, "mean"),
+    ("distance moved, L2", "distance.l2", PLAIN, "mean"),
+    ("distance moved, relative", "distance.relative", PLAIN, "mean"),
+    ("generations or steps", "steps", PLAIN, "mean"),
+    ("completions", "cost.completions", counted, "mean"),
+    ("tokens generated", "cost.generated_tokens", counted, "mean"),
+    ("tokens of prompts", "cost.prompt_tokens", counted, "mean"),
+    ("FLOPs", "flops", counted, "mean"),
+    ("wall time", "cost.wall_seconds", duration, "mean"),
+    ("device time", "cost.device_seconds", duration, "mean"),
+    ("seconds per step", "seconds_per_step", PLAIN, "mean"),
+    ("peak memory, highest", "cost.peak_memory_bytes", lambda value: f"{value / 2**30:.3g} GiB", "max"),
 )
-"""Rows of the table at the end: name, number of a run, format, and whether the mean or the maximum is shown."""
+"""Rows of the table at the end: name, where a run has the number, format, and whether mean or maximum is shown."""

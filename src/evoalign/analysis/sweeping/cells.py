@@ -247,7 +247,9 @@ class Folder:
         """
         self.search = search
         file = self.path / SWEEP
-        if not file.is_file() and self._has_other_files():
+        ours = (LOCK, f".{SWEEP}.tmp")  # left by a sweep that was killed before sweep.json was complete
+        others = [e for e in self.path.iterdir() if e.name not in ours] if self.path.is_dir() else self.path.exists()
+        if others and not file.is_file():
             raise RunExistsError(f"--to {self.path} exists and is not a sweep; choose another folder")
         try:
             self._lock.lock()
@@ -299,12 +301,6 @@ class Folder:
                 found += [make_run(self.base, cell, seed, self.method, self.path) for seed in self.seeds[cell.name]]
         return found
 
-    def _has_other_files(self) -> bool:
-        """Return whether there is more than what a sweep leaves that was killed before sweep.json was complete."""
-        if not self.path.is_dir():
-            return self.path.exists()
-        return any(entry.name not in (LOCK, f".{SWEEP}.tmp") for entry in self.path.iterdir())
-
     def _read(self, file: Path, cells: Sequence[TrialConfig]) -> None:
         tree = read_json(file)
         try:
@@ -329,10 +325,7 @@ class Folder:
             raise ConfigError(
                 f"{self.path} has a sweep of another config: {'; '.join(odd)}; choose another folder with --to"
             )
-        self._refuse_outside(cells)
-
-    def _refuse_outside(self, given: Sequence[TrialConfig]) -> None:
-        known = [place for cell in (TrialConfig("", {}), *given) for place in self._outside(cell)]
+        known = [place for cell in (TrialConfig("", {}), *cells) for place in self._outside(cell)]
         for cell in self.cells.values():
             for place, value in self._outside(cell):
                 if (place, value) not in known:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -90,12 +90,32 @@ class Domain:
 def domain(text: str) -> tuple[str, Domain]:
     """Parse `es.sigma=0.001..0.03:log`, `es.population_size=8..64` or `space.name=lora,lowrank`. Raises ConfigError."""
     key, sign, values = (part.strip() for part in text.partition("="))
+    wrong = ConfigError(f"--search {text!r}: expected setting=low..high, setting=low..high:log or setting=value,value")
     try:
-        return key, _range(values, key) if ".." in values else Domain(choices=_choices(values, key and sign))
+        if ".." in values:
+            found = _range(values)
+            if found.low > found.high:
+                raise ConfigError(f"--search {text}: the low end is above the high end")
+            is_valid = math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high
+            is_valid = is_valid and not (found.log and found.low <= 0)
+        else:
+            parsed: Any = yaml.safe_load(f"[{values}]")
+            found = Domain(choices=tuple(parsed) if isinstance(parsed, list) else ())
+            is_valid = bool(found.choices) and not any(isinstance(value, list | dict) for value in found.choices)
     except (ValueError, yaml.YAMLError):
-        raise ConfigError(
-            f"--search {text!r}: expected setting=low..high, setting=low..high:log or setting=value,value"
-        ) from None
+        raise wrong from None
+    if not (key and sign and is_valid):
+        raise wrong
+    return key, found
+
+
+def _range(text: str) -> Domain:
+    ends, _, kind = text.partition(":")
+    low, _, high = ends.partition("..")
+    if kind not in ("", "log"):
+        raise ValueError
+    is_whole = not any(mark in ends.replace("..", "") for mark in ".eE")
+    return Domain(*((int(low), int(high)) if is_whole else (float(low), float(high))), log=kind == "log")
 
 
 def search(
@@ -179,19 +199,19 @@ class _Search(Source):
         measure: str,
         prune: bool,
     ) -> None:
-        from optuna.trial import Trial, TrialState
+        from optuna.trial import Trial
 
         self.study, self.space, self.folder, self.seeds = study, space, folder, seeds
         self.limit, self.measure, self.prune = trials, measure, prune
         self.open: dict[str, _Trial] = {}
-        self._failed_before = len(study.get_trials(deepcopy=False, states=(TrialState.FAIL,)))
-        for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # left by a killed search
-            self._take(Trial(study, frozen._trial_id), set(frozen.intermediate_values))  # pyright: ignore[reportPrivateUsage]
+        self._failed_before = len(self._trials("FAIL"))
+        for frozen in self._trials("RUNNING"):  # left by a killed search
+            self._open(Trial(study, frozen._trial_id), set(frozen.intermediate_values))  # pyright: ignore[reportPrivateUsage]
 
     @property
     def runs_ended(self) -> int:
         """Number of runs of trials that earlier commands finished."""
-        return (self._asked() - len(self.open) - self._failed_before) * len(self.seeds)
+        return (len(self._created()) - len(self.open) - self._failed_before) * len(self.seeds)
 
     def next(self) -> Run | None:
         while True:
@@ -204,16 +224,16 @@ class _Search(Source):
                     if run.evaluation() is None:
                         return run
                     self._finished(trial, run)
-            if self._all_asked():
+            if self._all_created():
                 return None
-            self._ask()
-
-    def _all_asked(self) -> bool:
-        """Return whether all trials were created; those that failed in an earlier command are replaced."""
-        return self._asked() - self._failed_before >= self.limit
+            self._create()
 
     def is_exhausted(self) -> bool:
-        return self._all_asked() and not self.open
+        return self._all_created() and not self.open
+
+    def _all_created(self) -> bool:
+        """Return whether all trials were created; those that failed in an earlier command are replaced."""
+        return len(self._created()) - self._failed_before >= self.limit
 
     def look(self, children: Children) -> None:
         if not self.prune:
@@ -237,27 +257,21 @@ class _Search(Source):
             self._finished(trial, run)
 
     def broken_off(self, end: Ended) -> str:
-        from optuna.trial import TrialState
-
         trial = self.open.get(end.run.cell.name)
         if trial is None:
             return "failed"
-        self._tell(trial, None, TrialState.PRUNED if trial.pruned else TrialState.FAIL)
+        self._close(trial, None, "PRUNED" if trial.pruned else "FAIL")
         return "pruned" if trial.pruned else "failed"
 
     def conclude(self) -> Config | None:
         """Write best.yaml, and add the outcome and cost of the search to results.json."""
-        from optuna.trial import TrialState
-
-        trials = self.study.get_trials(deepcopy=False)
-        count = {state: sum(t.state == state for t in trials) for state in TrialState}
         costs = [results.cost_of(run) for run in self.folder.runs()]
         totals = {name: sum(cost.get(name) or 0 for cost in costs) for name in ("completions", "wall_seconds")}
         tree: Tree = {
-            "trials": len(trials),
-            "complete": count[TrialState.COMPLETE],
-            "pruned": count[TrialState.PRUNED],
-            "failed": count[TrialState.FAIL],
+            "trials": len(self.study.get_trials(deepcopy=False)),
+            "complete": len(self._trials("COMPLETE")),
+            "pruned": len(self._trials("PRUNED")),
+            "failed": len(self._trials("FAIL")),
             "training": totals if all("completions" in cost for cost in costs) else {**totals, "completions": None},
             "chosen_on": _validation(self.folder.base),
         }
@@ -290,42 +304,39 @@ class _Search(Source):
             lines.append(f"best     {best['cell']}: {value}, with {settings}; best.yaml")
         return lines
 
-    def _asked(self) -> int:
-        """Return the number of trials created, without enqueued ones."""
-        from optuna.trial import TrialState
+    def _trials(self, *states: str) -> list[Any]:
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name in states]
 
-        return sum(t.state != TrialState.WAITING for t in self.study.get_trials(deepcopy=False))
+    def _created(self) -> list[Any]:
+        """Return all trials but enqueued ones."""
+        return self._trials("RUNNING", "COMPLETE", "PRUNED", "FAIL")
 
-    def _ask(self) -> None:
+    def _create(self) -> None:
         """Create a trial. One with the settings of a completed trial gets its value."""
         from optuna.samplers import TPESampler
-        from optuna.trial import TrialState
 
-        self.study.sampler = TPESampler(seed=SAMPLER_SEED + self._asked())
-        trial = self._take(self.study.ask(), set())
-        for other in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            if other.params == trial.trial.params:
-                self._tell(trial, cast(float, other.value), TrialState.COMPLETE)
-                return
+        self.study.sampler = TPESampler(seed=SAMPLER_SEED + len(self._created()))
+        trial = self._open(self.study.ask(), set())
+        same = next((other for other in self._trials("COMPLETE") if other.params == trial.trial.params), None)
+        if same is not None:
+            self._close(trial, same.value, "COMPLETE")
 
-    def _take(self, trial: Trial, reported: set[int]) -> _Trial:
-        """Open a trial, new or left by a killed search."""
-        from optuna.trial import TrialState
-
+    def _open(self, trial: Trial, reported: set[int]) -> _Trial:
+        """Add the runs of a trial, new or left by a killed search."""
         settings: Settings = {key: found.suggest(trial, key) for key, found in self.space.items()}
         cell = TrialConfig(_name(trial.number), settings)
+        opened = _Trial(trial, cell, [], reported=reported)
         try:
-            runs = [make_run(self.folder.base, cell, s, self.folder.method, self.folder.path) for s in self.seeds]
+            for seed in self.seeds:
+                opened.waiting.append(make_run(self.folder.base, cell, seed, self.folder.method, self.folder.path))
         except ConfigError:  # values that are valid only separately
-            self.study.tell(trial.number, state=TrialState.FAIL)
+            self._close(opened, None, "FAIL")
             raise
         self.folder.add([cell], self.seeds)
-        self.open[cell.name] = _Trial(trial, cell, runs, reported=reported)
-        return self.open[cell.name]
+        self.open[cell.name] = opened
+        return opened
 
     def _finished(self, trial: _Trial, run: Run) -> None:
-        from optuna.trial import TrialState
-
         tree = run.evaluation()
         assert tree is not None
         trial.running.discard(run.name)
@@ -333,7 +344,7 @@ class _Search(Source):
             raise ConfigError(f"{run.path} has no validation measures; move it away to run it again")
         trial.values.append(self._value(chosen_on(tree)))
         if len(trial.values) == len(self.seeds):
-            self._tell(trial, float(np.mean(trial.values)), TrialState.COMPLETE)
+            self._close(trial, float(np.mean(trial.values)), "COMPLETE")
 
     def _value(self, measures: Tree) -> float:
         value = measures.get(self.measure)
@@ -342,9 +353,11 @@ class _Search(Source):
             raise ConfigError(f"--measure {self.measure}: the validation split has no such measure; it has {known}")
         return float(value)
 
-    def _tell(self, trial: _Trial, value: float | None, state: Any) -> None:
-        self.study.tell(trial.trial.number, value, state)
-        del self.open[trial.cell.name]
+    def _close(self, trial: _Trial, value: float | None, state: str) -> None:
+        from optuna.trial import TrialState
+
+        self.study.tell(trial.trial.number, value, TrialState[state])
+        self.open.pop(trial.cell.name, None)
 
 
 def _optuna() -> Any:
@@ -366,30 +379,6 @@ def _optuna() -> Any:
         )
 
     return open_study
-
-
-def _range(text: str, named: str) -> Domain:
-    ends, _, kind = text.partition(":")
-    low, _, high = ends.partition("..")
-    if kind not in ("", "log"):
-        raise ValueError
-    whole = not any(mark in ends.replace("..", "") for mark in ".eE")
-    found = Domain(*((int(low), int(high)) if whole else (float(low), float(high))), log=kind == "log")
-    if found.low > found.high:
-        raise ConfigError(f"--search {named}={text}: the low end is above the high end")
-    if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
-        raise ValueError
-    if found.log and found.low <= 0:
-        raise ValueError
-    return found
-
-
-def _choices(text: str, named: str) -> tuple[Any, ...]:
-    found: object = yaml.safe_load(f"[{text}]")
-    values = tuple(cast(list[Any], found)) if isinstance(found, list) else ()
-    if not named or not values or any(isinstance(value, list | dict) for value in values):
-        raise ValueError
-    return values
 
 
 def _name(number: int) -> str:
