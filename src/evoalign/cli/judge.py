@@ -25,7 +25,7 @@ TRANSCRIPT = "judgments.jsonl"
 
 
 class Unparsed(StrEnum):
-    """What to do with judgments without scores."""
+    """Treatment of judgments without scores."""
 
     leave_out = "leave-out"
     tie = "tie"
@@ -65,7 +65,7 @@ def ask(
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per reply.")] = 512,
     debug: Debug = False,
 ) -> None:
-    """Let a model judge which of two answers is better, and rate the models.
+    """Let a judge model compare answers in pairs, and rate the models.
 
     Each pair of answers is judged in both orders. Judgments that cannot be parsed are counted and left out. Rerun the
     command to resume it; use `evoalign judge rate` for ratings with other settings.

@@ -71,7 +71,7 @@ class Run:
     shares_after: Mapping[str, float | None] | None
     hardware: str | None
     task: str
-    """Name of the task, and the kind of Python object if it was given as one."""
+    """Name of the task, with the kind of object if it is a Python object."""
     alarm: str | None
     """The run's verdict on its completions, such as `likely hacked`; None without one."""
     sealed: bool

@@ -26,7 +26,7 @@ EXACT_SEEDS = 13
 WILCOXON_SEEDS = 6
 """With fewer differing pairs, its two-sided p cannot be below 0.05."""
 FAR = 100.0
-"""From this t statistic on, an effect's interval is computed from the limit: the exact search may not end."""
+"""Above this t statistic, an effect's interval uses the limit, since the exact search may not end."""
 PERMUTATION, WELCH = "paired permutation", "Welch t"
 SHARES = (0.5, 0.75, 1.0)
 """Fractions of the budget at which a difference is also computed."""

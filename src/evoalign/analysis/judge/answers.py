@@ -51,7 +51,7 @@ class SharedPrompts:
 
 
 def read(target: str) -> Answers:
-    """Read `PATH` or `NAME=PATH`; the name defaults to that of the file or folder. Raises ConfigError, DataError."""
+    """Read `PATH` or `NAME=PATH`; the name defaults to the file's or folder's. Raises ConfigError, DataError."""
     name, path = _named(target)
     scorers: tuple[str, ...] = ()
     if path.is_dir():

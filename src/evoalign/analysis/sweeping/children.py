@@ -162,7 +162,7 @@ def visible_gpus(given: Sequence[str] | None) -> list[str]:
 
 
 def is_busy(path: Path) -> bool:
-    """Return whether another process uses a run directory, such as one of a killed sweep that is still saving."""
+    """Return whether another process uses a run directory, such as a killed sweep's run that still saves."""
     run = RunDir(path)
     if not path.is_dir():
         return False
