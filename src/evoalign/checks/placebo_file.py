@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """results/placebo.json: what `evoalign placebo` measured of a run that is done, for cards and comparisons.
 
-It is written after the run's results are sealed, so it has a hash of its own, as the seal has, and says which end of
-which journal it is of, and how that was evaluated.
+It says which end of which journal was measured, and with which settings of the evaluation. Its checksum is recorded
+with those of the results, see `evoalign.rundir.checksums`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from evoalign.checks.placebo import Known, Placebos, Split, Whole
 from evoalign.config import FORMAT_VERSION, Config
 from evoalign.config.reading import MissingError, read_object
 from evoalign.errors import DataError
+from evoalign.rundir import checksums
 from evoalign.rundir.checkpoint import Hash
 from evoalign.rundir.files import write_text
+from evoalign.rundir.journal import last_hash
 from evoalign.rundir.method import JOURNAL
-from evoalign.rundir.sealing import hash_of, last_line
 
 PLACEBO = "results/placebo.json"
 MEND = "delete it, and `evoalign placebo` measures it anew"
@@ -37,14 +38,19 @@ class _Kept(BaseModel):
     reward: Split
     fitness: Whole | None = None
     measures: dict[str, float] = {}
-    hash: Hash
 
 
 def write(run: Path, config: Config, found: Placebos) -> None:
     """Keep what was measured of a run as it is now, all its generations; `config` is the run's own."""
     kept = {name: value for name, value in found.as_dict().items() if name != "off_task"}
-    record = {"format_version": FORMAT_VERSION, "journal": last_line(run), "settings": _settings(config), **kept}
-    write_text(run / PLACEBO, json.dumps({**record, "hash": hash_of(record)}, indent=2, allow_nan=False) + "\n")
+    record = {
+        "format_version": FORMAT_VERSION,
+        "journal": last_hash(run / JOURNAL),
+        "settings": _settings(config),
+        **kept,
+    }
+    with checksums.recorded(run, PLACEBO):
+        write_text(run / PLACEBO, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def read(run: Path, config: Config) -> Known | None:
@@ -61,9 +67,8 @@ def read(run: Path, config: Config) -> Known | None:
     except ValidationError as error:
         where = ".".join(str(part)[:40] for part in error.errors()[0]["loc"])
         raise DataError(f"{file} is damaged ({where}); {MEND}") from None
-    if record.hash != hash_of({name: value for name, value in found.items() if name != "hash"}):
-        raise DataError(f"{file} was altered; {MEND}")
-    if record.journal != last_line(run):
+    checksums.verify(run, PLACEBO, fix=MEND)
+    if record.journal != last_hash(run / JOURNAL):
         raise DataError(f"{file} is not of {run / JOURNAL}; {MEND}")
     if record.settings != _settings(config):
         raise DataError(f"{file} was not evaluated with the settings of {run / 'config.yaml'}; {MEND}")
@@ -79,6 +84,7 @@ def with_most(*found: Known | None) -> Known | None:
 def remove(run: Path) -> None:
     """The run goes on, and this is not of its end any more."""
     (run / PLACEBO).unlink(missing_ok=True)
+    checksums.forget(run, PLACEBO)
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -143,10 +143,10 @@ def _model_index(facts: Facts) -> dict[str, Any]:
     """The measures after training, as the hub lists them: of a data set of the hub, by the split that it calls its own.
 
     A listing shows a number without the words beside it, so those that the card has to warn of are left out: what is
-    not sealed, and what alarmed.
+    not verified, and what alarmed.
     """
     found = facts.evaluation
-    if found is None or not found.get("sealed", True) or (found.get("alarms") or {}).get("verdict"):
+    if found is None or not found.get("verified", True) or (found.get("alarms") or {}).get("verdict"):
         return {}
     task, split = facts.config.task, str(found["split"])
     asked = task.test_data or task.train_data or ""

@@ -9,11 +9,11 @@ from typing import Any
 from evoalign.checks.placebo import Known, beyond_drift, of_file, sentence
 from evoalign.checks.placebo_file import with_most
 from evoalign.exporting.markdown import plain
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 
-NOT_SEALED = (
-    "These numbers are **not sealed**: the run that wrote them was of an earlier release, went on since, or its seal "
-    "was taken away, so that nothing shows whether they were changed."
+NOT_VERIFIED = (
+    "These numbers are **not verified**: the run has no checksums of them (`SHA256SUMS`), because an earlier release "
+    "made it, it was resumed since, or the file was deleted. Edits would go unnoticed."
 )
 
 
@@ -35,7 +35,7 @@ def change(found: Mapping[str, Any], placebo: Known | None) -> str:
     head = _alarm(found) + head
     rows = [_row(found, name) for name in found["before"] if name in found["after"]]
     rows += placebo_lines(found, placebo)
-    return "\n".join([head, *rows, *([] if found.get("sealed", True) else ["", NOT_SEALED])])
+    return "\n".join([head, *rows, *([] if found.get("verified", True) else ["", NOT_VERIFIED])])
 
 
 def placebo_lines(found: Mapping[str, Any], kept: Known | None = None) -> list[str]:

@@ -16,8 +16,9 @@ from evoalign.exporting.excerpts import FIGURE, Sample
 from evoalign.exporting.public import public
 from evoalign.exporting.source import Source, read_json, shown_name
 from evoalign.models.origin import origin
-from evoalign.rundir import files, parquet, sealing
+from evoalign.rundir import checksums, files, parquet
 from evoalign.rundir.directory import RunDir
+from evoalign.rundir.method import JOURNAL
 from evoalign.setup import task_and_data
 from evoalign.tasks.data import HUB
 from evoalign.tokens import Tokens
@@ -93,10 +94,10 @@ def _samples(run: Path, count: int) -> list[Sample]:
 
 def _evaluation(source: Source) -> dict[str, Any] | None:
     """The comparison of this very mean; a run that went on has one of another mean."""
-    found = read_json(source.run / sealing.EVALUATION)
+    found = read_json(source.run / checksums.EVALUATION)
     if found is None or found.get("weights_hash") != source.mark.weights_hash:
         return None
-    return {**found, "sealed": sealing.is_sealed(source.run, sealing.EVALUATION)}
+    return {**found, "verified": checksums.verify(source.run, checksums.EVALUATION, JOURNAL)}
 
 
 def _data(config: Config) -> list[card.DataFile]:

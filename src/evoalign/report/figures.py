@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from evoalign.report.rows import WEIGHTS
 from evoalign.report.style import INK, SIZE_INCHES, canvas, frame, save
 from evoalign.report.tables import visible, weighed
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.statistics import Estimate
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from evoalign.report.rows import WEIGHTS
 from evoalign.report.tables import visible, weighed
 from evoalign.report.terminal import print_line
 from evoalign.report.watching import Watch, watched
-from evoalign.rewards.fitness import aim as aim_in
+from evoalign.rewards.objective import aim as aim_in
 
 WINDOW = 20
 """Speed and time left are those of so many latest generations."""

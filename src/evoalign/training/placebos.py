@@ -25,15 +25,15 @@ from evoalign.cost.estimate import placebos_in_a_tenth
 from evoalign.errors import ConfigError, DataError, JournalError, ModelError, ResumeError, StoppedError
 from evoalign.evaluation import Evaluation
 from evoalign.report import watching
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 from evoalign.rollouts import lengths_of
 from evoalign.rundir.checkpoint import Mark
+from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import MEASURING, RunDir, older_report
 from evoalign.rundir.identity import differences
 from evoalign.rundir.journal import Log, Recorded
 from evoalign.rundir.links import refuse_links
 from evoalign.rundir.method import load_own
-from evoalign.rundir.sealing import EVALUATION
 from evoalign.setup import ConfigLike, Parts, Rewards, Served, as_config, assemble, task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.training import resolve, saving

@@ -27,7 +27,7 @@ from evoalign.analysis.compare.statistics import (
 )
 from evoalign.analysis.compare.statistics import compare as compare_groups
 from evoalign.errors import ConfigError, EvoalignError
-from evoalign.rewards.fitness import shared_aim
+from evoalign.rewards.objective import shared_aim
 from evoalign.statistics import LEVEL, Estimate, interquartile_mean, mean
 
 LOW_SHARE = 0.8

@@ -19,7 +19,7 @@ from evoalign.config.base import Positive, Section
 from evoalign.config.reading import read_bytes
 from evoalign.config.spaces import SECTIONS
 from evoalign.errors import ConfigError, DataError, cut
-from evoalign.rewards.fitness import PREFIX, measure_of
+from evoalign.rewards.objective import PREFIX, measure_of
 from evoalign.rundir.identity import identity
 from evoalign.rundir.method import Method
 from evoalign.statistics import LEVEL

@@ -25,8 +25,8 @@ from evoalign.config.reading import MEND, MissingError, parse, read_bytes, read_
 from evoalign.cost.budget import Cost
 from evoalign.errors import ConfigError, DataError
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import verify
 from evoalign.rundir.method import MANIFEST, Method, is_run, method_of
-from evoalign.rundir.sealing import is_sealed
 
 Matching = Literal["wall", "completions", "tokens", "flops"]
 MATCHINGS: tuple[Matching, ...] = get_args(Matching)
@@ -74,8 +74,8 @@ class Run:
     """Name of the task, with the kind of object if it is a Python object."""
     alarm: str | None
     """The run's verdict on its completions, such as `likely hacked`; None without one."""
-    sealed: bool
-    """Whether its results have a matching seal."""
+    verified: bool
+    """Whether its results match their checksums."""
     placebo: Known | None
     """Placebos of an ES run that measured them."""
     questions: str | None
@@ -161,7 +161,7 @@ def _is_readable(path: Path) -> bool:
 
 def read(path: Path) -> Run:
     """Read a run directory. Raises DataError or ConfigError naming a missing or damaged file."""
-    sealed = is_sealed(path)
+    verified = verify(path)
     manifest = _json(path / MANIFEST, _Manifest) or _Manifest()
     method = method_of(path)
     if method is None:
@@ -189,7 +189,7 @@ def read(path: Path) -> Run:
         hardware=_hardware(manifest.hardware),
         task=f"{name} (a {given} object)" if given else name,
         alarm=result.alarms.verdict if result and result.alarms else None,
-        sealed=sealed,
+        verified=verified,
         placebo=placebo_file.with_most(result.placebo if result else None, placebo_file.read(path, config)),
         questions=_questions(before or after),
         items=_items(after or ()),

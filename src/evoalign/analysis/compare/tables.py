@@ -106,7 +106,7 @@ def end_grid(comparison: Comparison) -> Grid:
     columns = list(ends.values())
     rows = [("seeds", *(str(len(runs)) for runs in columns))]
     counts = {
-        "not sealed": [sum(not run.sealed for run in runs) for runs in columns],
+        "not verified": [sum(not run.verified for run in runs) for runs in columns],
         "runs with a warning on their completions": [sum(run.alarm is not None for run in runs) for runs in columns],
     }
     rows += [(name, *map(str, numbers)) for name, numbers in counts.items() if any(numbers)]

@@ -139,11 +139,11 @@ def _eval_rows(path: Path) -> Iterable[tuple[str, str]]:
 
 
 def _run_rows(name: str, path: Path) -> Iterable[tuple[str, str]]:
-    from evoalign.rundir.sealing import is_sealed  # imports torch, which files of answers do not need
+    from evoalign.rundir.checksums import verify  # imports torch, which files of answers do not need
 
     if not (path / AFTER).is_file():
         raise ConfigError(f"{path} has no {AFTER}; let the run finish, or {_eval_hint(name, path, ())}")
-    is_sealed(path, AFTER)
+    verify(path, AFTER)
     return _table_rows(path / AFTER)
 
 

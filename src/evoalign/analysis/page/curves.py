@@ -11,7 +11,7 @@ from evoalign.analysis.page.markup import NOTHING, Markup, folded, joined, numbe
 from evoalign.analysis.page.view import Row, View
 from evoalign.errors import cut
 from evoalign.report.figures import Ends
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 
 MOST_ROWS = 400
 """Of the table below a chart; of a longer run each second, third, ... is in it."""

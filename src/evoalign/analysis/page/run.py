@@ -27,17 +27,17 @@ from evoalign.config import Config, load
 from evoalign.config.reading import MissingError, parse, read_bytes, read_json
 from evoalign.errors import ConfigError, DataError, EvoalignError
 from evoalign.report.figures import ES_WORDS, GRPO_WORDS
-from evoalign.rundir import parquet, sealing
-from evoalign.rundir.directory import REPORT, RunDir
+from evoalign.rundir import checksums, parquet
+from evoalign.rundir.directory import CHECKSUMS, REPORT, RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.links import ANALYSES, refuse_links
 from evoalign.rundir.method import NAMES, Method, is_run, method_of
 
 READ = (
-    "config.yaml", "manifest.json", *sealing.SEALED, sealing.SEAL, placebo_file.PLACEBO,
+    "config.yaml", "manifest.json", *checksums.RESULTS, CHECKSUMS, placebo_file.PLACEBO,
 )  # fmt: skip
 """The files that the page is made of, beside those of analyses."""
-NOT_SEALED = "the results are not sealed (results/sealed.json): nothing tells whether they are as the run wrote them"
+NOT_VERIFIED = f"the results are not verified: {CHECKSUMS} has no checksums of them, so edits would go unnoticed"
 _T = TypeVar("_T")
 
 
@@ -102,7 +102,7 @@ class _Reader:
         before, after = self._completions("before"), self._completions("after") if result else []
         steps, state = len(rows), self._state(result, len(rows))
         known = self._known(config, result)
-        self._check_seal(state)
+        self._check_results(state)
         words = GRPO_WORDS if self.method == "grpo" else dataclasses.replace(ES_WORDS, aim=said.aim(result))
         alarm = self._say_alarms(result)
         diagnosis = self._diagnosis(config, rows, manifest, alarm, known)
@@ -169,10 +169,10 @@ class _Reader:
             return "unfinished"
         return "measuring" if result.measuring else "done"
 
-    def _check_seal(self, state: State) -> None:
-        sealed = self._tried(lambda: sealing.is_sealed(self.path))
-        if sealed is False and state == "done":
-            self.warnings.append(NOT_SEALED)
+    def _check_results(self, state: State) -> None:
+        verified = self._tried(lambda: checksums.verify(self.path))
+        if verified is False and state == "done":
+            self.warnings.append(NOT_VERIFIED)
 
     def _known(self, config: Config | None, result: Result | None) -> Known | None:
         """The placebos of the end of training, or of `evoalign placebo` where those are more."""
@@ -183,7 +183,7 @@ class _Reader:
         return placebo_file.with_most(own, kept)
 
     def _own_placebos(self) -> Known:
-        file = self.path / sealing.EVALUATION
+        file = self.path / checksums.EVALUATION
         return placebo.of_file(parse(read_bytes(file), str(file))["placebo"], str(file))
 
     def _say_alarms(self, result: Result | None) -> str | None:

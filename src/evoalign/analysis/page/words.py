@@ -17,7 +17,7 @@ from evoalign.config import Config, from_dict
 from evoalign.config.secrets import redacted
 from evoalign.report.figures import Ends
 from evoalign.report.tables import Interval, headline, shorten
-from evoalign.rewards.fitness import aim_of
+from evoalign.rewards.objective import aim_of
 from evoalign.rundir.method import Method
 from evoalign.statistics import Estimate, mean
 

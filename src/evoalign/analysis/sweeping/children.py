@@ -26,7 +26,7 @@ from evoalign.config.reading import check_regular, parse
 from evoalign.errors import ConfigError, DataError, RunExistsError
 from evoalign.report.tables import visible
 from evoalign.report.terminal import print_line
-from evoalign.rewards.fitness import aim
+from evoalign.rewards.objective import aim
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
 from evoalign.rundir.links import links_in

@@ -19,11 +19,11 @@ from evoalign.checks.placebo import drift_together
 from evoalign.cost import budget
 from evoalign.errors import ConfigError, DataError
 from evoalign.evaluation import Scored
-from evoalign.rewards.fitness import PREFIX
+from evoalign.rewards.objective import PREFIX
 from evoalign.rundir import parquet
+from evoalign.rundir.checksums import EVALUATION
 from evoalign.rundir.directory import RunDir
 from evoalign.rundir.files import write_text
-from evoalign.rundir.sealing import EVALUATION
 
 FORMAT_VERSION = 1
 ENDS = ("before", "after")
