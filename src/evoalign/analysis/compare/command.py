@@ -57,7 +57,7 @@ def compare(
     found.show(console())
     if to is not None:
         written = found.write(to, Command.name)
-        typer.echo(f"wrote {', '.join(path.name for path in written)} to {to}")
+        typer.echo(f"wrote {', '.join(path.name for path in written)} into {to}")
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,8 @@ def _match(groups: Sequence[Group], by: Matching | None, measure: str, plan: Pla
             notes += [note for g, runs in zip(groups, matched, strict=True) for note in _early(g, runs, by, plan)]
         for group in groups:
             if (span := _span(group, by, measure)) and span[0] > span[1]:
-                more = "" if _every(group.runs) == {1} else f", or {_finer(group.runs)}"
+                finer = _finer(group.runs)
+                more = f", or {finer}" if finer.startswith("set") else ""
                 notes.append(
                     f"{group.label} has no curve: one of its runs ended before {measure} was first measured in "
                     f"another; let them finish{more}"
@@ -320,13 +321,9 @@ def _early(group: Group, matched: Sequence[MatchedRun], by: Matching, plan: Plan
     return notes
 
 
-def _every(runs: Sequence[Run]) -> set[int]:
-    return {run.config.evaluation.every for run in runs}
-
-
 def _finer(runs: Sequence[Run]) -> str:
     """Advise how to have runs evaluated closer to a budget."""
-    every = _every(runs)
+    every = {run.config.evaluation.every for run in runs}
     if every == {1}:
         return "each step is evaluated already, one step costs more"
     return "set evaluation.every lower" if any(every) else "set evaluation.every"

@@ -214,15 +214,7 @@ def _run_tree(run: Run) -> dict[str, Any]:
         "distance": dict(run.distance) if run.distance else None,
         "shares_before": dict(run.shares_before) if run.shares_before else None,
         "shares_after": dict(run.shares_after) if run.shares_after else None,
-        "points": [
-            {
-                "step": point.step,
-                "cost": asdict(point.cost) if point.cost else None,
-                "measures": dict(point.measures),
-                "divergence": dict(point.divergence) if point.divergence else None,
-            }
-            for point in run.points
-        ],
+        "points": [asdict(point) for point in run.points],
     }
 
 
@@ -252,6 +244,6 @@ def _match_tree(match: Match) -> dict[str, Any]:
             }
             for s in match.standings
         ],
-        "pairs": [{**asdict(pair), "p_values": dict(pair.p_values)} for pair in match.pairs],
+        "pairs": [asdict(pair) for pair in match.pairs],
         "sensitivity": [asdict(found) for found in match.sensitivity],
     }
