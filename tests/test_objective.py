@@ -555,7 +555,7 @@ def test_grpo_refuses_what_needs_a_population(questions: str, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
     from evoalign.baselines import planning
 
-    assert any("refused as it stands: objective ranks" in line for line in planning.dry_run(tree))
+    assert any("would be refused: objective ranks" in line for line in planning.dry_run(tree))
 
 
 @pytest.mark.parametrize("rollouts", ["engine", "es"])

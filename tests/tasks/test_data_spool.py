@@ -24,7 +24,7 @@ from evoalign.tasks import Data, Task, create, isolate
 from evoalign.tasks.data import spool
 from evoalign.testing import tasks as contract
 from evoalign.tokens import load
-from evoalign.training import saving, splits
+from evoalign.training import heading, saving
 
 DAY = datetime.date(2026, 1, 1)
 COUNT = 60
@@ -88,7 +88,7 @@ def test_the_same_rows_in_the_same_order(
         with pytest.raises(IndexError):
             rows[len(rows)]
     assert saving.data_hash(many) == saving.data_hash(whole)
-    assert splits.shared_lines(task, many) == splits.shared_lines(task, whole) != []
+    assert heading.shared_lines(task, many) == heading.shared_lines(task, whole) != []
 
 
 def test_a_task_of_many_rows_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from evoalign.rundir.identity import config_hash, identity
 from evoalign.setup import task_and_data
 from evoalign.tasks import Data, Task
 from evoalign.tasks.conciseness import Conciseness
-from evoalign.training import saving, splits
+from evoalign.training import heading, saving
 from evoalign.training.result import gold_lines
 from evoalign.training.train import dry_run
 from evoalign.types import Example
@@ -122,7 +122,7 @@ def test_shared_prompts_are_counted(trained: tuple[Path, str, dict[str, Any]], t
     assert "1 of 3 test prompts are validation prompts too" in found.fix
     assert case.task is not None and case.data is not None
     alone = Data([{"prompt": "a"}], [{"prompt": "b"}], [{"prompt": "c"}])
-    assert splits.shared_lines(case.task, alone) == []
+    assert heading.shared_lines(case.task, alone) == []
 
 
 def test_without_the_split_the_last_mean_alone_is_kept_and_that_is_said(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from evoalign.rundir.checkpoint import Mark
 from evoalign.rundir.directory import generation_of, saved_folders
 from evoalign.rundir.journal import Log
 from evoalign.rundir.method import method_of
-from evoalign.training import members, weights
-from evoalign.training.replay import replay
+from evoalign.training import weights
+from evoalign.training.replay import replay, save_member
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -121,7 +121,7 @@ def _member(
     if generation is None:
         raise ConfigError(f"--member {member}: say of which generation with --generation")
     log = journal.read(run / "journal.jsonl").whole(generation)
-    mark = members.save(log, folder, generation, member, model)
+    mark = save_member(log, folder, generation, member, model)
     return Source(run, own, base, log, folder, mark, manifest, member)
 
 

@@ -346,12 +346,12 @@ def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], t
     models_of = Path(__file__).parents[3] / "data/tasks/safety/models"
     right = {"reward": f"{models_of}/reward", "cost": f"{models_of}/cost"}
     assert told(**right) == []
-    assert told(**{**right, "cost": "./nowhere"}) == ["refused as it stands: scorer.cost: no folder ./nowhere"]
+    assert told(**{**right, "cost": "./nowhere"}) == ["would be refused: scorer.cost: no folder ./nowhere"]
     (tmp_path / "empty").mkdir()
     for wrong in (str(tmp_path / "empty"), "tiny"):
         with pytest.raises(ModelError) as run_says:
             scorer.create(ScorerConfig(name="local", reward=wrong))
-        assert told(**{**right, "reward": wrong}) == [f"refused as it stands: {run_says.value}"]
+        assert told(**{**right, "reward": wrong}) == [f"would be refused: {run_says.value}"]
     folders = [shutil.copytree(right["reward"], tmp_path / name) for name in ("kind", "zero")]
     about = json.loads((folders[0] / "config.json").read_text())
     (folders[0] / "config.json").write_text(json.dumps({**about, "model_type": "no_such"}))
@@ -360,7 +360,7 @@ def test_a_dry_run_refuses_a_scorer_that_would_not_load(files: dict[str, Any], t
     for section in (*sections, *([] if torch.cuda.is_available() else [{"device": "cuda"}])):
         with pytest.raises((ConfigError, ModelError)) as run_says:
             scorer.create(ScorerConfig.model_validate({"name": "local", **right, **section}))
-        assert told(**{**right, **section}) == [f"refused as it stands: {run_says.value}"]
+        assert told(**{**right, **section}) == [f"would be refused: {run_says.value}"]
     with pytest.raises(ConfigError, match=r"task safety is scored by reward and cost; set scorer\.cost"):
         told(reward=right["reward"])
     assert not (tmp_path / "run").exists()
