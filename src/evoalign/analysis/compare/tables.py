@@ -65,8 +65,17 @@ def pair_grids(match: Match) -> list[Grid]:
     """Return the tests, a row per pair of groups, and the sensitivity of those that are decided on."""
     if not match.pairs:
         return []
-    header = ("pair", "n", "difference [95 %]", "[95 %, over runs and questions]", "effect size [95 %]",
-              "deciding test", "p", "p, Holm", "other tests")  # fmt: skip
+    header = (
+        "pair",
+        "n",
+        "difference [95 %]",
+        "[95 %, over runs and questions]",
+        "effect size [95 %]",
+        "deciding test",
+        "p",
+        "p, Holm",
+        "other tests",
+    )
     rows = [_pair_row(pair) for pair in match.pairs]
     shown = [i for i in range(len(header)) if i != 3 or any(row[i] != "-" for row in rows)]
     cut = [tuple(row[i] for i in shown) for row in (header, *rows)]
